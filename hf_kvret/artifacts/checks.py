@@ -7,22 +7,17 @@ to get another. Its numbers are believed: checksums find damage.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from transformers import PreTrainedConfig
 
 from hf_kvret.artifacts.artifact import CalibrationArtifact
-from hf_kvret.artifacts.shared import made_once
 from hf_kvret.models.compatibility import retrieval_shapes
 from hf_kvret_model_patches.rope import Rope
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
-Options = TypeVar("Options", bound="DataclassInstance")
+Options = TypeVar("Options")
 
 
 def damaged(artifact: CalibrationArtifact, what: str) -> ValueError:
@@ -33,7 +28,7 @@ def damaged(artifact: CalibrationArtifact, what: str) -> ValueError:
     )
 
 
-def check_options(
+def calibration_options(
     artifact: CalibrationArtifact,
     cls: type[Options],
     stored_names: Mapping[str, str] = MappingProxyType({}),
@@ -86,9 +81,8 @@ def check_fit(
         check: the method's own of a layer.
         shape_of: KV heads and head dim that a layer was learned from.
     """
-    shapes = retrieval_shapes(config)
-    for layer, shape in shapes.items():
-        made_once(artifact, ("checked", layer), partial(check, artifact, layer))
+    for layer, shape in retrieval_shapes(config).items():
+        check(artifact, layer)
         heads, dim = shape_of(artifact, layer)
         # Some models have a KV head for each query head, whatever their configuration says.
         if heads not in (shape.kv_heads, shape.heads) or dim != shape.head_dim:
@@ -110,18 +104,16 @@ def check_tensors(
     artifact: CalibrationArtifact, layer: int, expected: Mapping[str, Expected]
 ) -> None:
     """Check that the tensors of a layer have the dtypes and shapes that are ``expected``."""
-    for name, (dtypes, shape) in expected.items():
-        tensor = artifact.tensors.get(f"layers.{layer}.{name}")
+    for part, (dtypes, shape) in expected.items():
+        name = f"layers.{layer}.{part}"
+        tensor = artifact.tensors.get(name)
         if tensor is None:
-            raise damaged(artifact, f"has no layers.{layer}.{name}")
-        sizes = zip(shape, tensor.shape, strict=False)
-        if tensor.ndim != len(shape) or any(size not in (None, own) for size, own in sizes):
-            raise damaged(
-                artifact,
-                f"has layers.{layer}.{name} {list(tensor.shape)}, not {list(shape)}",
-            )
-        if tensor.dtype not in dtypes:
-            raise damaged(artifact, f"has layers.{layer}.{name} in {tensor.dtype}, not {dtypes}")
+            raise damaged(artifact, f"has no {name}")
+        fits = tensor.ndim == len(shape) and tensor.dtype in dtypes
+        pairs = zip(shape, tensor.shape, strict=False)
+        if not fits or any(size not in (None, own) for size, own in pairs):
+            is_there = f"{list(tensor.shape)} in {tensor.dtype}"
+            raise damaged(artifact, f"has {name} {is_there}, not {list(shape)} in {dtypes}")
 
 
 def check_positions_known(config: PreTrainedConfig, instead: str, command: str) -> None:

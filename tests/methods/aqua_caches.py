@@ -97,19 +97,19 @@ def reference(cache: AquaKVCache, artifact: str) -> list[list[torch.Tensor]]:
     whole, below, dense = shared_artifact(artifact, None, "aqua"), None, []
     for store in stores_of(cache):
         number = str(store.plan.layer)
-        told, state = whole.options["layers"][number], store._pages.dense_state()
+        settings, state = whole.options["layers"][number], store._pages.dense_state()
         rows: list[torch.Tensor] = []
         code_at = scale_at = 0
         for side, dim in (("key", "head_dim"), ("value", "value_head_dim")):
-            prefix, width = f"layers.{number}.{side}.", told["heads"] * told[dim]
+            prefix, width = f"layers.{number}.{side}.", settings["heads"] * settings[dim]
             tensors = {n.removeprefix(prefix): x for n, x in whole.tensors.items() if prefix in n}
-            group = told["group" if side == "key" else "value_group"]
+            group = settings["group" if side == "key" else "value_group"]
             codec = HiggsCodec(store.plan.bits, group)
             codes = state["keys"][:, 0, :, code_at : code_at + codec.code_bytes(width)]
             scales = state["values"][:, 0, :, scale_at : scale_at + codec.scale_bytes(width)]
             code_at, scale_at = code_at + codes.shape[-1], scale_at + scales.shape[-1]
             row = codec.decode(codes, scales)
-            if told["previous"] is None:
+            if settings["previous"] is None:
                 row = row + tensors.get("bias", torch.zeros(()))
             elif tensors:
                 inputs = below[:1] if side == "key" else [*rows, *below[1:]]

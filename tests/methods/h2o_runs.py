@@ -15,7 +15,7 @@ from hf_kvret.layer.layer_kv import LayerKV
 from hf_kvret.methods.h2o import H2OConfig, H2OIndex
 from hf_kvret.stores.memory import DeviceMemory
 
-from .watched_stores import CountingStore, normal
+from .watched_stores import WatchedStore, normal
 
 HEADS, GROUP, DIM = 2, 3, 16
 SCALE = 3 / math.sqrt(DIM)
@@ -36,8 +36,8 @@ def random_tokens(seed: int, count: int = 1, batch: int = 2) -> Tokens:
     return queries, normal(seed + 10_000, batch, HEADS, count, DIM)
 
 
-def _store(first: FirstRows) -> CountingStore:
-    return CountingStore(DeviceMemory(first.device))
+def _store(first: FirstRows) -> WatchedStore:
+    return WatchedStore(DeviceMemory(first.device))
 
 
 class Run:

@@ -10,13 +10,13 @@ import torch
 
 from hf_kvret import ColdTokens, TokenBlock
 from hf_kvret.contracts.index import Index
+from hf_kvret.observe.recall import measure_recall
 from hf_kvret.stores.memory import DeviceMemory
 from hf_kvret.testing.cold import cold_tokens
 
 from .codebooks import DIM, GROUP, HEADS
-from .watched_stores import GuardedStore, normal
+from .watched_stores import WatchedStore, normal
 
-SCALE = 2 / math.sqrt(DIM)
 SEQUENCES, PROMPT, RECENT, BUDGET = 3, 150, 8, 20
 """Sequences that are drawn; tokens of a prompt, those that stay in the window, and the budget."""
 
@@ -36,13 +36,20 @@ class IndexRun:
         make: Callable[[], Index],
         sequences: Sequence[int] = (0, 1),
         budget: int = BUDGET,
+        dim: int = DIM,
+        softcap: float | None = None,
     ) -> None:
         self.make, self.sequences, self.budget = make, list(sequences), budget
+        self.softcap = softcap
         self.index: Any = make()
-        self.store = GuardedStore(DeviceMemory(torch.device("cpu")))
-        self.keys = torch.empty(len(self.sequences), HEADS, 0, DIM)
+        self.store = WatchedStore(DeviceMemory(torch.device("cpu")))
+        self.keys = torch.empty(len(self.sequences), HEADS, 0, dim)
         self.valid = torch.empty(len(self.sequences), 0, dtype=torch.bool)
         self.built = False
+
+    @property
+    def scale(self) -> float:
+        return 2 / math.sqrt(self.keys.shape[3])
 
     @property
     def length(self) -> int:
@@ -66,6 +73,13 @@ class IndexRun:
         self.store.append(block)
         self.index.add(block)
 
+    def cool(self, keys: torch.Tensor) -> None:
+        """Tokens that were in no pass go cold before those of the window."""
+        cold, new = len(self.store), torch.ones(len(keys), keys.shape[2], dtype=torch.bool)
+        self.keys = torch.cat([self.keys[:, :, :cold], keys, self.keys[:, :, cold:]], dim=2)
+        self.valid = torch.cat([self.valid[:, :cold], new, self.valid[:, cold:]], dim=1)
+        self.flush(keys.shape[2])
+
     def prompt(
         self,
         tokens: tuple[torch.Tensor, torch.Tensor] | None = None,
@@ -85,7 +99,8 @@ class IndexRun:
         """The cold tokens behind the first ``sinks`` ones."""
         length = len(self.store)
         valid = self.valid[:, :length] & (torch.arange(length) >= sinks)
-        return cold_tokens(valid, SCALE, min(budget or self.budget, length), store=self.store)
+        budget = min(budget or self.budget, length)
+        return cold_tokens(valid, self.scale, budget, self.softcap, self.store)
 
     def ready(self, budget: int | None = None, sinks: int = 0) -> None:
         """What comes before a search."""
@@ -107,6 +122,11 @@ class IndexRun:
         """The same in order, after what comes before a search."""
         self.ready(budget, sinks)
         return self.search(query, budget, sinks).sort(-1).values
+
+    def recall(self, query: torch.Tensor, budget: int | None = None) -> float:
+        """Overlap of what a search finds with the exact top-k."""
+        ids = self.search(query, budget)
+        return measure_recall(query, ids, self.cold(budget)).overlap
 
     def step(self, seed: int, count: int = 1, flush: int = 0) -> torch.Tensor:
         """A pass of ``count`` tokens, each of which selects."""

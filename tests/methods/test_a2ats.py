@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from hf_kvret import TokenBlock
+from hf_kvret.contracts.index import SearchCost
 from hf_kvret.lab.calibrate.a2ats import query_metric
 from hf_kvret.lab.calibrate.k_means import k_means
 from hf_kvret.methods.a2ats import A2ATSIndex
@@ -27,6 +28,7 @@ from .codebooks import (
     PLAIN,
     SCALE,
     WINDOW,
+    WORDS,
     Book,
     Prompt,
     Turn,
@@ -217,29 +219,19 @@ def test_a_prompt_in_chunks_has_the_codes_of_a_whole_one(
     assert torch.equal(filled(book.index(), prompt).state_dict()["codes"], whole)
 
 
-def test_a_token_takes_two_bytes_for_each_kv_head(write: Callable[..., Book]) -> None:
-    width, count = 128, 8192
-    words, metric = normal(2, HEADS, 8, width), torch.eye(width).expand(HEADS, -1, -1)
-    book = write(NO_ROPE, words=words, metric=metric)
-    keys = normal(4, 1, HEADS, count, width).bfloat16()
-    index, other = book.index(), book.index()
-    for each in (index, other):
-        each.on_forward(keys, keys, 0, None, torch.arange(count)[None])
-        each.add(TokenBlock(keys, keys, 0))
-    assert index.state_dict()["codes"].nbytes == 2 * HEADS * count
-    # A sixteenth is spare capacity.
-    assert 0.0078 < index.nbytes() / keys.nbytes < 0.0084
-    shared = (words.nbytes + metric.contiguous().nbytes * 2) + 4 * HEADS * 8
-    assert index.shared_nbytes() == shared
+def test_codebook_and_metric_are_shared_and_cold_codes_alone_are_read(
+    write: Callable[..., Book],
+) -> None:
+    book, prompt = write(), _prompt()
+    index, other = (filled(book.index(), prompt) for _ in range(2))
     assert index._quantizer is other._quantizer is index.fork()._quantizer
-    assert (
-        index.cost(100, 10).nbytes == 2 * HEADS * count + words.nbytes + metric.contiguous().nbytes
-    )
-    index.crop(100)
-    learned = words.nbytes + metric.contiguous().nbytes
-    assert index.cost(100, 10).nbytes == 2 * HEADS * 100 + learned, "only cold tokens are looked up"
-    assert index.stats() == {"codewords": 8}
-    assert index.cost(count, 100).candidates == 0
+    learned = book.words.nbytes + book.metric.nbytes
+    # The metric's inverse too, and half the square of each codeword.
+    assert index.shared_nbytes() == learned + book.metric.nbytes + 4 * HEADS * WORDS
+    assert index.stats() == {"codewords": WORDS}
+    for left in (150, 100):
+        index.crop(left)
+        assert index.cost(left, 10) == SearchCost(0, 2 * 2 * HEADS * left + learned)
     assert book.index().nbytes() == book.index().shared_nbytes() == 0
 
 

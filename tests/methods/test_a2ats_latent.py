@@ -146,25 +146,3 @@ def test_drafts_choose_what_matters_most_to_any_head(space: str, tmp_path: Path)
     # All but near ties at the edge, for codes are nearly rows.
     same = (selection[..., None] == best[..., None, :]).any(-1).float().mean()
     assert same > 0.9
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("store", ["device", "cpu", "higgs"])
-def test_a_saved_cache_goes_on_and_holds_two_bytes_a_token(store: str, tmp_path: Path) -> None:
-    model, ids, _ = made("deepseek_v3", tmp_path / "made", codewords=16)
-    options = {"top_k": 8, "recent": 4, "flush": 4, "dense_below": 0, "store": store}
-    cache = A2ATSCache(model.config, artifact=str(tmp_path / "made"), **options)
-    greedy = {"max_new_tokens": 6, "do_sample": False}
-    answer = model.generate(ids, past_key_values=cache, **greedy)
-    cache.save_pretrained(tmp_path / "saved")
-    twin = A2ATSCache.from_pretrained(
-        tmp_path / "saved", model.config, artifact=str(tmp_path / "made")
-    )
-    more = torch.cat([answer, prompt(3, 5, salt=2)], dim=1)
-    fork = cache.fork()
-    answers = [model.generate(more, past_key_values=one, **greedy) for one in (cache, fork, twin)]
-    assert torch.equal(answers[0], answers[1]) and torch.equal(answers[0], answers[2])
-    # Codes of one KV head, however many query heads there are.
-    index = cache.layers[0].kv.index
-    assert index._codes.rows.shape == (3, 1, cache.get_seq_length())
-    assert index._codes.rows.element_size() == 2

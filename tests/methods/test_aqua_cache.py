@@ -51,10 +51,10 @@ def artifact(model: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -
 
 def _rope(artifact: str, layer: int) -> Rope:
     whole = shared_artifact(artifact, None, "aqua")
-    told = whole.options["layers"][str(layer)]
-    assert told["attention_factor"] > 1.1
+    settings = whole.options["layers"][str(layer)]
+    assert settings["attention_factor"] > 1.1
     frequencies = whole.tensors[f"layers.{layer}.inv_freq"]
-    return Rope(frequencies, told["attention_factor"], told["layout"])
+    return Rope(frequencies, settings["attention_factor"], settings["layout"])
 
 
 def _assert_as_reference(cache: AquaKVCache, artifact: str) -> None:
@@ -205,15 +205,15 @@ def test_codes_are_those_of_algorithm_1_in_calibration(
         read(model, each, prompt(1, 60))
     result, below = shared_artifact(artifact, None, "aqua"), None
     for store, other in zip(stores_of(cache), stores_of(exact), strict=True):
-        told = result.options["layers"][str(store.plan.layer)]
+        settings = result.options["layers"][str(store.plan.layer)]
         prefix = f"layers.{store.plan.layer}."
         rope = _rope(artifact, store.plan.layer)
         keys, values = rows_of(other)
         exact_rows = [rope.unrotate(keys, torch.arange(keys.shape[2])), values]
-        rows, codec = [], HiggsCodec(store.plan.bits, told["group"], seed=0)
+        rows, codec = [], HiggsCodec(store.plan.bits, settings["group"], seed=0)
         for side, x in zip(("key", "value"), exact_rows, strict=True):
             x, predicted = x.transpose(1, 2).flatten(2), torch.zeros(())
-            if told["previous"] is not None:
+            if settings["previous"] is not None:
                 inputs = below[:1] if side == "key" else [rows[0], below[1]]
                 names = (f"{prefix}{side}.weight", f"{prefix}{side}.bias")
                 weight, bias = (result.tensors[name].float() for name in names)
@@ -228,31 +228,3 @@ def test_codes_are_those_of_algorithm_1_in_calibration(
             # A pair halfway between two grid points may round either way.
             same = torch.isclose(x, expected, rtol=0, atol=1e-4).float().mean()
             assert same > 0.98
-
-
-class _GapCache(AquaKVCache):
-    """Its first layer has plain rows, which no layer above can be predicted from."""
-
-    @classmethod
-    def make_store(cls, options: Any, layer: int, *how: Any) -> Any:
-        made = super().make_store(options, layer, *how)
-        return PagedStore(DeviceMemory(made.memory.device)) if layer == 0 else made
-
-
-def test_a_layer_below_with_another_store_is_refused(model: PreTrainedModel, artifact: str) -> None:
-    cache = _GapCache(model.config, **COVERING_OPTIONS, artifact=artifact, bits=4)
-    with pytest.raises(RuntimeError, match=r"layer 1 is predicted from layer 0.*a PagedStore"):
-        read(model, cache, prompt(1, 200, 0))
-        read(model, cache, prompt(1, 1, 1))
-
-
-def test_a_block_without_positions_is_refused_where_keys_are_coded_before_rope(
-    model: PreTrainedModel, artifact: str
-) -> None:
-    cache = make_cache(model, artifact)
-    read(model, cache, prompt(1, 200, 0))
-    store = stores_of(cache)[0]
-    rows, before = torch.zeros(1, 2, 3, 16), store.nbytes()
-    with pytest.raises(ValueError, match=r"block\.positions is None"):
-        store.append(TokenBlock(rows, rows, len(store)))
-    assert store.nbytes() == before

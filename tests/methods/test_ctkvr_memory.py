@@ -1,4 +1,4 @@
-"""What making ctkvr's lists takes beside what is kept, and that chunks change no list."""
+"""Making ctkvr's lists takes a bounded amount of memory, and chunks change no list."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _inverted_file(cold: ColdTokens) -> InvertedFile:
 
 
 def _work(name: str, cold: ColdTokens) -> tuple[list[InvertedFile], Callable[[], object]]:
-    """What makes lists, and where they are then."""
+    """The files that have the lists, and the work that makes them."""
     if name == "first":
         files: list[InvertedFile] = []
         return files, lambda: files.append(_inverted_file(cold))
@@ -108,5 +108,5 @@ def test_chunks_change_no_list(name: str, monkeypatch: pytest.MonkeyPatch) -> No
     _compare(lists, _lists(name))
     monkeypatch.undo()
     for module, size in limits:
-        monkeypatch.setattr(module, size, 1 << 12)
+        monkeypatch.setattr(module, size, 1 << 14)
     _compare(lists, _lists(name))

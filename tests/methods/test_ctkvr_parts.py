@@ -36,7 +36,7 @@ def _chosen(
 ) -> list[int]:
     for start, end in zip((0, *cuts), (*cuts, 1600), strict=True):
         queries = torch.arange(start, end).float().view(1, 1, -1, 1).expand(1, 2, -1, 3)
-        sampler.add(queries, start, None)
+        sampler.add(queries, start, None, 2048)
     queries, slots = sampler.best(count)
     assert torch.equal(queries[0, 1, :, 2].long(), slots[0])
     return slots[0].tolist()
@@ -44,24 +44,24 @@ def _chosen(
 
 @pytest.mark.parametrize("cuts", [(), (100, 101, 900)])
 def test_the_last_queries_are_chosen_or_some_that_are_spread_evenly(cuts: tuple[int, ...]) -> None:
-    assert _chosen(CentroidSampler(2048), 100, cuts) == list(range(1500, 1600))
-    assert _chosen(CentroidSampler(2048, spread=True), 100, cuts) == list(range(0, 1600, 16))
+    assert _chosen(CentroidSampler(), 100, cuts) == list(range(1500, 1600))
+    assert _chosen(CentroidSampler(spread=True), 100, cuts) == list(range(0, 1600, 16))
 
 
 @pytest.mark.parametrize("cuts", [(), (100, 101, 900)])
 def test_mixed_queries_are_the_last_and_others_spread_over_the_rest(cuts: tuple[int, ...]) -> None:
-    slots = _chosen(MixedSampler(2048), 100, cuts)
+    slots = _chosen(MixedSampler(), 100, cuts)
     assert slots[50:] == list(range(1550, 1600)) and max(slots[:50]) < 1550
     gaps = [after - before for before, after in pairwise([0, *slots[:50]])]
     assert max(gaps) <= 64
-    assert len(set(_chosen(MixedSampler(2048), 101, cuts))) == 101
-    assert _chosen(MixedSampler(2048), 1, cuts) == [1599]
+    assert len(set(_chosen(MixedSampler(), 101, cuts))) == 101
+    assert _chosen(MixedSampler(), 1, cuts) == [1599]
 
 
 def test_mixed_queries_leave_padding_out_row_by_row() -> None:
-    sampler = MixedSampler(8)
+    sampler = MixedSampler()
     valid = torch.tensor([[False] * 4 + [True] * 6, [True] * 5 + [False] * 5, [False] * 10])
-    sampler.add(torch.zeros(3, 2, 10, 3), 0, valid)
+    sampler.add(torch.zeros(3, 2, 10, 3), 0, valid, 8)
     slots = sampler.best(4)[1]
     assert sorted(slots[0].tolist()[2:]) == [8, 9] and set(slots[0].tolist()[:2]) <= {4, 5, 6, 7}
     assert sorted(slots[1].tolist()[2:]) == [3, 4] and set(slots[1].tolist()[:2]) <= {0, 1, 2}
@@ -69,10 +69,10 @@ def test_mixed_queries_leave_padding_out_row_by_row() -> None:
 
 
 def test_padding_is_never_chosen_and_takes_no_room() -> None:
-    sampler = CentroidSampler(4)
+    sampler = CentroidSampler()
     valid = torch.tensor([[True] * 6, [True, True, False, True, False, False]])
-    sampler.add(torch.zeros(2, 2, 6, 3), 10, valid)
-    sampler.add(torch.zeros(2, 2, 1, 3), 16, torch.tensor([[True], [False]]))
+    sampler.add(torch.zeros(2, 2, 6, 3), 10, valid, 4)
+    sampler.add(torch.zeros(2, 2, 1, 3), 16, torch.tensor([[True], [False]]), 4)
     assert sorted(sampler.best(4)[1][0].tolist()) == [13, 14, 15, 16]
     assert sorted(sampler.best(4)[1][1].tolist()) == [-1, 10, 11, 13]
 

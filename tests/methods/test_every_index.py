@@ -180,11 +180,32 @@ def test_a_crop_to_nothing_begins_anew(make: Make) -> None:
 
 def test_fewer_valid_tokens_than_the_budget_leave_the_other_slots_empty(make: Make) -> None:
     valid = torch.ones(SEQUENCES, PROMPT, dtype=torch.bool)
-    valid[1, : PROMPT - 8 - 3] = False
-    run = IndexRun(make).prompt(valid=valid)
-    ids = run.step(0)[1]
-    assert ids.shape[-1] >= BUDGET and ((ids >= 0).sum(-1) == 3).all()
-    assert (ids[..., -3:] == torch.tensor([139, 140, 141])).all()
+    valid[1, : PROMPT - 8 - 3] = valid[2] = False
+    run = IndexRun(make, range(SEQUENCES)).prompt(valid=valid)
+    _, three, none = run.step(0)
+    assert three.shape[-1] >= BUDGET and ((three >= 0).sum(-1) == 3).all()
+    assert (three[..., -3:] == torch.tensor([139, 140, 141])).all() and (none == -1).all()
+
+
+@pytest.mark.parametrize(
+    ("make", "nbytes"),
+    [
+        ("flat", 4 * DIM),
+        # Signs, 3 bits of each magnitude, and weights of bf16.
+        ("paris", DIM // 8 + 3 * DIM // 8 + 2 * DIM // 8),
+        ("lrqk", 2 * 12),
+        ("lrqk, int8", GROUP * 12),
+        ("lrqk, als", GROUP * 2 * 6),
+        ("a2ats", 2),
+    ],
+    indirect=["make"],
+)
+def test_a_cold_token_takes_so_many_bytes_for_each_kv_head(make: Make, nbytes: int) -> None:
+    run = _after_steps(make, 1)
+    run.flush(run.length - len(run.store))
+    state, length = run.index.state_dict(), len(run.store)
+    rows = [x for x in state.values() if x.ndim > 2 and x.shape[2] == length]
+    assert sum(x.nbytes for x in rows) == 2 * HEADS * length * nbytes
 
 
 def test_an_index_that_saw_nothing_says_so(make: Make) -> None:

@@ -208,7 +208,7 @@ def test_only_the_observed_queries_of_a_prompt_count() -> None:
     assert slot_sets(ids[:, :, 0]) == slot_sets(order)
 
 
-def test_what_is_left_of_a_long_question_counts_as_if_nothing_had_been_dropped() -> None:
+def test_the_rest_of_a_cropped_question_counts_as_if_it_was_never_longer() -> None:
     """So few are left that the kept tokens alone would do, but for those that are cold since."""
     run = Run()
     simulation = Simulation(run)
@@ -234,7 +234,7 @@ def test_what_is_left_of_a_long_question_counts_as_if_nothing_had_been_dropped()
 
 
 def test_keys_that_wait_and_are_cold_already_count_once() -> None:
-    """Of two questions the first flushes and is short, and both together are long."""
+    """The first of two questions flushes and is short, and both together are long."""
     run = Run(flush=8)
     simulation = Simulation(run)
     for number, count in enumerate((60, 1, 1, 1, 1, 1, 1, 1, 1, 6, 7)):

@@ -10,7 +10,7 @@ import torch
 from hf_kvret.methods.h2o import H2OConfig, H2OIndex
 
 from .h2o_runs import DIM, GROUP, HEADS, OPTIONS, Run, random_tokens
-from .watched_stores import CountingStore, slot_sets, slot_sets_of
+from .watched_stores import WatchedStore, slot_sets, slot_sets_of
 
 
 def _read(length: int = 60, **changes: Any) -> Run:
@@ -33,7 +33,7 @@ def test_keys_of_evicted_tokens_are_not_read_again() -> None:
         run.crop(2)
     run.prompt(random_tokens(50, 20))
     run.steps(range(50, 53))
-    assert isinstance(run.kv.store, CountingStore)
+    assert isinstance(run.kv.store, WatchedStore)
     assert run.cold_len > 100 and run.kv.store.readings == 0
 
 
@@ -67,33 +67,19 @@ def test_asking_twice_in_a_pass_counts_once() -> None:
 
 
 @pytest.mark.parametrize("steps", [0, 1, 9])
-def test_forks_do_not_change_each_other(steps: int) -> None:
-    one, same = _read(), _read()
-    for run in (one, same):
+def test_forks_and_loaded_indexes_go_on_like_one_that_was_left_alone(steps: int) -> None:
+    one, alone = _read(), _read()
+    for run in (one, alone):
         run.steps(range(10, 10 + steps))
-    twin = one.fork()
-    twin.steps(range(300, 320))
-    again = one.fork()
-    expected = same.steps(range(40, 60))
-    _assert_same(one.steps(range(40, 60)), expected)
-    _assert_same(again.steps(range(40, 60)), expected)
-    assert torch.equal(one.scores, same.scores)
-    assert not torch.equal(one.scores, twin.scores)
-
-
-@pytest.mark.parametrize("steps", [0, 1, 9])
-def test_a_saved_index_goes_on_like_the_one_that_was_saved(steps: int) -> None:
-    run = _read()
-    run.steps(range(10, 10 + steps))
-    twin = run.fork()
-    twin.kv.index = H2OIndex(run.options)
-    twin.index.load_state_dict({name: x.clone() for name, x in run.index.state_dict().items()})
-    _assert_same(run.steps(range(60, 80)), twin.steps(range(60, 80)))
-    assert torch.equal(run.scores, twin.scores)
-    state = run.index.state_dict()
-    del state["scores"]
-    with pytest.raises(KeyError, match="scores"):
-        H2OIndex(run.options).load_state_dict(state)
+    twin, other, loaded = one.fork(), one.fork(), one.fork()
+    other.steps(range(300, 320))
+    loaded.kv.index = H2OIndex(one.options)
+    loaded.index.load_state_dict({name: x.clone() for name, x in one.index.state_dict().items()})
+    expected = alone.steps(range(40, 60))
+    for run in (one, twin, loaded):
+        _assert_same(run.steps(range(40, 60)), expected)
+        assert torch.equal(run.scores, alone.scores)
+    assert not torch.equal(other.scores, alone.scores)
 
 
 def test_an_index_that_saw_nothing_has_nothing_to_save() -> None:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
 from hf_kvret import TokenBlock
 from hf_kvret.methods.flat import FlatIndex
-from hf_kvret.methods.lrqk import LRQKConfig, LRQKIndex
+from hf_kvret.methods.lrqk import LRQKIndex
 from hf_kvret.testing.cold import cold_tokens
 
-from .lrqk_runs import CLOSED_SCALE, HEADS, closed_options, fill
+from .codebooks import GROUP, HEADS
+from .lrqk_runs import DIM, closed_options, fill
 from .watched_stores import normal, overlap, ragged, slot_sets
 
-GROUP, DIM = 3, 32
-SCALE = CLOSED_SCALE
+SCALE = 2 / math.sqrt(DIM)
 
 
 def _tokens(count: int, batch: int = 2, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -61,29 +63,18 @@ def test_the_selection_is_the_top_k_of_its_own_proxies(
     keys = keys + 2 * normal(7, 2, HEADS, 1, DIM)
     valid = ragged(2, 120)
     options = closed_options(shared=shared, proxy_dtype=proxy_dtype)
-    run = fill(options, queries, keys, valid, cuts=(80,))
+    run = fill(options, queries, keys, valid, (80,), softcap)
     query = _tokens(3, seed=5)[0]
-    ids = run.select(query, budget, valid, softcap)
+    ids = run.search(query, budget)
     assert ids.shape == (2, HEADS, 3, budget) and ids.dtype == torch.int32
     assert slot_sets(ids) == _by_hand(run.index, query, budget, valid, softcap)
-
-
-@pytest.mark.parametrize("cuts", [(), (90, 130)])
-def test_what_stands_in_padding_does_not_matter(cuts: tuple[int, ...]) -> None:
-    queries, keys = _tokens(200)
-    valid, query = ragged(2, 200), _tokens(2, seed=4)[0]
-    expected = fill(closed_options(), queries, keys, valid, cuts).select(query, valid=valid)
-    hidden = ~valid[:, None, :, None]
-    queries, keys = (x.masked_fill(hidden, float("nan")) for x in (queries, keys))
-    ids = fill(closed_options(), queries, keys, valid, cuts).select(query, valid=valid)
-    assert torch.equal(ids, expected)
 
 
 def test_a_padded_row_selects_like_the_same_row_alone() -> None:
     queries, keys = _tokens(200)
     valid, query = ragged(2, 200), _tokens(2, seed=4)[0]
-    padded = fill(closed_options(), queries, keys, valid).select(query, valid=valid)[1:]
-    alone = fill(closed_options(), queries[1:, :, 100:], keys[1:, :, 100:]).select(query[1:])
+    padded = fill(closed_options(), queries, keys, valid).search(query)[1:]
+    alone = fill(closed_options(), queries[1:, :, 100:], keys[1:, :, 100:]).search(query[1:])
     assert slot_sets(padded - 100) == slot_sets(alone)
 
 
@@ -167,7 +158,7 @@ def test_int8_proxies_are_within_half_a_step_of_bf16_ones() -> None:
 def test_int8_proxies_that_come_later_keep_to_the_range() -> None:
     queries, keys = _tokens(100)
     run = fill(closed_options(proxy_dtype="int8", center=False), queries, keys)
-    run.flush(keys * 3)
+    run.cool(keys * 3)
     rows = run.index._proxies.rows
     assert rows.shape[2] == 200 and rows.amin() >= -127 and rows.amax() == 127
     # Where three times the value is in the range, it is kept.
@@ -176,25 +167,10 @@ def test_int8_proxies_that_come_later_keep_to_the_range() -> None:
     assert small.any() and off.max() <= 2
 
 
-@pytest.mark.parametrize("proxy_dtype, size", [("bfloat16", 2), ("int8", 1)])
-@pytest.mark.parametrize("shared", [True, False])
-def test_bytes_are_those_of_the_tensors(shared: bool, proxy_dtype: str, size: int) -> None:
-    """At rank 32 a token costs 64 or 32 bytes for a KV head."""
-    options = closed_options(rank=32, shared=shared, proxy_dtype=proxy_dtype)
-    index = fill(options, *_tokens(600)).index
-    sets = HEADS if shared else HEADS * GROUP
-    rows = index._proxies.rows
-    assert rows.nbytes == 2 * sets * 600 * 32 * size
-    maps, steps = 2 * sets * DIM * 32 * 4, 2 * sets * 32 * 4 if size == 1 else 0
-    assert index.cost(100, 10).nbytes == rows.nbytes + maps
-    grams = 2 * (HEADS + 2 * sets) * DIM * DIM * 4 + 2 * HEADS * DIM * 4 + 2 * 4
-    scale, expected, mean = 2 * HEADS * GROUP * 4, 2 * sets * 8, 2 * HEADS * DIM * 4
-    spare = 2 * sets * (864 - 600) * 32 * size
-    fixed = 2 * maps + steps + grams + scale + expected + mean
-    assert index.nbytes() == rows.nbytes + spare + fixed
-    index.on_forward(_tokens(3)[0], _tokens(3)[1], 600, None)
-    # Room for 64 queries that wait, and where the next one goes.
-    assert index.nbytes() - rows.nbytes - spare - fixed == 2 * HEADS * GROUP * 64 * DIM * 4 + 8
+def test_a_search_reads_the_proxies_and_the_maps() -> None:
+    index = fill(closed_options(), *_tokens(60)).index
+    assert index.cost(60, 10).nbytes == 2 * HEADS * (60 * 12 * 2 + DIM * 12 * 4)
+    assert index.cost(60, 10).candidates == 0
 
 
 def test_centering_ranks_alike_at_full_rank_and_spends_no_direction_on_the_mean() -> None:
@@ -220,18 +196,11 @@ def test_a_soft_cap_bends_the_whole_score_not_the_centered_one() -> None:
     keys = keys + 2 * normal(3, 2, HEADS, 1, DIM)
     query, softcap = 3 * _tokens(4, seed=4)[0], 6.0
     valid = torch.ones(2, 256, dtype=torch.bool)
-    run, exact = fill(closed_options(rank=DIM), queries, keys), FlatIndex()
+    run, exact = fill(closed_options(rank=DIM), queries, keys, softcap=softcap), FlatIndex()
     exact.add(TokenBlock(keys, keys, 0))
     best = exact.search(query, cold_tokens(valid, SCALE, 24, softcap))
-    assert overlap(run.select(query, 24, softcap=softcap), best) > 0.95
-    assert overlap(run.select(query, 24), best) < 0.9
-    run.index._mean = torch.zeros_like(run.index._mean)
-    assert overlap(run.select(query, 24, softcap=softcap), best) < 0.9
-
-
-def test_an_empty_block_adds_nothing() -> None:
-    index, rows = LRQKIndex(LRQKConfig(rank=4)), torch.ones(1, HEADS, 3, DIM)
-    index.on_forward(rows, rows, 0, None)
-    index.add(TokenBlock(rows[:, :, :0], rows[:, :, :0], 0))
-    index.add(TokenBlock(rows, rows, 0))
-    assert len(index._proxies) == 3
+    assert overlap(run.search(query, 24), best) > 0.95
+    run.softcap = None
+    assert overlap(run.search(query, 24), best) < 0.9
+    run.softcap, run.index._mean = softcap, torch.zeros_like(run.index._mean)
+    assert overlap(run.search(query, 24), best) < 0.9

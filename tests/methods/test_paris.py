@@ -11,11 +11,11 @@ from transformers import AutoModelForCausalLM
 
 import hf_kvret
 from hf_kvret import ParisKVCache, TokenBlock
-from hf_kvret.contracts.token_buffer import TokenBuffer
 from hf_kvret.methods.flat import FlatIndex
 from hf_kvret.methods.paris import ParisConfig, ParisIndex
-from hf_kvret.testing import COVERING_OPTIONS, MODELS, held_tokens
+from hf_kvret.testing import COVERING_OPTIONS, MODELS
 from hf_kvret.testing.cold import cold_tokens
+from hf_kvret_kernels import paris
 
 from .watched_stores import overlap
 
@@ -165,14 +165,6 @@ def test_a_crop_takes_exactly_the_dropped_tokens_out_of_the_counts(first: int) -
         assert torch.equal(index.search(query, cold_tokens(valid, 0.2, 20)), again)
 
 
-def test_bytes_for_each_cold_token_are_what_the_codes_take() -> None:
-    keys, _ = _peaked(64, 128)
-    bytes_each = 128 // 8 + 3 * 128 // 8 + 2 * 128 // 8  # signs, 3-bit levels, bf16 weights
-    capacity = 64 + 256
-    small = 2 * HEADS * 16 * 256 * 4 + 128 * 4 + 8 * 4 + 2 * HEADS * 128 * 4
-    assert _index(OURS, keys).nbytes() == 2 * HEADS * capacity * bytes_each + small
-
-
 def test_candidates_are_a_share_that_covers_the_budget() -> None:
     index = ParisIndex(OURS)
     assert index.cost(2_000, 100).candidates == 1_000
@@ -183,46 +175,28 @@ def test_candidates_are_a_share_that_covers_the_budget() -> None:
     assert index.cost(50, 50).candidates == 50
 
 
-def test_every_layer_holds_the_tokens_it_was_given() -> None:
-    """The published code counts steps for all layers together: all but the first write one late.
-
-    Rows are ragged, which it refuses, and every layer's index is compared with its own store.
-    """
+def test_every_layer_has_the_codes_of_its_own_tokens() -> None:
+    """The published code counts steps for all layers together: all but the first write one late."""
     model = MODELS["smollm3"].build()
     hf_kvret.attach(model)
     cache = ParisKVCache(model.config, **SMALL)
-    keys_by_layer: dict[int, list[torch.Tensor]] = {}
-    update = cache.update
-
-    def record(
-        keys: torch.Tensor, values: torch.Tensor, layer: int, *args: Any, **kwargs: Any
-    ) -> Any:
-        keys_by_layer.setdefault(layer, []).append(keys.clone())
-        return update(keys, values, layer, *args, **kwargs)
-
-    cache.update = record  # type: ignore[method-assign]
     ids = torch.randint(3, 128, (2, 30), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
     ids[1, :9], mask[1, :9] = 0, 0
     model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=21)
-    assert len(keys_by_layer) == 3
-    for number, layer in enumerate(cache.retrieval_layers):
-        assert layer.kv is not None and layer.kv.store is not None
-        keys = torch.cat(keys_by_layer[number], dim=2)
-        assert keys.shape[2] == 50 and layer.kv.cold_len > 30
-        assert torch.equal(held_tokens(layer.kv)[0], keys)
-        index, cold = layer.kv.index, layer.kv.cold_len
-        assert isinstance(index, ParisIndex)
-        # The first block is the one that the layer cut.
-        alone = index.fork()
-        alone._sign, alone._magnitude, alone._weight = (TokenBuffer() for _ in range(3))
-        alone._counts = torch.zeros_like(index._counts)
-        valid = torch.cat([mask.bool(), torch.ones(2, 20, dtype=torch.bool)], dim=1)[:, :cold]
-        alone.add(TokenBlock(keys[:, :, :cold], keys[:, :, :cold], 0, valid))
-        for name in ("sign", "magnitude", "weight"):
-            length, expected = getattr(index, f"_{name}"), getattr(alone, f"_{name}")
-            assert torch.equal(length.rows, expected.rows)
-        assert torch.equal(index._counts, alone._counts)
+    assert len(cache.retrieval_layers) == 3
+    for layer in cache.retrieval_layers:
+        index, store, cold_len = layer.kv.index, layer.kv.store, layer.kv.cold_len
+        keys = torch.cat([chunk for _, chunk in store.key_chunks()], dim=2)
+        assert keys.shape[2] == cold_len > 30
+        codes = index.encode(keys)
+        assert torch.equal(index._sign.rows, codes.sign)
+        assert torch.equal(index._magnitude.rows, codes.magnitude)
+        valid = torch.cat([mask.bool(), torch.ones(2, 20, dtype=torch.bool)], dim=1)[:, :cold_len]
+        weights = codes.weight.masked_fill(~valid[:, None, :, None], -1)
+        assert torch.equal(index._weight.rows, weights)
+        expected = paris.count_centroids(codes.sign, m=8, valid=valid)
+        assert torch.equal(index._counts, expected)
 
 
 @pytest.mark.parametrize("head_dim", [8, 40, 80, 160, 256, 512])

@@ -38,20 +38,11 @@ def overlap(ids: torch.Tensor, best: torch.Tensor) -> float:
     return float((ids.unsqueeze(-1) == best.unsqueeze(-2)).any(-1).float().mean())
 
 
-class CountingStore(PagedStore):
-    """A store that counts how often all keys are read."""
-
-    readings = 0
-
-    def key_chunks(self, chunk_len: int = 4096) -> Iterator[tuple[int, torch.Tensor]]:
-        self.readings += 1
-        return super().key_chunks(chunk_len)
-
-
-class GuardedStore(PagedStore):
-    """A store that may be told to let nobody read."""
+class WatchedStore(PagedStore):
+    """A store that counts how often all keys are read, and lets nobody read while ``closed``."""
 
     closed = False
+    readings = 0
 
     def chunks(
         self, chunk_len: int = 4096, stop: int | None = None
@@ -61,4 +52,5 @@ class GuardedStore(PagedStore):
 
     def key_chunks(self, chunk_len: int = 4096) -> Iterator[tuple[int, torch.Tensor]]:
         assert not self.closed, "keys were read from the store"
+        self.readings += 1
         return super().key_chunks(chunk_len)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Self
@@ -14,15 +13,14 @@ from transformers import PreTrainedConfig
 from hf_kvret.artifacts import CalibrationArtifact
 from hf_kvret.artifacts.checks import (
     Expected,
+    calibration_options,
     check_fit,
-    check_options,
     check_positions_known,
     check_tensors,
     learned_rope,
 )
 from hf_kvret.artifacts.shared import made_once
-from hf_kvret.options import declare
-from hf_kvret.options.declare import FLAG, OneOf, integer, option, real
+from hf_kvret.options.declare import FLAG, OneOf, check_options, integer, option, real
 from hf_kvret_kernels import codebook
 from hf_kvret_model_patches.rope import Rope
 
@@ -57,7 +55,7 @@ class CodebookOptions:
     codewords: int = option(4096, integer(1, most=codebook.MOST_CODEWORDS))
     distance: int = option(2048, integer(0, "tokens", most=_LAST_POSITION))
     rounds: int = option(300, integer(0))
-    tolerance: float = option(1e-3, real(0, "1e-3 is usual", below=math.inf))
+    tolerance: float = option(1e-3, real(0, below=float("inf")))
     space: str = option("windowed", OneOf("windowed", "rotated"))
     query_aware: bool = option(True, FLAG)
     compare: bool = option(True, FLAG)
@@ -65,7 +63,7 @@ class CodebookOptions:
     seed: int = option(0, integer(0))
 
     def __post_init__(self) -> None:
-        declare.check_options(self)
+        check_options(self)
 
 
 @dataclass(frozen=True, eq=False)
@@ -239,7 +237,7 @@ def _shape(artifact: CalibrationArtifact, layer: int) -> tuple[int, int]:
 
 
 def _options(artifact: CalibrationArtifact) -> CodebookOptions:
-    make = partial(check_options, artifact, CodebookOptions, STORED_NAMES)
+    make = partial(calibration_options, artifact, CodebookOptions, STORED_NAMES)
     return made_once(artifact, "options", make)
 
 

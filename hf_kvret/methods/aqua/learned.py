@@ -47,8 +47,8 @@ from transformers import PreTrainedConfig
 from hf_kvret.artifacts import CalibrationArtifact
 from hf_kvret.artifacts.checks import (
     Expected,
+    calibration_options,
     check_fit,
-    check_options,
     check_positions_known,
     check_tensors,
     damaged,
@@ -57,8 +57,7 @@ from hf_kvret.artifacts.checks import (
 )
 from hf_kvret.artifacts.shared import made_once
 from hf_kvret.methods.aqua.coding import BITS, GROUPS
-from hf_kvret.options import declare
-from hf_kvret.options.declare import FLAG, OneOf, integer, option, real
+from hf_kvret.options.declare import FLAG, OneOf, check_options, integer, option, real
 from hf_kvret_model_patches.rope import Rope
 
 METHOD = "aqua"
@@ -107,7 +106,7 @@ class PredictorOptions:
     seed: int = option(0, integer(0))
 
     def __post_init__(self) -> None:
-        declare.check_options(self)
+        check_options(self)
 
 
 @dataclass(frozen=True, eq=False)
@@ -252,7 +251,7 @@ def _read_options(artifact: CalibrationArtifact) -> PredictorOptions:
         stored = artifact.options.get(name, value)
         if stored != value:
             raise damaged(artifact, f"has {name}={stored!r}, and this version reads {value!r} only")
-    return check_options(artifact, PredictorOptions, unread=(*_RETIRED, *_UNREAD))
+    return calibration_options(artifact, PredictorOptions, unread=(*_RETIRED, *_UNREAD))
 
 
 def _check_layer(artifact: CalibrationArtifact, layer: int) -> None:

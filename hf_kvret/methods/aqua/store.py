@@ -306,16 +306,8 @@ class AquaStore(Store):
         if self.plan.previous is None:
             return None
         below = self.below()
-        if not isinstance(below, AquaStore) or below.plan.layer != self.plan.previous:
-            raise self._wrong_store_below(below)
+        assert isinstance(below, AquaStore), "make_store gives one to every layer"
         return below
-
-    def _wrong_store_below(self, below: Store | None) -> RuntimeError:
-        name = "no store" if below is None else f"a {type(below).__name__}"
-        return RuntimeError(
-            f"layer {self.plan.layer} is predicted from layer {self.plan.previous}, which has "
-            f"{name}: make_store must give an AquaStore to every layer, or take predictor='none'"
-        )
 
     def _rows_below(self, first: int, last: int) -> Rows | None:
         below = self._source_store()
@@ -339,18 +331,13 @@ class AquaStore(Store):
             return None
         store: AquaStore = self
         while (below := store.below()) is not None:
-            if not isinstance(below, AquaStore):
-                raise self._wrong_store_below(below)
+            assert isinstance(below, AquaStore), "make_store gives one to every layer"
             store = below
         # The layers of a model may lie on several devices.
         return store._positions.rows[:, 0, first:last].to(self.memory.device)
 
     def _keep_positions(self, block: TokenBlock) -> None:
-        if block.positions is None:
-            raise ValueError(
-                "block.positions is None: this store codes keys before RoPE, pass "
-                "TokenBlock(..., positions=[B, n])"
-            )
+        assert block.positions is not None, "a cache that lacks them takes no token in"
         buffer, new = self._positions, block.positions[:, None]
         behind = buffer.rows[:, :, block.end :].clone() if len(buffer) else new[:, :, :0]
         if len(buffer) > block.start:

@@ -50,8 +50,8 @@ class CTkvrIndex(Index):
 
     _prompt_queries: CentroidSampler | MixedSampler = part(key="pool", may_be_empty=True)
     # Question and step queries have no lists yet; those of steps come after the last flush.
-    _question_queries: CentroidSampler = part(key="asked", may_be_empty=True)
-    _step_queries: CentroidSampler = part(key="answered", may_be_empty=True)
+    _question_queries: CentroidSampler = part(CentroidSampler, key="asked", may_be_empty=True)
+    _step_queries: CentroidSampler = part(CentroidSampler, key="answered", may_be_empty=True)
     _file: InvertedFile = part(key="lists")
     # KV heads and query heads of each; 0 before the first pass.
     _heads: int = number(0, key="counts")
@@ -67,10 +67,7 @@ class CTkvrIndex(Index):
 
     def __init__(self, options: CTkvrConfig) -> None:
         self.options = options
-        sampler = MixedSampler if options.choice == "mixed" else CentroidSampler
-        self._prompt_queries = sampler(options.centroids)
-        self._question_queries = CentroidSampler(options.centroids)
-        self._step_queries = CentroidSampler(options.centroids)
+        self._prompt_queries = MixedSampler() if options.choice == "mixed" else CentroidSampler()
         self._file = InvertedFile(options)
 
     def on_forward(
@@ -86,11 +83,11 @@ class CTkvrIndex(Index):
         self._heads, self._group = keys.shape[1], queries.shape[1] // keys.shape[1]
         self._columns = self._slots = None
         if self._file.queue is None:
-            # Keeps the copies small while the cache is short.
-            self._prompt_queries.most = options.centroids_for(start + count)
-            self._prompt_queries.add(queries, start, valid)
+            # Few while the cache is short, so that copies are small.
+            most = options.centroids_for(start + count)
+            self._prompt_queries.add(queries, start, valid, most)
         elif options.questions and count > 1 and (count > options.max_draft or after_pause):
-            self._question_queries.add(queries, start, valid)
+            self._question_queries.add(queries, start, valid, options.centroids)
             self._queries_since_question = 0.0
         elif options.update and count <= options.max_draft:
             self._take_steps(queries, start, valid)
@@ -161,10 +158,8 @@ class CTkvrIndex(Index):
 
     def recall(self, query: torch.Tensor, cold: ColdTokens) -> torch.Tensor | None:
         """See ``Index.recall``: as ``host_search``, where the store compares the keys."""
-        queue = self._file.queue
-        if queue is None or cold.budget >= len(cold) or self._columns or not self._compares:
-            return None
-        return self._recalled(queue, query, cold)
+        queue = self._reranked_queue(cold)
+        return None if queue is None else self._recalled(queue, query, cold)
 
     def _recalled(
         self, queue: CentroidQueue, query: torch.Tensor, cold: ColdTokens
@@ -201,16 +196,20 @@ class CTkvrIndex(Index):
         return pad(selected, (0, count - selected.shape[-1]), value=-1)
 
     def host_search(self, query: torch.Tensor, cold: ColdTokens) -> HostSearch | None:
-        """See ``Index.host_search``: where recalled tokens are compared by their keys.
-
-        Not where all are selected, nor where queries of this pass become centroids at once, whose
-        lists are longer than the budget.
-        """
-        queue = self._file.queue
-        if queue is None or cold.budget >= len(cold) or self._columns or not self._compares:
+        """See ``Index.host_search``: where recalled tokens are compared by their keys."""
+        queue = self._reranked_queue(cold)
+        if queue is None:
             return None
-        options = self.options
-        return queue.host_search(query, options.nprobe, self._file.pending(len(cold)))
+        return queue.host_search(query, self.options.nprobe, self._file.pending(len(cold)))
+
+    def _reranked_queue(self, cold: ColdTokens) -> CentroidQueue | None:
+        """The centroids, where as many recalled tokens as the budget are selected by their keys.
+
+        Not where all are, nor where queries of this pass become centroids at once, whose lists are
+        longer than the budget.
+        """
+        covers = cold.budget >= len(cold)
+        return None if covers or self._columns or not self._compares else self._file.queue
 
     # Tensors kept here must be writable outside inference mode: see LayerKV.
     @torch.inference_mode(False)
@@ -272,7 +271,8 @@ class CTkvrIndex(Index):
         if options.update_lists == "all":
             for i in columns:
                 column_valid = None if valid is None else valid[:, i : i + 1]
-                self._step_queries.add(queries[:, :, i : i + 1], start + i, column_valid)
+                query = queries[:, :, i : i + 1]
+                self._step_queries.add(query, start + i, column_valid, options.centroids)
         elif columns:
             slots = torch.tensor([start + i for i in columns], device=queries.device)
             slots = slots.expand(len(queries), -1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from hf_kvret.contracts.state import State, number, part, tensor
@@ -10,12 +12,11 @@ _BITS = 30
 
 
 class CentroidSampler(State):
-    """The best ``most`` valid queries of each sequence, by a rank independent of other queries.
+    """The best valid queries of each sequence, by a rank independent of other queries.
 
     So they can be chosen while a prompt of unknown length is read, and padding takes no room.
 
     Args:
-        most: queries kept.
         spread: the best are spread evenly over all; else they are the last ones.
     """
 
@@ -25,11 +26,14 @@ class CentroidSampler(State):
     _ranks: torch.Tensor | None = tensor(shared=True, dims="B m", dtype=torch.int64)
     _count: int = number(0, key="seen")
 
-    def __init__(self, most: int, *, spread: bool = False) -> None:
-        self.most, self.spread = most, spread
+    def __init__(self, *, spread: bool = False) -> None:
+        self.spread = spread
 
-    def add(self, queries: torch.Tensor, start: int, valid: torch.Tensor | None) -> None:
-        """Take in ``queries [B, Hq, q, D]`` of slots ``start ..``; ``valid [B, q]``."""
+    def add(self, queries: torch.Tensor, start: int, valid: torch.Tensor | None, most: int) -> None:
+        """Take in ``queries [B, Hq, q, D]`` of slots ``start ..``, and keep the best ``most``.
+
+        ``valid [B, q]``; None: all are.
+        """
         batch, _, count, _ = queries.shape
         arrivals = torch.arange(self._count, self._count + count, device=queries.device)
         ranks = self._rank(arrivals).expand(batch, count)
@@ -38,14 +42,14 @@ class CentroidSampler(State):
         if valid is not None:
             ranks, slots = ranks.masked_fill(~valid, -1), slots.masked_fill(~valid, -1)
         # Select among the new ones first: a copy of all queries of a long prompt would be large.
-        queries, slots, ranks = _best(queries, slots, ranks, self.most)
+        queries, slots, ranks = _best(queries, slots, ranks, most)
         if self._queries is not None and self._slots is not None and self._ranks is not None:
             # A pass that starts at an earlier slot follows a crop.
             mask = self._slots >= start
             queries = torch.cat([self._queries, queries], dim=2)
             slots = torch.cat([self._slots.masked_fill(mask, -1), slots], dim=1)
             ranks = torch.cat([self._ranks.masked_fill(mask, -1), ranks], dim=1)
-            queries, slots, ranks = _best(queries, slots, ranks, self.most)
+            queries, slots, ranks = _best(queries, slots, ranks, most)
         self._queries, self._slots, self._ranks = queries, slots, ranks
 
     def __len__(self) -> int:
@@ -95,34 +99,18 @@ class MixedSampler(State):
 
     The last ones are similar to queries of the answer if a prompt ends with a question; the others
     help if generation returns to an earlier topic.
-
-    Args:
-        most: queries kept in each half.
     """
 
-    _last: CentroidSampler = part()
-    _even: CentroidSampler = part()
-
-    def __init__(self, most: int) -> None:
-        self._last, self._even = CentroidSampler(most), CentroidSampler(most, spread=True)
-
-    @property
-    def most(self) -> int:
-        """Queries kept in each half."""
-        return self._last.most
-
-    @most.setter
-    def most(self, count: int) -> None:
-        for half in (self._last, self._even):
-            half.most = count
+    _last: CentroidSampler = part(CentroidSampler)
+    _even: CentroidSampler = part(partial(CentroidSampler, spread=True))
 
     def __len__(self) -> int:
         return len(self._last)
 
-    def add(self, queries: torch.Tensor, start: int, valid: torch.Tensor | None) -> None:
-        """As ``CentroidSampler.add``."""
+    def add(self, queries: torch.Tensor, start: int, valid: torch.Tensor | None, most: int) -> None:
+        """As ``CentroidSampler.add``; each half keeps ``most``."""
         for half in (self._last, self._even):
-            half.add(queries, start, valid)
+            half.add(queries, start, valid, most)
 
     def best(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """As ``CentroidSampler.best``; no query is in both halves."""

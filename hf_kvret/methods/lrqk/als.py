@@ -42,18 +42,18 @@ class Sketch:
 
     @classmethod
     def of_map(cls, factor_map: torch.Tensor, gram: torch.Tensor) -> Sketch:
-        """Of ``A = Q X`` with ``X [..., D, r]`` and the Gram of Q."""
+        """The sketch of ``A = Q X`` with ``X [..., D, r]`` and the Gram of Q."""
         cross = factor_map.mT @ gram
         return cls(cross, cross @ factor_map)
 
     @classmethod
     def of_rows(cls, factor: torch.Tensor, rows: torch.Tensor) -> Sketch:
-        """Of A = ``factor [..., l, r]`` and K = ``rows [..., l, D]`` in fp32."""
+        """The sketch of A = ``factor [..., l, r]`` with K = ``rows [..., l, D]``, in fp32."""
         factor, rows = factor.float(), rows.float()
         return cls((rows.mT @ factor).mT, factor.mT @ factor)
 
     def plus(self, other: Sketch) -> Sketch:
-        """Of the rows of both."""
+        """The sketch of the rows of both."""
         return Sketch(self.cross + other.cross, self.own + other.own)
 
     def basis(self) -> torch.Tensor:

@@ -82,8 +82,6 @@ class LRQKIndex(CapturableIndex, Index):
         self._queries_since_projection += queries.shape[2]
 
     def add(self, block: TokenBlock) -> None:
-        if len(block) == 0:
-            return
         # Used by ``build``: in a chunked prompt, the factors are made from the first chunk only.
         self._partial, self._flushed = self._to_query is not None, True
         self._keys.add(block.keys, block.valid)

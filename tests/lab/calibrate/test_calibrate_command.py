@@ -191,7 +191,7 @@ def test_mistakes_are_one_line_each(
         (["--dataset", "a/b"], both),
         (["--tokens", "1M"], r"--tokens 1048576: the text has \d+ tokens; give more text"),
         (["--text", str(tmp_path / "no.txt")], r"--text .*no\.txt: no such file"),
-        (["--codewords", "40000"], r"codewords=40000: 1 to 32768"),
+        (["--codewords", "40000"], r"codewords=40000 must be at least 1 and at most 32768"),
         (
             ["--length", "2K", "--uuid-tokens", "2K", "--held-out", "0"],
             r"2048 tokens, but the model has 1024 pos",

@@ -1,4 +1,4 @@
-"""What one layer's store leaves to the next: one reconstruction at a time, never an old one."""
+"""The reconstruction that a layer's store leaves to the next: one at a time, never an old one."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import hf_kvret
 from hf_kvret.contracts.block import UNKNOWN_POSITION
-from hf_kvret.methods.aqua import AquaConfig, AquaKVCache, AquaStore
+from hf_kvret.methods.aqua import AquaKVCache, AquaStore
 from hf_kvret.methods.aqua.coder import Rows
-from hf_kvret.testing import COVERING_OPTIONS
 from hf_kvret.testing.scenario import prompt
 
 from .aqua_caches import (
@@ -39,7 +38,7 @@ def artifact(model: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -
     return learn(model, tmp_path_factory.mktemp("aqua-left"))
 
 
-def test_one_layer_is_reconstructed_at_a_time_and_none_is_left_after_a_pass(
+def test_one_layer_is_reconstructed_at_a_time(
     model: PreTrainedModel, artifact: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alive: list[int] = [0, 0]
@@ -68,7 +67,7 @@ def test_one_layer_is_reconstructed_at_a_time_and_none_is_left_after_a_pass(
     assert cache.memory().store_device >= before
 
 
-def test_each_layer_is_decoded_once_a_step_and_a_chain_only_where_nothing_was_left(
+def test_each_layer_is_decoded_once_a_step(
     model: PreTrainedModel, artifact: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decoded: list[int] = []
@@ -93,7 +92,7 @@ def test_each_layer_is_decoded_once_a_step_and_a_chain_only_where_nothing_was_le
     assert decoded == LAYERS * [5]
 
 
-def test_what_was_left_is_never_out_of_date(
+def test_a_reconstruction_is_never_out_of_date(
     model: PreTrainedModel, artifact: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same passes, once with everything made of codes alone."""
@@ -156,7 +155,7 @@ def test_bytes_are_those_of_packed_codes_and_of_one_scale_a_group(
     assert report.shared == learned
 
 
-def test_what_is_left_is_counted_while_it_lives(model: PreTrainedModel, artifact: str) -> None:
+def test_a_reconstruction_is_counted_while_it_lives(model: PreTrainedModel, artifact: str) -> None:
     cache = make_cache(model, artifact)
     read(model, cache, prompt(1, 60))
     before = cache.memory().store_device
@@ -178,21 +177,6 @@ def test_on_the_host_codes_are_there_and_positions_here(
     assert report.store_host == values * (4 + 16 / (HEADS * DIM)) / 8
 
 
-def test_a_flush_leaves_recent_tokens_in_full_precision(
-    model: PreTrainedModel, artifact: str
-) -> None:
-    """The authors' leaves none, not even of a prompt."""
-    cache = make_cache(model, artifact)
-    for step in range(16):
-        read(model, cache, prompt(1, 60 if not step else 1, salt=step))
-        for layer in cache.retrieval_layers:
-            assert layer.kv.window.length >= COVERING_OPTIONS["recent"]
-    assert cache.retrieval_layers[0].kv.cold_len > 60
-    published = AquaKVCache(model.config, options=AquaConfig.preset("paper", artifact=artifact))
-    read(model, published, prompt(1, 40))
-    assert published.retrieval_layers[0].kv.cold_len == 0
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision_is_as_near_as_its_codes(
     dtype: torch.dtype, model: PreTrainedModel, artifact: str
@@ -211,67 +195,64 @@ def test_half_precision_is_as_near_as_its_codes(
             assert missed < 0.02
 
 
-def test_positions_stay_with_their_tokens(model: PreTrainedModel, artifact: str) -> None:
-    """Of tokens that a crop brought back the store knows them, of later ones the index."""
-    cache = make_cache(model, artifact)
-    told = torch.empty(2, 0, dtype=torch.int64)
+class _Positions:
+    """A cache, and the positions that were given with its tokens; compared after each change."""
 
-    def read(count: int, first: int) -> None:
-        nonlocal told
+    def __init__(self, model: PreTrainedModel, cache: AquaKVCache, given: torch.Tensor) -> None:
+        self.model, self.cache, self.given = model, cache, given
+
+    def read(self, count: int, first: int) -> None:
         # Rows apart, and a jump between parts.
         places = first + torch.arange(count) + torch.tensor([[0], [100]])
-        with torch.no_grad():
-            model(prompt(2, count, salt=first), past_key_values=cache, position_ids=places)
-        told = torch.cat([told, places], dim=1)
+        read(self.model, self.cache, prompt(2, count, salt=first), position_ids=places)
+        self.given = torch.cat([self.given, places], dim=1)
+        self.check()
 
-    def check() -> None:
-        store, kv = stores_of(cache)[0], cache.retrieval_layers[0].kv
-        cold = len(store)
-        assert torch.equal(store._positions.rows[:, 0, :cold], told[:, :cold].int())
+    def crop(self, count: int) -> None:
+        self.cache.crop(-count)
+        self.given = self.given[:, :-count]
+        self.check()
+
+    def fork(self) -> _Positions:
+        return _Positions(self.model, self.cache.fork(), self.given)
+
+    def check(self) -> None:
+        """The store has those of cold tokens, and beyond them knows what the window does not."""
+        store, kv = stores_of(self.cache)[0], self.cache.retrieval_layers[0].kv
+        cold, end, start = len(store), self.given.shape[1], kv.positions.first
+        assert torch.equal(store._positions.rows[:, 0, :cold], self.given[:, :cold].int())
         # Those of tokens that a crop dropped stay until others come in their place.
-        end, start = told.shape[1], kv.positions.first
-        noted = kv.positions.rows[:, 0, max(0, cold - start) : max(0, end - start)]
-        missing = end - cold - noted.shape[1]
-        noted = torch.nn.functional.pad(noted, (missing, 0), value=UNKNOWN_POSITION)
-        known = store._positions.rows[:, 0, cold : told.shape[1]]
-        known = torch.nn.functional.pad(known, (0, noted.shape[1] - known.shape[1]))
-        whole = torch.where(noted == UNKNOWN_POSITION, known, noted)
-        assert torch.equal(whole, told[:, cold:].int())
+        pending = kv.positions.rows[:, 0, max(0, cold - start) : max(0, end - start)]
+        missing = end - cold - pending.shape[1]
+        pending = torch.nn.functional.pad(pending, (missing, 0), value=UNKNOWN_POSITION)
+        known = store._positions.rows[:, 0, cold:end]
+        known = torch.nn.functional.pad(known, (0, pending.shape[1] - known.shape[1]))
+        whole = torch.where(pending == UNKNOWN_POSITION, known, pending)
+        assert torch.equal(whole, self.given[:, cold:].int())
 
-    def crop(count: int) -> None:
-        nonlocal told
-        cache.crop(-count)
-        told = told[:, :-count]
 
-    read(60, 0)
+def test_positions_stay_with_their_tokens(model: PreTrainedModel, artifact: str) -> None:
+    """The store knows those of tokens that a crop brought back, the layer those of later ones."""
+    one = _Positions(model, make_cache(model, artifact), torch.empty(2, 0, dtype=torch.int64))
+    one.read(60, 0)
     for step in range(9):
-        read(1, 200 + step)
-    check()
-    crop(30)
-    check()
-    crop(3)
+        one.read(1, 200 + step)
+    one.crop(30)
+    one.crop(3)
     # Fewer tokens than were brought back leave the window at first.
     for step in range(14):
-        read(1, 300 + step)
-        check()
-    cache.reorder_cache(torch.tensor([1, 0]))
-    told = told[[1, 0]]
-    check()
-    twin, before = cache.fork(), told
-    read(40, 500)
-    check()
-    crop(2)
-    read(1, 700)
-    crop(1)
-    read(12, 800)
-    check()
-    original, whole = cache, told
-    cache, told = twin, before
-    check()
-    read(30, 900)
-    check()
-    cache, told = original, whole
-    check()
+        one.read(1, 300 + step)
+    one.cache.reorder_cache(torch.tensor([1, 0]))
+    one.given = one.given[[1, 0]]
+    twin = one.fork()
+    one.read(40, 500)
+    one.crop(2)
+    one.read(1, 700)
+    one.crop(1)
+    one.read(12, 800)
+    twin.check()
+    twin.read(30, 900)
+    one.check()
 
 
 def test_what_was_read_stays_when_the_layer_above_is_read(
