@@ -10,7 +10,7 @@ import torch
 
 from hf_kvret import Index
 from hf_kvret.contracts.index import CapturableIndex, capture_obstacle_of
-from hf_kvret.contracts.state import State, number, part, tensor
+from hf_kvret.contracts.state import State, number, part, tensor, transient
 from hf_kvret.contracts.token_buffer import TokenBuffer, passed, tokens
 
 
@@ -188,6 +188,23 @@ def test_reset_leaves_what_was_not_declared() -> None:
     assert contents(state) == {} and state.nbytes() == 0
     assert (state.flag, state.ratio, state.inner.count) == (False, math.inf, 0)
     assert state.options == {"top_k": 3}
+
+
+@pytest.mark.parametrize(
+    "change", [State.fork, State.reset, lambda state: state.reorder(torch.tensor([0]))]
+)
+def test_what_a_hook_leaves_to_the_next_ends_with_its_pass(change: Any) -> None:
+    class Passing(Inner):
+        left: list[int] | None = transient()
+
+    state = Passing()
+    assert state.left is None
+    state.sums, state.left = torch.ones(1), [3]
+    assert "left" not in state.state_dict()
+    changed = change(state) or state
+    assert changed.left is None
+    if changed is not state:
+        assert state.left == [3]
 
 
 def test_a_subclass_adds_fields() -> None:
