@@ -175,7 +175,7 @@ def _a2ats(shape: StepShape) -> None:
 
 def _ctkvr(shape: StepShape) -> None:
     from hf_kvret_kernels.centroid import triton
-    from hf_kvret_kernels.gather_scores.triton import gather_scores
+    from hf_kvret_kernels.gather_attention.triton import gather_scores
     from hf_kvret_kernels.relevance.triton import best_ids
 
     lead = shape.batch, shape.heads
@@ -449,7 +449,8 @@ _KERNELS: dict[str, _Kernels] = {
     "a2ats": {
         "proxy.scores": ("2 H C D + 4 B Hq D", "4 B Hq C"),
         "codebook.count": ("2 B H n + B n", "4 B H C"),
-        "codebook.share": ("4 B Hq C + 4 B H C", "4 B H C"),
+        "codebook.denominator": ("4 B Hq C + 4 B H C", "4 B Hq"),
+        "relevance.share": ("4 B Hq C + 4 B Hq", "4 B H C"),
         "codebook.lookup": ("2 B H n + B n + 4 B H C", "4 B H n"),
         **_selection("a2ats_k"),
     },
@@ -459,7 +460,7 @@ _KERNELS: dict[str, _Kernels] = {
         # A mark for each id, somewhere in a row of all tokens; rows come in several launches.
         "centroid.mark": ("5 taken", "4 taken"),
         "centroid.keep": ("8 taken", "4 taken"),
-        "gather_scores.gather_scores": (
+        "gather_attention.scores": (
             f"2 B H recalled D + 16 B H recalled + {_QUERY}",
             "4 B Hq recalled",
         ),

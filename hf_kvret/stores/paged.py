@@ -19,8 +19,7 @@ from hf_kvret.contracts.state import Tensors, part
 from hf_kvret.contracts.store import PAGES, AttentionResult, Store
 from hf_kvret.stores.memory import PageMemory
 from hf_kvret_kernels.chunks import select
-from hf_kvret_kernels.gather_attention import gather_partials
-from hf_kvret_kernels.gather_scores import gather_scores
+from hf_kvret_kernels.gather_attention import gather_partials, gather_scores
 from hf_kvret_kernels.page_copy import copy_pages
 from hf_kvret_kernels.paged import PagedRows, join_sides, lay_apart
 

@@ -2,6 +2,6 @@
 
 Each operation has a public wrapper (checks its arguments once, chooses a backend), a readable
 torch version, which is also what runs on a CPU, and a Triton kernel for CUDA devices.
-``host_attention`` has C++ instead, for rows that stay in host memory; ``gather_attention`` and
-``gather_scores`` use it for CPU tensors.
+``host_attention`` has C++ instead, for rows that stay in host memory, which ``gather_attention``
+uses for CPU tensors.
 """

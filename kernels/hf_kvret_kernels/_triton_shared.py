@@ -145,6 +145,38 @@ def load_rows(
     return tile
 
 
+@triton.jit
+def products(
+    left_rows,
+    left_mask,
+    right_rows,
+    right_mask,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,
+):
+    """``[M, N]`` fp32 of rows of D contiguous numbers at ``left_rows [M]`` and ``right_rows [N]``.
+
+    0 for rows outside the masks. Tensor cores multiply fp32 in three parts, as good as fp32.
+    """
+    dots = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for first in range(0, D, BLOCK_D):
+        columns = first + tl.arange(0, BLOCK_D)
+        inside = (columns < D)[None, :]
+        left = tl.load(
+            left_rows[:, None] + columns[None, :], mask=left_mask[:, None] & inside, other=0.0
+        )
+        right = tl.load(
+            right_rows[:, None] + columns[None, :], mask=right_mask[:, None] & inside, other=0.0
+        )
+        dots = tl.dot(
+            left.to(DOT_DTYPE), tl.trans(right).to(DOT_DTYPE), dots, input_precision="tf32x3"
+        )
+    return dots
+
+
 class Columns(NamedTuple):
     """How kernels hold rows of a number that is no power of two: in two parts.
 

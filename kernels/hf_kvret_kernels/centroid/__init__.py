@@ -38,7 +38,6 @@ def key_lists(
     scale: float,
     softcap: float | None = None,
     positions: torch.Tensor | None = None,
-    most_scores: int | None = None,
     backend: str = "auto",
 ) -> Iterator[torch.Tensor]:
     """``[B, H, c, count]`` int32 each, of all centroids in order: the best keys, then -1.
@@ -65,8 +64,6 @@ def key_lists(
         softcap: ``c`` of ``c * tanh(score / c)``, or None.
         positions: ``[B, C]`` int32 or int64 slots of the queries, for a causal mask; None for no
             mask.
-        most_scores: fp32 scores held at once, about; at least those of one centroid and chunk, with
-            torch those of one centroid and all keys. Default: see above, 2^24 with Triton.
         backend: ``"auto"``, ``"naive"`` or ``"triton"``.
 
     Raises:
@@ -82,8 +79,6 @@ def key_lists(
         integers = (torch.int32, torch.int64)
         check_tensor("positions", positions, shape, integers, queries.device)
     check_softcap(softcap)
-    if most_scores is not None and most_scores < 1:
-        raise ValueError(f"most_scores={most_scores}: pass at least 1, or None for the default")
 
     def check_chunks() -> Iterator[tuple[int, torch.Tensor]]:
         for start, keys in chunks():
@@ -95,7 +90,7 @@ def key_lists(
     if queries.is_meta:
         # Without contents all keys are alike: the form alone.
         return iter((queries.new_empty((*queries.shape[:3], count), dtype=torch.int32),))
-    arguments = (queries, check_chunks, count, valid, positions, scale, softcap, most_scores)
+    arguments = (queries, check_chunks, count, valid, positions, scale, softcap)
     if choose_backend(backend, queries) == "naive":
         return naive.key_lists(*arguments)
     from hf_kvret_kernels.centroid import triton

@@ -32,14 +32,13 @@ def key_lists(
     positions: torch.Tensor | None,
     scale: float,
     softcap: float | None,
-    most_scores: int | None,
 ) -> Iterator[torch.Tensor]:
     """See ``hf_kvret_kernels.centroid.key_lists``."""
     B, H, C, G, _ = queries.shape
     n = valid.shape[1]
     masked = positions is not None or not bool(valid.all())
     scoring = _Scoring(valid, positions, scale, softcap, masked)
-    held = max(_MOST_HELD, _QUERIES * n) if most_scores is None else most_scores
+    held = max(_MOST_HELD, _QUERIES * n)
     few = min(C, held // max(1, B * H * G * n))
     if _MOST_READINGS * few >= C:
         memory = _memory(queries[:, :, :few], n, count)

@@ -25,6 +25,7 @@ from hf_kvret_kernels._triton_shared import (
     LOG2_E,
     capped_scores,
     dot_dtype,
+    products,
     score_factors,
     softmax_lse,
     softmax_step,
@@ -33,9 +34,9 @@ from hf_kvret_kernels._triton_shared import (
 from hf_kvret_kernels.centroid.naive import MOST_MARKS, KeyChunks
 from hf_kvret_kernels.top_k.triton import top_k
 
-# fp32 scores held at once where the caller does not say: 64 MiB.
+# fp32 scores held at once: 64 MiB.
 _MOST_SCORES = 1 << 24
-# Centroids or keys of a tile.
+# Centroids, queries or keys of a tile.
 _ROWS = 64
 
 
@@ -47,7 +48,6 @@ def top_keys(
     positions: torch.Tensor | None,
     scale: float,
     softcap: float | None,
-    most_scores: int | None,
 ) -> torch.Tensor:
     """See ``hf_kvret_kernels.centroid.top_keys``. Of equal keys the first are taken."""
     B, H, C, G, _ = queries.shape
@@ -59,10 +59,9 @@ def top_keys(
         queries = queries.contiguous()
     mask = KeyMask(valid, positions)
     lse = None if G == 1 else denominators(queries, chunks, mask, scale, softcap)
-    most = most_scores or _MOST_SCORES
     for start, keys in whole_chunks(chunks):
         width = count + keys.shape[2]
-        step = max(1, most // (B * H * width))
+        step = max(1, _MOST_SCORES // (B * H * width))
         for first in range(0, C, step):
             part = slice(first, first + step)
             scores = values.new_empty(*values[:, :, part].shape[:3], width)
@@ -203,8 +202,6 @@ def _relevance_kernel(
     )
 
 
-# Queries or keys of a tile.
-_ROWS = 64
 # Programs per multiprocessor to aim at, and the most parts that a chunk is cut into for it.
 _WAVES = 4
 _MOST_SPLITS = 64
@@ -632,35 +629,3 @@ def product_shape(left: torch.Tensor, right: torch.Tensor) -> dict[str, Any]:
         "BLOCK_D": max(16, min(most, triton.next_power_of_2(width))),
         "DOT_DTYPE": dot_dtype(left.dtype) if same else tl.float32,
     }
-
-
-@triton.jit
-def products(
-    left_rows,
-    left_mask,
-    right_rows,
-    right_mask,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    DOT_DTYPE: tl.constexpr,
-):
-    """``[M, N]`` fp32 of rows of D contiguous numbers at ``left_rows [M]`` and ``right_rows [N]``.
-
-    0 for rows outside the masks. Tensor cores multiply fp32 in three parts, as good as fp32.
-    """
-    dots = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for first in range(0, D, BLOCK_D):
-        columns = first + tl.arange(0, BLOCK_D)
-        inside = (columns < D)[None, :]
-        left = tl.load(
-            left_rows[:, None] + columns[None, :], mask=left_mask[:, None] & inside, other=0.0
-        )
-        right = tl.load(
-            right_rows[:, None] + columns[None, :], mask=right_mask[:, None] & inside, other=0.0
-        )
-        dots = tl.dot(
-            left.to(DOT_DTYPE), tl.trans(right).to(DOT_DTYPE), dots, input_precision="tf32x3"
-        )
-    return dots

@@ -8,9 +8,9 @@ among several programs, and a second kernel merges.
 latent attention are too long for a program to hold, and are read by all query heads. Shorter ones
 have the kernel of ``proxy.relevance``, which reads a codeword once.
 
-**Look-ups** count how many tokens have a code, take the group's best share, and gather. A row of
-the table is 16 KiB at 4096 codewords, so the look-ups of a program are served by the cache next to
-it; from memory come two bytes a token, and its score goes back.
+**Look-ups** count how many tokens have a code, sum up each head's exponentials, take the group's
+best share, and gather. A row of the table is 16 KiB at 4096 codewords, so the look-ups of a program
+are served by the cache next to it; from memory come two bytes a token, and its score goes back.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -21,7 +21,6 @@ import triton
 import triton.language as tl
 
 from hf_kvret_kernels._triton_shared import (
-    best_share,
     capped_scores,
     dot_dtype,
     finite_base,
@@ -29,6 +28,7 @@ from hf_kvret_kernels._triton_shared import (
     log_total,
     mask_bytes,
     mask_layout,
+    products,
     score_factors,
     split_plan,
 )
@@ -159,23 +159,10 @@ def _encode_kernel(
         ids = (split * steps + step) * BLOCK_C + tl.arange(0, BLOCK_C)
         codeword_mask = ids < codewords
         norms = tl.load(norms_ptr + ids, mask=codeword_mask, other=float("inf"))
-        scores = tl.zeros((BLOCK_N, BLOCK_C), tl.float32)
-        for first in range(0, D, BLOCK_D):
-            columns = first + tl.arange(0, BLOCK_D)
-            inside = columns < D
-            x = tl.load(
-                x_rows[:, None] + columns[None, :],
-                mask=token_mask[:, None] & inside[None, :],
-                other=0.0,
-            )
-            words = tl.load(
-                codebook_ptr + ids[:, None] * D + columns[None, :],
-                mask=codeword_mask[:, None] & inside[None, :],
-                other=0.0,
-            )
-            scores = tl.dot(
-                x.to(DOT_DTYPE), tl.trans(words).to(DOT_DTYPE), scores, input_precision="tf32x3"
-            )
+        words = codebook_ptr + ids * D
+        scores = products(
+            x_rows, token_mask, words, codeword_mask, D, BLOCK_D, BLOCK_N, BLOCK_C, DOT_DTYPE
+        )
         scores -= norms[None, :]
         better = scores > best
         best = tl.where(better, scores, best)
@@ -266,21 +253,18 @@ def _table_kernel(
     codeword_mask, row_mask = ids < codewords, rows < readers
     query_ptr += index * readers * D
     codebook_ptr += index % heads * codewords * D
-    scores = tl.zeros((BLOCK_M, BLOCK_C), tl.float32)
-    for first in range(0, D, BLOCK_D):
-        columns = first + tl.arange(0, BLOCK_D)
-        inside = columns < D
-        query = tl.load(
-            query_ptr + rows[:, None] * D + columns[None, :],
-            mask=row_mask[:, None] & inside[None, :],
-            other=0.0,
-        )
-        words = tl.load(
-            codebook_ptr + ids[:, None] * D + columns[None, :],
-            mask=codeword_mask[:, None] & inside[None, :],
-            other=0.0,
-        )
-        scores = tl.dot(query, tl.trans(words).to(tl.float32), scores, input_precision="tf32x3")
+    words = codebook_ptr + ids * D
+    scores = products(
+        query_ptr + rows * D,
+        row_mask,
+        words,
+        codeword_mask,
+        D,
+        BLOCK_D,
+        BLOCK_M,
+        BLOCK_C,
+        tl.float32,
+    )
     target = (index * readers + rows)[:, None] * codewords + ids[None, :]
     tl.store(
         table_ptr + target,
@@ -291,11 +275,8 @@ def _table_kernel(
 
 # Tokens of a program that counts or looks up.
 _TOKENS = 1024
-# Codewords that a program compares the heads of a group for.
+# Codewords whose exponentials a program adds up at a time.
 _CODEWORDS = 4096
-# Query heads of a group whose denominators a program sums up one after the other. Those of more
-# heads, as of latent attention, are summed up by programs of their own.
-_FEW_HEADS = 8
 
 
 def code_counts(codes: torch.Tensor, codewords: int, valid: torch.Tensor | None) -> torch.Tensor:
@@ -329,34 +310,18 @@ def best_shares(table: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     shares = torch.empty(B, H, Q, C, dtype=torch.float32, device=table.device)
     if shares.numel() == 0:
         return shares
-    block = min(_CODEWORDS, max(128, triton.next_power_of_2(C)))
-    if Hq // H > _FEW_HEADS:
-        table, lse = table.contiguous(), table.new_empty(B, Hq, Q, 1)
-        _denominator_kernel[(lse.numel(),)](
-            table,
-            counts.contiguous(),
-            lse,
-            Hq // H * Q,
-            C,
-            BLOCK=block,
-            num_warps=8,
-            enable_fp_fusion=True,
-        )
-        write_best_shares(table, lse, shares, Q, Hq // H, 1)
-        return shares
-    blocks = triton.cdiv(C, block)
-    _share_kernel[(B * H * Q * blocks,)](
-        table.contiguous(),
+    table, lse = table.contiguous(), table.new_empty(B, Hq, Q, 1)
+    _denominator_kernel[(lse.numel(),)](
+        table,
         counts.contiguous(),
-        shares,
-        Q,
+        lse,
+        Hq // H * Q,
         C,
-        blocks,
-        G=Hq // H,
-        BLOCK=block,
+        BLOCK=min(_CODEWORDS, max(128, triton.next_power_of_2(C))),
         num_warps=8,
         enable_fp_fusion=True,
     )
+    write_best_shares(table, lse, shares, Q, Hq // H, 1)
     return shares
 
 
@@ -439,32 +404,26 @@ def _count_kernel(
     index = (tl.program_id(0) // blocks).to(tl.int64)
     tokens = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     codes, code_mask = _valid_codes(
-        codes_ptr,
-        valid_ptr,
-        index,
-        tokens,
-        heads,
-        length,
-        codewords,
-        stride_b,
-        stride_h,
-        stride_n,
-        valid_stride_b,
-        valid_stride_n,
-        VALID_UNIT,
-        HAS_VALID,
+        *(codes_ptr, valid_ptr, index, tokens, heads, length, codewords),
+        *(stride_b, stride_h, stride_n, valid_stride_b, valid_stride_n, VALID_UNIT, HAS_VALID),
     )
     tl.atomic_add(counts_ptr + index * codewords + codes, 1, mask=code_mask, sem="relaxed")
 
 
-@triton.jit
-def _denominator(source, counts_ptr, codewords, BLOCK: tl.constexpr):
-    """The log of the sum over tokens of a query head's exponentials, from a row of the table."""
+@triton.jit(do_not_specialize=["readers"])
+def _denominator_kernel(table_ptr, counts_ptr, lse_ptr, readers, codewords, BLOCK: tl.constexpr):
+    """The log of the sum over tokens of a query's exponentials, from its row of the table.
+
+    ``readers`` queries, those of a group of heads, read the same codes.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    table_ptr += row * codewords
+    counts_ptr += row // readers * codewords
     peaks = tl.full((BLOCK,), float("-inf"), tl.float32)
     for start in range(0, codewords, BLOCK):
         ids = start + tl.arange(0, BLOCK)
         codeword_mask = ids < codewords
-        scores = tl.load(source + ids, mask=codeword_mask, other=float("-inf"))
+        scores = tl.load(table_ptr + ids, mask=codeword_mask, other=float("-inf"))
         counts = tl.load(counts_ptr + ids, mask=codeword_mask, other=0)
         peaks = tl.maximum(peaks, tl.where(counts > 0, scores, float("-inf")))
     base = finite_base(tl.max(peaks, 0))
@@ -472,49 +431,12 @@ def _denominator(source, counts_ptr, codewords, BLOCK: tl.constexpr):
     for start in range(0, codewords, BLOCK):
         ids = start + tl.arange(0, BLOCK)
         codeword_mask = ids < codewords
-        scores = tl.load(source + ids, mask=codeword_mask, other=float("-inf"))
+        scores = tl.load(table_ptr + ids, mask=codeword_mask, other=float("-inf"))
         counts = tl.load(counts_ptr + ids, mask=codeword_mask, other=0)
         # Codes of no token may score anything: kept out before the exponential.
         scores = tl.where(counts > 0, scores, float("-inf"))
         totals += counts.to(tl.float32) * tl.exp(scores - base)
-    return log_total(base, tl.sum(totals, 0))
-
-
-@triton.jit(do_not_specialize=["readers"])
-def _denominator_kernel(table_ptr, counts_ptr, lse_ptr, readers, codewords, BLOCK: tl.constexpr):
-    """The denominator of one query of one query head; ``readers`` queries read the same codes."""
-    row = tl.program_id(0).to(tl.int64)
-    counts_ptr += row // readers * codewords
-    lse = _denominator(table_ptr + row * codewords, counts_ptr, codewords, BLOCK)
-    tl.store(lse_ptr + row, lse)
-
-
-@triton.jit(do_not_specialize=["queries", "blocks"])
-def _share_kernel(
-    table_ptr,
-    counts_ptr,
-    shares_ptr,
-    queries,
-    codewords,
-    blocks,
-    G: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """The largest ``score - lse`` of G query heads, for a block of codewords and one query.
-
-    Every program sums up its heads' denominators by itself: up to 4096 codewords there is but one.
-    """
-    row = (tl.program_id(0) // blocks).to(tl.int64)
-    index = row // queries
-    own = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
-    counts_ptr += index * codewords
-    best = tl.full((BLOCK,), float("-inf"), tl.float32)
-    for g in range(G):
-        source = table_ptr + ((index * G + g) * queries + row % queries) * codewords
-        lse = _denominator(source, counts_ptr, codewords, BLOCK)
-        scores = tl.load(source + own, mask=own < codewords, other=float("-inf"))
-        best = best_share(best, scores, lse)
-    tl.store(shares_ptr + row * codewords + own, best, mask=own < codewords)
+    tl.store(lse_ptr + row, log_total(base, tl.sum(totals, 0)))
 
 
 @triton.jit(
@@ -543,20 +465,8 @@ def _lookup_kernel(
     index = (tl.program_id(0) // blocks).to(tl.int64)
     tokens = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     codes, code_mask = _valid_codes(
-        codes_ptr,
-        valid_ptr,
-        index,
-        tokens,
-        heads,
-        length,
-        codewords,
-        stride_b,
-        stride_h,
-        stride_n,
-        valid_stride_b,
-        valid_stride_n,
-        VALID_UNIT,
-        HAS_VALID,
+        *(codes_ptr, valid_ptr, index, tokens, heads, length, codewords),
+        *(stride_b, stride_h, stride_n, valid_stride_b, valid_stride_n, VALID_UNIT, HAS_VALID),
     )
     for reader in range(readers):
         row = index * readers + reader

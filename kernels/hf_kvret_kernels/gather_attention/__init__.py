@@ -1,4 +1,4 @@
-"""Exact attention over chosen rows of a paged key/value store."""
+"""Exact attention over chosen rows of a paged key/value store, and the scores of their keys."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ __all__ = [
     "choose_row_backend",
     "gather_attention",
     "gather_partials",
+    "gather_scores",
 ]
 
 BACKENDS = ("auto", "naive", "triton", "cpp")
@@ -94,6 +95,33 @@ def gather_partials(
 
     with launching_on(query):
         return triton.gather_partials(query, rows, ids, scale, softcap)
+
+
+def gather_scores(
+    query: torch.Tensor,
+    rows: PagedRows,
+    ids: torch.Tensor,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """Score of each query with each of its ids: ``[B, Hq, Q, K]`` fp32, -inf for -1.
+
+    Reads keys alone. A score is ``scale * q.k``, capped where ``softcap`` is given; its sum is
+    fp32. Arguments and errors are those of ``gather_attention``; a token may be named more than
+    once.
+    """
+    check_chosen_rows(query, rows, ids, softcap)
+    backend_name = choose_row_backend(backend, query)
+    if backend_name == "naive":
+        return naive.gather_scores(query, rows, ids, scale, softcap)
+    if backend_name == "cpp":
+        return host_library.score(query, rows, ids, scale, softcap)
+    from hf_kvret_kernels.gather_attention import triton
+
+    with launching_on(query):
+        return triton.gather_scores(query, rows, ids, scale, softcap)
 
 
 def choose_row_backend(backend: str, query: torch.Tensor) -> Literal["naive", "triton", "cpp"]:

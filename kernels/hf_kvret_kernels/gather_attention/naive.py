@@ -46,6 +46,19 @@ def attention(
     return out, lse.transpose(2, 3).reshape(shape)
 
 
+def gather_scores(
+    query: torch.Tensor,
+    rows: PagedRows,
+    ids: torch.Tensor,
+    scale: float,
+    softcap: float | None,
+) -> torch.Tensor:
+    """See ``hf_kvret_kernels.gather_attention.gather_scores``; everything is fp32 here."""
+    keys, _ = rows.gather_with_torch(ids)
+    scores = grouped_scores(query, keys, ids, scale, softcap)
+    return scores.transpose(2, 3).reshape(*query.shape[:3], ids.shape[3])
+
+
 def grouped_scores(
     query: torch.Tensor,
     keys: torch.Tensor,

@@ -1,8 +1,9 @@
-"""Attention over chosen rows in Triton: the ids of a query are split over several programs.
+"""Attention over chosen rows in Triton, and the scores of their keys.
 
-A program takes one selection (a batch row, a selecting head, a query) and a chunk of its ids,
-follows them through the page table to rows in device or pinned host memory, and attends with all
-query heads that share the selection. The chunks are merged by whoever needs them merged.
+The ids of a query are split over several programs. A program takes one selection (a batch row, a
+selecting head, a query) and a chunk of its ids, follows them through the page table to rows in
+device or pinned host memory, and serves all query heads that share the selection. Chunks that were
+attended to are merged by whoever needs them merged. For scores no value is read.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -36,6 +37,9 @@ from hf_kvret_kernels.paged import PagedRows
 # Programs for each multiprocessor to aim at, by cutting selections into chunks: loads have a long
 # way, so several must be on it. And the chunks of a selection, at most. Not measured.
 _WAVES, _MOST_SPLITS = 4, 64
+# Bytes of keys whose scores a program computes at once, and the most keys: several 16-byte loads a
+# thread.
+_TILE_BYTES, _MOST_KEYS = 16 << 10, 64
 
 
 @triton.jit(
@@ -111,18 +115,8 @@ def _attend_kernel(
     for start in range(first, last, BLOCK_K):
         positions = start + tl.arange(0, BLOCK_K)
         ids, id_mask = load_ids(ids_row, positions, positions < last, stride_ids_k, tokens)
-        rows = row_pointers(
-            ids,
-            id_mask,
-            h // SHARE,
-            table_row,
-            page_address,
-            stride_table,
-            PAGE_LEN,
-            WIDTH,
-            ALIGN,
-            DTYPE,
-        )
+        place = (ids, id_mask, h // SHARE, table_row, page_address, stride_table)
+        rows = row_pointers(*place, PAGE_LEN, WIDTH, ALIGN, DTYPE)
         key = load_rows(rows + key_columns[None, :], id_mask, key_columns, MAIN, BLOCK_DK, True)
         if IN_KEY:
             value = key
@@ -236,3 +230,134 @@ def tile_keys(key_dim: int, value_dim: int, dtype: torch.dtype) -> int:
     """Rows of a tile. In fp32, which has no tensor cores, larger tiles spill registers."""
     columns = sum(max(16, triton.next_power_of_2(dim)) for dim in (key_dim, value_dim))
     return 16 if dtype == torch.float32 and columns > 128 else 32
+
+
+@triton.jit(do_not_specialize=["heads", "queries", "count", "tokens", "blocks", *CHANGING_STRIDES])
+def _scores_kernel(
+    query,
+    ids_ptr,
+    table,
+    page_address,
+    scores_ptr,
+    stride_q_b,
+    stride_q_h,
+    stride_q_q,
+    stride_ids_b,
+    stride_ids_h,
+    stride_ids_q,
+    stride_ids_k,
+    stride_table_b,
+    stride_table,
+    heads,
+    queries,
+    count,
+    tokens,
+    blocks,
+    inner,
+    outer,
+    G: tl.constexpr,
+    SHARE: tl.constexpr,
+    PAGE_LEN: tl.constexpr,
+    DK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    TILES: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    MAIN: tl.constexpr,
+    BLOCK_DK: tl.constexpr,
+    REST: tl.constexpr,
+    ALIGN: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    DTYPE: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,
+):
+    """A block of the ids of one selection, with all query heads that share it."""
+    index = (tl.program_id(0) // blocks).to(tl.int64)
+    positions = (tl.program_id(0) % blocks) * BLOCK_K + tl.arange(0, BLOCK_K)
+    b, h, q_index, group = head_tile(index, heads, queries, BLOCK_G, TILES)
+
+    ids_row = ids_ptr + b * stride_ids_b + h * stride_ids_h + q_index * stride_ids_q
+    inside = positions < count
+    ids, id_mask = load_ids(ids_row, positions, inside, stride_ids_k, tokens)
+    table_row = table + b * stride_table_b
+    place = (ids, id_mask, h // SHARE, table_row, page_address, stride_table)
+    rows = row_pointers(*place, PAGE_LEN, WIDTH, ALIGN, DTYPE)
+    columns = tl.arange(0, BLOCK_DK)
+    key = load_rows(rows + columns[None, :], id_mask, columns, MAIN, BLOCK_DK, True)
+
+    query_heads = h * G + group
+    q_rows = query + b * stride_q_b + query_heads[:, None] * stride_q_h + q_index * stride_q_q
+    q = load_rows(q_rows + columns[None, :], group < G, columns, MAIN, BLOCK_DK, True)
+    dots = tl.dot(q.to(DOT_DTYPE), tl.trans(key).to(DOT_DTYPE), input_precision="ieee")
+    if REST:
+        columns = tl.arange(0, REST)
+        key = load_rows(rows + MAIN + columns[None, :], id_mask, columns, DK - MAIN, REST, True)
+        q = load_rows(q_rows + MAIN + columns[None, :], group < G, columns, DK - MAIN, REST, True)
+        key = tl.trans(key).to(DOT_DTYPE)
+        dots = tl.dot(q.to(DOT_DTYPE), key, dots, input_precision="ieee")
+    scores = capped_scores(dots, inner, outer, SOFTCAP)
+    scores = tl.where(id_mask[None, :], scores, float("-inf"))
+    target = (b * heads * G + query_heads) * queries + q_index
+    tl.store(
+        scores_ptr + target[:, None] * count + positions[None, :],
+        scores,
+        mask=(group < G)[:, None] & inside[None, :],
+    )
+
+
+def gather_scores(
+    query: torch.Tensor,
+    rows: PagedRows,
+    ids: torch.Tensor,
+    scale: float,
+    softcap: float | None,
+) -> torch.Tensor:
+    """See ``hf_kvret_kernels.gather_attention.gather_scores``."""
+    batch, query_heads, queries, _ = query.shape
+    heads, count = ids.shape[1], ids.shape[3]
+    scores = torch.empty(
+        batch, query_heads, queries, count, dtype=torch.float32, device=query.device
+    )
+    if scores.numel() == 0:
+        return scores
+    group = query_heads // heads
+    tile = tile_heads(group, rows.key_dim)
+    tiles = triton.cdiv(group, tile)
+    keys = Columns.of(rows.key_dim)
+    columns = max(16, triton.next_power_of_2(rows.key_dim))
+    block_k = max(16, min(_MOST_KEYS, _TILE_BYTES // (columns * query.element_size())))
+    blocks = triton.cdiv(count, block_k)
+    _scores_kernel[(batch * heads * tiles * queries * blocks,)](
+        query,
+        ids,
+        rows.table,
+        rows.addresses(),
+        scores,
+        *query.stride()[:3],
+        *ids.stride(),
+        *rows.table.stride(),
+        heads,
+        queries,
+        count,
+        rows.token_count,
+        blocks,
+        *score_factors(scale, softcap),
+        G=group,
+        SHARE=heads // rows.heads,
+        PAGE_LEN=rows.page_len,
+        DK=rows.key_dim,
+        WIDTH=rows.width,
+        BLOCK_G=tile,
+        TILES=tiles,
+        BLOCK_K=block_k,
+        MAIN=keys.main,
+        BLOCK_DK=keys.block,
+        REST=keys.rest,
+        ALIGN=rows.alignment_bytes(),
+        SOFTCAP=softcap is not None,
+        DTYPE=TL_DTYPES[rows.dtype],
+        DOT_DTYPE=dot_dtype(rows.dtype),
+        num_warps=4,
+        enable_fp_fusion=True,
+    )
+    return scores

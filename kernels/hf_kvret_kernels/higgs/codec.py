@@ -41,8 +41,9 @@ class HiggsCodec:
     0.1076, 0.0296 and 0.0078 of the mean square at 2, 3 and 4 bits. A number takes
     ``bits + 16 / group`` bits.
 
-    Without the signs a constant offset lands in a single number, where the grid ends: at an offset
-    of three deviations the error is eight times as large. The authors of AQUA-KV leave them out.
+    Without the signs, which the authors of AQUA-KV leave out, a constant offset would land in a
+    single number, where the grid ends: at an offset of three deviations the error is eight times as
+    large.
     All groups of a row have the same signs.
 
     A group whose root mean square is below 3e-8 decodes to zeros, as its scale does; below 6e-5

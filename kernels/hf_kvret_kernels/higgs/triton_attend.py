@@ -158,36 +158,13 @@ def _attend_kernel(
     for start in range(first, last, BLOCK_K):
         positions = start + tl.arange(0, BLOCK_K)
         ids, id_mask = load_ids(ids_row, positions, positions < last, stride_ids_k, tokens)
+        place = (ids, id_mask, h // SHARE, table_row, page_address, stride_table)
         codes, scales = side_pointers(
-            ids,
-            id_mask,
-            h // SHARE,
-            table_row,
-            page_address,
-            stride_table,
-            PAGE_LEN,
-            CODES,
-            SCALES,
-            CODE_ALIGN,
-            SCALE_ALIGN,
-            tl.uint8,
+            *place, PAGE_LEN, CODES, SCALES, CODE_ALIGN, SCALE_ALIGN, tl.uint8
         )
         key, key_factors = load_side(
-            codes,
-            scales,
-            id_mask,
-            grid_ptr,
-            KEY_BYTES,
-            MAIN,
-            GROUP,
-            BLOCK_K,
-            BLOCK_KEY,
-            CODE_BITS,
-            PER_WORD,
-            PLANES,
-            SCALE_ALIGN % 2 == 0,
-            PAIR,
-            ONE_GROUP,
+            *(codes, scales, id_mask, grid_ptr, KEY_BYTES, MAIN, GROUP, BLOCK_K, BLOCK_KEY),
+            *(CODE_BITS, PER_WORD, PLANES, SCALE_ALIGN % 2 == 0, PAIR, ONE_GROUP),
         )
         key = key.to(DTYPE).to(DOT_DTYPE)
         dots = tl.dot(key, q, input_precision="ieee")
@@ -195,17 +172,8 @@ def _attend_kernel(
             rest = load_numbers(
                 codes + MAIN_DK // (2 * PER_WORD),
                 scales + MAIN * SCALE_BYTES,
-                id_mask,
-                KEY_BYTES // PLANES,
-                grid_ptr,
-                KEY_GROUPS - MAIN,
-                GROUP,
-                BLOCK_K,
-                REST,
-                CODE_BITS,
-                PER_WORD,
-                PLANES,
-                SCALE_ALIGN % 2 == 0,
+                *(id_mask, KEY_BYTES // PLANES, grid_ptr, KEY_GROUPS - MAIN, GROUP, BLOCK_K, REST),
+                *(CODE_BITS, PER_WORD, PLANES, SCALE_ALIGN % 2 == 0),
             )
             rest = rest.to(DTYPE).to(DOT_DTYPE)
             dots = tl.dot(rest, q_rest, dots, input_precision="ieee")
@@ -219,22 +187,11 @@ def _attend_kernel(
             value, value_factors = key, key_factors
         else:
             value, value_factors = load_side(
-                codes + VALUE_CODES,
-                scales + VALUE_SCALES,
-                id_mask,
-                grid_ptr,
+                *(codes + VALUE_CODES, scales + VALUE_SCALES, id_mask, grid_ptr),
                 # From one plane of codes to the next.
                 KEY_BYTES if VALUE_IN_KEY else VALUE_BYTES,
-                VALUE_GROUPS,
-                GROUP,
-                BLOCK_K,
-                BLOCK_VALUE,
-                CODE_BITS,
-                PER_WORD,
-                PLANES,
-                SCALE_ALIGN % 2 == 0,
-                PAIR,
-                ONE_GROUP,
+                *(VALUE_GROUPS, GROUP, BLOCK_K, BLOCK_VALUE),
+                *(CODE_BITS, PER_WORD, PLANES, SCALE_ALIGN % 2 == 0, PAIR, ONE_GROUP),
             )
             value = value.to(DTYPE).to(DOT_DTYPE)
         weights = (weights * value_factors).to(DTYPE).to(DOT_DTYPE)

@@ -125,16 +125,8 @@ def _higgs_kernel(
         best = tl.where(better, merit, best)
         codes = tl.where(better, point, codes)
     _store_groups(
-        codes_ptr,
-        codes,
-        index,
-        inside,
-        row_groups,
-        BLOCK,
-        GROUP // 2,
-        CODE_BITS,
-        PER_WORD,
-        PLANES,
+        *(codes_ptr, codes, index, inside, row_groups),
+        *(BLOCK, GROUP // 2, CODE_BITS, PER_WORD, PLANES),
     )
 
 
@@ -215,19 +207,8 @@ def _decode_kernel(
     first = codes_ptr + row * codes_stride + offset * GROUP_WORDS
     scales = scales_ptr + row * scales_stride + offset * 2
     x = load_numbers(
-        first[:, None],
-        scales[:, None],
-        inside,
-        row_words,
-        grid_ptr,
-        1,
-        GROUP,
-        BLOCK,
-        1,
-        CODE_BITS,
-        PER_WORD,
-        PLANES,
-        EVEN,
+        *(first[:, None], scales[:, None], inside, row_words, grid_ptr),
+        *(1, GROUP, BLOCK, 1, CODE_BITS, PER_WORD, PLANES, EVEN),
     )
     columns = tl.arange(0, GROUP)[None, :]
     x = walsh_hadamard(x, GROUP, LOG_GROUP, BLOCK) * factor * tl.load(signs_ptr + columns)
@@ -414,33 +395,14 @@ def load_side(
     """
     if ONE_GROUP:
         numbers = load_points(
-            codes,
-            id_mask,
-            BYTES // PLANES,
-            grid_ptr,
-            PAIR,
-            BLOCK_K,
-            GROUP,
-            CODE_BITS,
-            PER_WORD,
-            PLANES,
+            *(codes, id_mask, BYTES // PLANES, grid_ptr),
+            *(PAIR, BLOCK_K, GROUP, CODE_BITS, PER_WORD, PLANES),
         )
         factors = tl.trans(load_halves(scales, id_mask[:, None], EVEN))
     else:
         numbers = load_numbers(
-            codes,
-            scales,
-            id_mask,
-            BYTES // PLANES,
-            grid_ptr,
-            GROUPS,
-            GROUP,
-            BLOCK_K,
-            BLOCK_GROUPS,
-            CODE_BITS,
-            PER_WORD,
-            PLANES,
-            EVEN,
+            *(codes, scales, id_mask, BYTES // PLANES, grid_ptr),
+            *(GROUPS, GROUP, BLOCK_K, BLOCK_GROUPS, CODE_BITS, PER_WORD, PLANES, EVEN),
         )
         factors = tl.full([1, BLOCK_K], 1.0, tl.float32)
     return numbers, factors

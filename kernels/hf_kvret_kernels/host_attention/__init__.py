@@ -13,12 +13,12 @@ import torch
 
 from hf_kvret_kernels import host_library
 from hf_kvret_kernels.gather_attention import check_chosen_rows
-from hf_kvret_kernels.gather_attention.naive import gather_attention
-from hf_kvret_kernels.gather_scores.naive import gather_scores
+from hf_kvret_kernels.gather_attention.naive import gather_attention, gather_scores
 from hf_kvret_kernels.host_attention import naive
+from hf_kvret_kernels.host_library import paths, why_not
 from hf_kvret_kernels.paged import PagedRows
 
-__all__ = ["available", "host_attention", "host_rank", "host_scores", "paths", "why_not"]
+__all__ = ["host_attention", "host_rank", "host_scores", "paths", "why_not"]
 
 BACKENDS = ("auto", "naive", "cpp")
 
@@ -146,25 +146,6 @@ def host_rank(
     return best
 
 
-def available() -> bool:
-    """Whether the compiled library is there and loads."""
-    return not why_not()
-
-
-def why_not() -> str:
-    """Why the compiled library can't be used, and what helps; empty where it can."""
-    return host_library.why_not()
-
-
-def paths() -> list[str]:
-    """Values of ``path`` that work here, best first.
-
-    Raises:
-        ImportError: there is no host_library.
-    """
-    return host_library.paths()
-
-
 def _check(query: torch.Tensor, rows: PagedRows, ids: torch.Tensor, softcap: float | None) -> None:
     places = (("query", query), ("the page table", rows.table), ("the rows", rows.chunks[0]))
     for name, tensor in places:
@@ -186,7 +167,7 @@ def _choose(backend: str, threads: int | None, path: str | None) -> Literal["nai
         raise ValueError(f"path={path!r}: choose one of {', '.join(host_library.PATHS)}, or None")
     if path is not None and backend == "naive":
         raise ValueError(f"path={path!r} is for the library: drop it, or use backend='cpp'")
-    if backend == "naive" or (backend == "auto" and path is None and not available()):
+    if backend == "naive" or (backend == "auto" and path is None and why_not()):
         return "naive"
     if path is not None and path not in host_library.paths():
         raise ValueError(

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from hf_kvret_kernels import host_library
+from hf_kvret_kernels.host_library import why_not
 from hf_kvret_kernels.host_step.searches import (
     CodebookSearch,
     FlatSearch,
@@ -102,12 +103,6 @@ class HostCold:
     search: HostSearch
     valid: torch.Tensor
     budget: int
-
-
-def why_not() -> str:
-    """Why the library can't be used and what helps; empty where it can."""
-    library = host_library.opened(os.environ.get(host_library.PATH_VARIABLE))
-    return library if isinstance(library, str) else ""
 
 
 def run_step(

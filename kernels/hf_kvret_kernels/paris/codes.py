@@ -66,17 +66,6 @@ def rotation_stride(dim: int) -> int:
     return stride
 
 
-def check_widths(codes: ParisCodes, head_dim: int, m: int) -> None:
-    """ValueError unless the planes of ``codes`` are as long as those of keys of ``head_dim``."""
-    rotated = 8 * codes.sign.shape[-1]
-    widths = codes.magnitude.shape[-1] * 8, codes.weight.shape[-1] * m
-    if rotated != rotated_dim(head_dim) or widths != (3 * rotated, rotated):
-        raise ValueError(
-            f"codes of {rotated} signs, {widths[0] // 3} magnitudes and {widths[1]} weighed "
-            f"numbers a key are not of keys of {head_dim} numbers in subspaces of {m}"
-        )
-
-
 @dataclass(frozen=True)
 class ParisCodes:
     """Codes of ``n`` keys for every batch row and kv head.

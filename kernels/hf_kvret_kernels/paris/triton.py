@@ -8,7 +8,7 @@
    blocks before each block contribute.
 3. ``compact`` writes down the tokens of the highest scores, each block behind the others.
 4. ``rerank`` gathers their codes and takes inner products with all G queries. Long codes and large
-   groups are taken in chunks; else threads hold whole codes and the loop over queries is unrolled.
+   groups are taken in chunks; else threads hold whole codes.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -625,8 +625,7 @@ def rerank(
     scores = torch.empty(*lead, candidates, dtype=torch.float32, device=queries.device)
     log_sums = torch.empty(*lead, blocks, dtype=torch.float32, device=queries.device)
     if scores.numel():
-        kernel = _rerank_wide_kernel if in_chunks else _rerank_kernel
-        kernel[(blocks, batch * heads * count)](
+        _rerank_kernel[(blocks, batch * heads * count)](
             queries,
             codes.sign,
             magnitude,
@@ -652,9 +651,9 @@ def rerank(
             LEVELS=LEVELS,
             ROWS=min(_TABLES, triton.next_power_of_2(tables)),
             BYTES=width,
+            CHUNK=chunk,
             INNER=min(_INNER, chunk),
             BLOCK=block,
-            **({"CHUNK": chunk} if in_chunks else {}),
             enable_fp_fusion=True,
         )
     return Estimates(scores, log_sums)
@@ -691,12 +690,15 @@ def _rerank_kernel(
     LEVELS: tl.constexpr,
     ROWS: tl.constexpr,
     BYTES: tl.constexpr,
+    CHUNK: tl.constexpr,
     INNER: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """A block of candidates: four queries after each other, and for these chunk after chunk."""
     DIM: tl.constexpr = 8 * BYTES
-    PER_BYTE: tl.constexpr = 8 // M
-    SHAPE: tl.constexpr = (BLOCK, BYTES // INNER, INNER)
+    SHAPE: tl.constexpr = (BLOCK, CHUNK // INNER, INNER)
+    # One chunk of one subspace a byte: all numbers of a sum have one weight.
+    WEIGH_SUMS: tl.constexpr = M == 8 and CHUNK == BYTES
     row = tl.program_id(1).to(tl.int64)
     b = row // queries // heads
     h = row // queries % heads
@@ -706,121 +708,6 @@ def _rerank_kernel(
     # A thread holds whole bytes of signs. Their eight coordinates are taken one after the other, so
     # that nothing crosses threads before the sums over a key; and as many bytes in a row as make
     # loads of the queries 16 bytes wide, for several keys at once.
-    byte_ids = tl.arange(0, BYTES // INNER)[:, None] * INNER + tl.arange(0, INNER)[None, :]
-    byte_ids = byte_ids[None, :, :]
-    # Where there is no token, the first one is read, and its result is dropped.
-    rows = tl.where(id_mask, ids, 0).to(tl.int64)
-    indices = rows[:, None, None] * BYTES + byte_ids
-    sign_ptr += b * sign_stride_b + h * sign_stride_h
-    magnitude_ptr += b * magnitude_stride_b + h * magnitude_stride_h
-    weight_ptr += b * weight_stride_b + h * weight_stride_h
-    byte = tl.load(sign_ptr + indices).to(tl.int32)
-    if IN_WORDS:
-        word = split_words(magnitude_ptr, rows, BYTES, BYTES)
-    else:
-        word = tl.zeros(SHAPE, dtype=tl.int32)
-        for i in tl.static_range(3):
-            part = tl.load(magnitude_ptr + 3 * indices + i).to(tl.int32)
-            word += part << (8 * i)
-    # A byte covers one subspace or two, each with a weight of its own.
-    low = tl.load(weight_ptr + indices * PER_BYTE).to(tl.float32)
-    high = low
-    if PER_BYTE == 2:
-        high = tl.load(weight_ptr + indices * 2 + 1).to(tl.float32)
-
-    pairs = pairs_of_levels(levels_ptr, LEVELS)
-    for first in tl.static_range(0, TABLES, 4):
-        sum0 = tl.zeros(SHAPE, dtype=tl.float32)
-        sum1 = sum0
-        sum2 = sum0
-        sum3 = sum0
-        q = q_ptr + (row * TABLES + first) * DIM + byte_ids
-        for half in tl.static_range(4):
-            numbers = tl.reshape((word >> (6 * half)) & (LEVELS * LEVELS - 1), (BLOCK * BYTES,))
-            pair = tl.reshape(tl.gather(pairs, numbers, 0), SHAPE)
-            for odd in tl.static_range(2):
-                level = (pair >> (32 * odd)).to(tl.uint32)
-                # A sign bit of 0 in the code makes the level negative.
-                turn = (~byte << (31 - 2 * half - odd)).to(tl.uint32, bitcast=True) & 0x80000000
-                v = (level ^ turn).to(tl.float32, bitcast=True)
-                if PER_BYTE == 2:
-                    v *= low if half < 2 else high
-                address = q + (2 * half + odd) * BYTES
-                sum0 += v * tl.load(address)
-                if first + 1 < TABLES:
-                    sum1 += v * tl.load(address + DIM)
-                if first + 2 < TABLES:
-                    sum2 += v * tl.load(address + 2 * DIM)
-                if first + 3 < TABLES:
-                    sum3 += v * tl.load(address + 3 * DIM)
-        for g in tl.static_range(4):
-            if first + g < TABLES:
-                total = sum0 if g == 0 else sum1 if g == 1 else sum2 if g == 2 else sum3
-                if PER_BYTE == 1:
-                    total *= low
-                estimate = tl.sum(tl.sum(total, axis=2), axis=1)
-                table = row * TABLES + first + g
-                if HAS_OFFSET:
-                    estimate += tl.load(offset_ptr + table)
-                estimate = capped_scores(estimate, inner, outer, SOFTCAP)
-                estimate = tl.where(id_mask, estimate, float("-inf"))
-                tl.store(scores_ptr + table * count + slots, estimate, mask=slots < count)
-
-    # Read back by all threads: above, several hold the same key.
-    tl.debug_barrier()
-    tables = tl.arange(0, ROWS)
-    slots = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    score_mask = (tables < TABLES)[:, None] & (slots < count)[None, :]
-    address = scores_ptr + (row * TABLES + tables)[:, None] * count + slots[None, :]
-    scores = tl.load(address, mask=score_mask, other=float("-inf"))
-    address = sums_ptr + (row * TABLES + tables) * tl.num_programs(0) + tl.program_id(0)
-    tl.store(address, log_sum_exps(scores), mask=tables < TABLES)
-
-
-@triton.jit(do_not_specialize=["count", "tokens"])
-def _rerank_wide_kernel(
-    q_ptr,
-    sign_ptr,
-    magnitude_ptr,
-    weight_ptr,
-    ids_ptr,
-    levels_ptr,
-    offset_ptr,
-    scores_ptr,
-    sums_ptr,
-    inner,
-    outer,
-    count,
-    tokens,
-    heads,
-    queries,
-    sign_stride_b,
-    sign_stride_h,
-    magnitude_stride_b,
-    magnitude_stride_h,
-    weight_stride_b,
-    weight_stride_h,
-    IN_WORDS: tl.constexpr,
-    HAS_OFFSET: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    TABLES: tl.constexpr,
-    M: tl.constexpr,
-    LEVELS: tl.constexpr,
-    ROWS: tl.constexpr,
-    BYTES: tl.constexpr,
-    CHUNK: tl.constexpr,
-    INNER: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """A block of candidates: four queries after each other, and for these chunk after chunk."""
-    DIM: tl.constexpr = 8 * BYTES
-    PER_BYTE: tl.constexpr = 8 // M
-    SHAPE: tl.constexpr = (BLOCK, CHUNK // INNER, INNER)
-    row = tl.program_id(1).to(tl.int64)
-    b = row // queries // heads
-    h = row // queries % heads
-    slots = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    ids, id_mask = load_ids(ids_ptr + row * count, slots, slots < count, 1, tokens)
     byte_ids = tl.arange(0, CHUNK // INNER)[:, None] * INNER + tl.arange(0, INNER)[None, :]
     byte_ids = byte_ids[None, :, :]
     # Where there is no token, the first one is read, and its result is dropped.
@@ -829,6 +716,10 @@ def _rerank_wide_kernel(
     sign_ptr += b * sign_stride_b + h * sign_stride_h
     magnitude_ptr += b * magnitude_stride_b + h * magnitude_stride_h
     weight_ptr += b * weight_stride_b + h * weight_stride_h
+    if CHUNK == BYTES:
+        byte, word, low, high = _load_codes(
+            sign_ptr, magnitude_ptr, weight_ptr, rows, indices, 0, IN_WORDS, M, BYTES, CHUNK
+        )
     pairs = pairs_of_levels(levels_ptr, LEVELS)
     last = row * TABLES + TABLES - 1
     for first in range(0, TABLES, 4):
@@ -842,19 +733,11 @@ def _rerank_wide_kernel(
         q2 = q_ptr + tl.minimum(row * TABLES + first + 2, last) * DIM
         q3 = q_ptr + tl.minimum(row * TABLES + first + 3, last) * DIM
         for start in range(0, BYTES, CHUNK):
-            byte = tl.load(sign_ptr + indices + start).to(tl.int32)
-            if IN_WORDS:
-                word = split_words(magnitude_ptr + 3 * (start // 4), rows, BYTES, CHUNK)
-            else:
-                word = tl.zeros(SHAPE, dtype=tl.int32)
-                for i in tl.static_range(3):
-                    part = tl.load(magnitude_ptr + 3 * (indices + start) + i).to(tl.int32)
-                    word += part << (8 * i)
-            # A byte covers one subspace or two, each with a weight of its own.
-            low = tl.load(weight_ptr + (indices + start) * PER_BYTE).to(tl.float32)
-            high = low
-            if PER_BYTE == 2:
-                high = tl.load(weight_ptr + (indices + start) * 2 + 1).to(tl.float32)
+            if CHUNK < BYTES:
+                byte, word, low, high = _load_codes(
+                    *(sign_ptr, magnitude_ptr, weight_ptr, rows, indices, start),
+                    *(IN_WORDS, M, BYTES, CHUNK),
+                )
             for half in tl.static_range(4):
                 numbers = tl.reshape((word >> (6 * half)) & (LEVELS * LEVELS - 1), (BLOCK * CHUNK,))
                 pair = tl.reshape(tl.gather(pairs, numbers, 0), SHAPE)
@@ -863,23 +746,30 @@ def _rerank_wide_kernel(
                     # A sign bit of 0 in the code makes the level negative.
                     turn = (~byte << (31 - 2 * half - odd)).to(tl.uint32, bitcast=True) & 0x80000000
                     v = (level ^ turn).to(tl.float32, bitcast=True)
-                    v *= low if half < 2 else high
+                    if not WEIGH_SUMS:
+                        v *= low if half < 2 else high
                     plane = (2 * half + odd) * BYTES + start + byte_ids
                     sum0 += v * tl.load(q0 + plane)
-                    sum1 += v * tl.load(q1 + plane)
-                    sum2 += v * tl.load(q2 + plane)
-                    sum3 += v * tl.load(q3 + plane)
+                    if TABLES > 1:
+                        sum1 += v * tl.load(q1 + plane)
+                    if TABLES > 2:
+                        sum2 += v * tl.load(q2 + plane)
+                    if TABLES > 3:
+                        sum3 += v * tl.load(q3 + plane)
         for g in tl.static_range(4):
-            total = sum0 if g == 0 else sum1 if g == 1 else sum2 if g == 2 else sum3
-            estimate = tl.sum(tl.sum(total, axis=2), axis=1)
-            table = row * TABLES + first + g
-            if HAS_OFFSET:
-                estimate += tl.load(offset_ptr + tl.minimum(table, last))
-            estimate = capped_scores(estimate, inner, outer, SOFTCAP)
-            estimate = tl.where(id_mask, estimate, float("-inf"))
-            # None where there is no such query.
-            inside = slots < tl.where(table <= last, count, 0)
-            tl.store(scores_ptr + table * count + slots, estimate, mask=inside)
+            if g < TABLES:
+                total = sum0 if g == 0 else sum1 if g == 1 else sum2 if g == 2 else sum3
+                if WEIGH_SUMS:
+                    total *= low
+                estimate = tl.sum(tl.sum(total, axis=2), axis=1)
+                table = row * TABLES + first + g
+                if HAS_OFFSET:
+                    estimate += tl.load(offset_ptr + tl.minimum(table, last))
+                estimate = capped_scores(estimate, inner, outer, SOFTCAP)
+                estimate = tl.where(id_mask, estimate, float("-inf"))
+                # None where there is no such query.
+                inside = slots < tl.where(table <= last, count, 0)
+                tl.store(scores_ptr + table * count + slots, estimate, mask=inside)
 
     # Read back by all threads: above, several hold the same key.
     tl.debug_barrier()
@@ -891,6 +781,39 @@ def _rerank_wide_kernel(
         scores = tl.load(address, mask=score_mask, other=float("-inf"))
         address = sums_ptr + (row * TABLES + tables) * tl.num_programs(0) + tl.program_id(0)
         tl.store(address, log_sum_exps(scores), mask=tables < TABLES)
+
+
+@triton.jit
+def _load_codes(
+    sign_ptr,
+    magnitude_ptr,
+    weight_ptr,
+    rows,
+    indices,
+    start,
+    IN_WORDS: tl.constexpr,
+    M: tl.constexpr,
+    BYTES: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """``(byte, word, low, high)``: CHUNK sign bytes of each of ``rows``, from ``start`` on.
+
+    A word has the eight levels of a byte, three bits each. A byte covers one subspace or two, each
+    with a weight of its own.
+    """
+    indices += start
+    byte = tl.load(sign_ptr + indices).to(tl.int32)
+    if IN_WORDS:
+        word = split_words(magnitude_ptr + 3 * (start // 4), rows, BYTES, CHUNK)
+    else:
+        word = tl.load(magnitude_ptr + 3 * indices).to(tl.int32)
+        for i in tl.static_range(1, 3):
+            word += tl.load(magnitude_ptr + 3 * indices + i).to(tl.int32) << (8 * i)
+    low = tl.load(weight_ptr + indices * (8 // M)).to(tl.float32)
+    high = low
+    if M == 4:
+        high = tl.load(weight_ptr + indices * 2 + 1).to(tl.float32)
+    return byte, word, low, high
 
 
 @triton.jit

@@ -14,10 +14,7 @@ from hf_kvret_kernels._dispatch import (
 from hf_kvret_kernels.merge import Partials
 from hf_kvret_kernels.prompt_attention import naive, torch_flash
 
-__all__ = ["FEW_ROWS", "compiled", "prompt_attention", "prompt_partials"]
-
-FEW_ROWS = 64
-"""Query rows ``Q * G`` of a KV head up to which a call looks up what was measured."""
+__all__ = ["compiled", "prompt_attention", "prompt_partials"]
 
 
 def prompt_attention(

@@ -33,7 +33,6 @@ from hf_kvret_kernels._triton_shared import (
 )
 from hf_kvret_kernels.merge import Partials
 from hf_kvret_kernels.merge.triton import merge_partials
-from hf_kvret_kernels.prompt_attention import FEW_ROWS
 
 
 @triton.jit(do_not_specialize=["queries", "tokens", "causal_offset", "split_len"])
@@ -313,6 +312,10 @@ def tile_rows(rows: int, columns: int, itemsize: int) -> int:
     return min(most, max(16, triton.next_power_of_2(rows)))
 
 
+# Query rows of a KV head for which fewer warps are enough.
+_FEW_ROWS = 64
+
+
 @cache
 def rule(rows: int, columns: int, itemsize: int, shared_bytes: int) -> PromptChoice:
     """How a call is launched; not measured. Arguments as in ``tile_rows``.
@@ -325,7 +328,7 @@ def rule(rows: int, columns: int, itemsize: int, shared_bytes: int) -> PromptCho
         block_n, warps, most_stages = (32, 8, 2) if columns <= 128 else (16, 8, 2)
     else:
         block_n, warps, most_stages = (64, 8, 3) if columns <= 256 else (32, 4, 3)
-        if rows <= FEW_ROWS:
+        if rows <= _FEW_ROWS:
             warps = 4
         if columns > 256 and (columns != 512 or rows > 32):
             # Parts of keys, values of 512, tiles of 64 rows: with fewer warps registers spill.

@@ -22,6 +22,7 @@ from hf_kvret_kernels._triton_shared import (
     mask_bytes,
     mask_layout,
     score_factors,
+    sum_up,
 )
 from hf_kvret_kernels.relevance.triton import write_best_shares
 from hf_kvret_kernels.top_k.triton import split_top_k, top_k, warm_up
@@ -298,15 +299,4 @@ def _scores_kernel(
 def _total_kernel(sums_ptr, lse_ptr, blocks, BLOCK: tl.constexpr):
     """The log-sum-exp of one query over all blocks."""
     row = tl.program_id(0).to(tl.int64)
-    peaks = tl.full((BLOCK,), float("-inf"), tl.float32)
-    for start in range(0, blocks, BLOCK):
-        block = start + tl.arange(0, BLOCK)
-        part = tl.load(sums_ptr + row * blocks + block, mask=block < blocks, other=float("-inf"))
-        peaks = tl.maximum(peaks, part)
-    base = finite_base(tl.max(peaks, 0))
-    totals = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, blocks, BLOCK):
-        block = start + tl.arange(0, BLOCK)
-        part = tl.load(sums_ptr + row * blocks + block, mask=block < blocks, other=float("-inf"))
-        totals += tl.exp(part - base)
-    tl.store(lse_ptr + row, log_total(base, tl.sum(totals, 0)))
+    tl.store(lse_ptr + row, sum_up(sums_ptr + row * blocks, blocks, BLOCK))
