@@ -32,13 +32,7 @@ from kernel_clock import (
     torch_threads,
 )
 
-from hf_kvret.lab.bench.kernel_ops import (
-    ATTENTION_OPS,
-    CODEBOOK_OPS,
-    HIGGS_OPS,
-    PARIS_OPS,
-    SEARCH_OPS,
-)
+from hf_kvret.lab.bench.kernel_ops import OPERATIONS
 from hf_kvret.lab.bench.kernel_work import Draw, KernelOp, KernelShape, Rates
 from hf_kvret.lab.bench.tables import Column, spread, table_of, thread_count
 from hf_kvret.lab.bench.timing import calls_row, describe, measure_bandwidth
@@ -50,10 +44,8 @@ from hf_kvret.lab.program.scripts import run_script
 from hf_kvret.lab.report.plots import plot_groups
 from hf_kvret.lab.report.results import Cell, Results
 
-OPS: dict[str, KernelOp] = {
-    op.name: op for op in (*CODEBOOK_OPS, *SEARCH_OPS, *PARIS_OPS, *HIGGS_OPS, *ATTENTION_OPS)
-}
-"""By name. One more is a ``KernelOp`` in one of these tuples."""
+OPS: dict[str, KernelOp] = {op.name: op for op in OPERATIONS if op.read}
+"""By name: those of the table whose floor is known."""
 
 _BACKENDS = ("auto", "naive", "triton", "cpp")
 _SIZES = ("heads", "group", "head_dim", "top_k", "codewords", "rank")
@@ -186,7 +178,7 @@ class Kernels(TimedTogether):
                 "bandwidth": rates.bandwidth,
                 "product_rates": dict(rates.products),
                 "error": errors.get(way),
-                "sizes": shape.tell(op.sizes),
+                "sizes": shape.describe(op.sizes),
             }
             for way in ways
         ]

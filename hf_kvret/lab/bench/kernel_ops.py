@@ -1,6 +1,7 @@
-"""The operations that ``bench kernels`` measures, by method, with the defaults of each.
+"""The table of operations, by method, with the defaults of each.
 
-``STEP_OPS`` are for the self-test alone: their time is that of other operations' bytes.
+``bench kernels``, the self-test, the tests of kernels and their compilation for GPUs that are not
+at hand run these. ``STEP_OPS`` have no floor: their time is that of other operations' bytes.
 
 Coded rows are as ``store="higgs"`` has them: with its default of bits, in groups of a head, and in
 the dtype of the model. A2ATS brings keys and queries to the space of its codewords in fp32, and
@@ -25,7 +26,6 @@ from hf_kvret.lab.bench.kernel_work import (
     Error,
     KernelOp,
     KernelShape,
-    Operation,
     coded,
     distance,
     not_shared,
@@ -33,8 +33,7 @@ from hf_kvret.lab.bench.kernel_work import (
 )
 from hf_kvret_kernels import centroid, codebook, higgs, paris, proxy, relevance
 from hf_kvret_kernels.block_lse import block_lse
-from hf_kvret_kernels.gather_attention import gather_attention
-from hf_kvret_kernels.gather_scores import gather_scores
+from hf_kvret_kernels.gather_attention import gather_attention, gather_scores
 from hf_kvret_kernels.merge import Partials, merge_partials
 from hf_kvret_kernels.page_copy import copy_pages
 from hf_kvret_kernels.paged import PagedRows, lay_apart
@@ -542,9 +541,14 @@ def _copied_pages(shape: KernelShape, draw: Draw) -> Any:
 
 
 STEP_OPS = (
-    Operation(name="merge", inputs=_merge, check=(distance, SCORE_ERROR)),
-    Operation(name="step_attention", inputs=_step, check=(distance, ATTENTION_ERRORS)),
-    Operation(name="block_lse", inputs=_block_sums, check=_SCORES, compiled=True),
-    Operation(name="resident", inputs=_fetch, check=(unequal, 0.0)),
-    Operation(name="copy_pages", inputs=_copied_pages, check=(unequal, 0.0)),
+    KernelOp(name="merge", inputs=_merge, check=(distance, SCORE_ERROR)),
+    KernelOp(name="step_attention", inputs=_step, check=(distance, ATTENTION_ERRORS)),
+    KernelOp(name="block_lse", inputs=_block_sums, check=_SCORES, compiled=True),
+    KernelOp(name="resident", inputs=_fetch, check=(unequal, 0.0)),
+    KernelOp(name="copy_pages", inputs=_copied_pages, check=(unequal, 0.0)),
 )
+
+OPERATIONS: tuple[KernelOp, ...] = (
+    *(*CODEBOOK_OPS, *SEARCH_OPS, *PARIS_OPS, *HIGGS_OPS, *ATTENTION_OPS, *STEP_OPS),
+)
+"""Every operation that has a kernel."""

@@ -67,7 +67,7 @@ class KernelShape:
         products = (math.prod(map(self._size, term.split())) for term in terms.split("+"))
         return sum(products)
 
-    def tell(self, text: str) -> str:
+    def describe(self, text: str) -> str:
         """A text with ``SIZES`` in braces, as ``"rank {r}"``."""
         known = {name: size(self) for name, size in SIZES.items() if f"{{{name}" in text}
         return text.format(**known)
@@ -118,7 +118,7 @@ SIZES: dict[str, Callable[[KernelShape], int]] = {
     "bf16": lambda s: 2,
     "i16": lambda s: 2,
 }
-"""What ``count`` and ``tell`` know, by a letter or a word."""
+"""What ``count`` and ``describe`` know, by a letter or a word."""
 
 
 class Draw:
@@ -252,8 +252,8 @@ class Call:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Operation:
-    """An operation of ``hf_kvret_kernels`` that can be compared with plain torch.
+class KernelOp:
+    """An operation of ``hf_kvret_kernels``, to be compared with plain torch and with its floor.
 
     Attributes:
         name: on the command line, the folder first.
@@ -262,6 +262,13 @@ class Operation:
             by dtype.
         error_of: makes the error of what ``inputs`` returned, where it depends on the inputs.
         compiled: whether the compiled library has it, for CPU tensors.
+        read, written: bytes that a call needs, as ``KernelShape.count`` takes them; see ``Work``.
+            Empty for operations whose time is that of other operations' bytes.
+        products: its multiply-adds.
+        sizes: what else the work depends on, for the table, as ``KernelShape.describe`` takes it.
+        stored: bytes that lie in memory too, as a store of which a call reads some rows.
+        copies: as many times its inputs and outputs a call may hold in memory, about; the way in
+            torch needs the most.
     """
 
     name: str
@@ -269,6 +276,12 @@ class Operation:
     check: tuple[Error, float | Mapping[torch.dtype, float]]
     error_of: Callable[[Any], Error] | None = None
     compiled: bool = False
+    read: str = ""
+    written: str = ""
+    products: str = "0"
+    sizes: str = ""
+    stored: str = "0"
+    copies: int = 4
 
     def backends(self, device: torch.device) -> tuple[str, ...]:
         """Those that this operation has there, the one that ``"auto"`` means first."""
@@ -283,27 +296,6 @@ class Operation:
             error = self.error_of(call)
         tolerance = allowed[shape.dtype] if isinstance(allowed, Mapping) else allowed
         return Call(lambda backend: as_tuple(call(backend=backend)), error, tolerance)
-
-
-@dataclass(frozen=True, kw_only=True)
-class KernelOp(Operation):
-    """An operation as ``bench kernels`` measures it, against its floor.
-
-    Attributes:
-        read, written: bytes that a call needs, as ``KernelShape.count`` takes them; see ``Work``.
-        products: its multiply-adds.
-        sizes: what else the work depends on, for the table, as ``KernelShape.tell`` takes it.
-        stored: bytes that lie in memory too, as a store of which a call reads some rows.
-        copies: as many times its inputs and outputs a call may hold in memory, about; the way in
-            torch needs the most.
-    """
-
-    read: str
-    written: str
-    products: str = "0"
-    sizes: str = ""
-    stored: str = "0"
-    copies: int = 4
 
     def work(self, shape: KernelShape) -> Work:
         """The bytes and multiply-adds that a call needs."""

@@ -10,30 +10,13 @@ from typing import Any
 
 import torch
 
-from hf_kvret.lab.bench.kernel_ops import (
-    ATTENTION_OPS,
-    CODEBOOK_OPS,
-    HIGGS_OPS,
-    PARIS_OPS,
-    SEARCH_OPS,
-    STEP_OPS,
-)
-from hf_kvret.lab.bench.kernel_work import ATTENTION_ERRORS, Draw, KernelShape, Operation, distance
+from hf_kvret.lab.bench.kernel_ops import OPERATIONS
+from hf_kvret.lab.bench.kernel_work import ATTENTION_ERRORS, Draw, KernelOp, KernelShape, distance
 from hf_kvret.lab.selftest.check import Check, Skip
 from hf_kvret.stores.host_memory import pinned
 from hf_kvret_kernels import host_library
 from hf_kvret_kernels.gather_attention import gather_attention
 from hf_kvret_kernels.paged import PagedRows
-
-OPERATIONS: tuple[Operation, ...] = (
-    *ATTENTION_OPS,
-    *STEP_OPS,
-    *PARIS_OPS,
-    *SEARCH_OPS,
-    *CODEBOOK_OPS,
-    *HIGGS_OPS,
-)
-"""Every operation that has a kernel."""
 
 # The length is no multiple of a page or a tile, and several query heads share a KV head.
 _SIZES: dict[str, Any] = {
@@ -78,7 +61,7 @@ def _other(path: str | None, paths: list[Any]) -> str:
 
 @torch.inference_mode()
 def _compare(
-    operation: Operation, dtype: torch.dtype, device: torch.device, path: str | None
+    operation: KernelOp, dtype: torch.dtype, device: torch.device, path: str | None
 ) -> str:
     check_dtype(dtype, device)
     if operation.backends(device)[0] == "naive":
