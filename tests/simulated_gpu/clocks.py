@@ -67,12 +67,12 @@ class MemoryLog:
     used_by: set[str] = field(default_factory=set)
 
     def note(
-        self, agent: Agent, writes: bool, what: str, site: str, tell: Callable[[str, str], None]
+        self, agent: Agent, writes: bool, what: str, site: str, report: Callable[[str, str], None]
     ) -> None:
-        """An access by ``agent``; ``tell(kind, text)`` hears of what it did not wait for."""
+        """An access by ``agent``; ``report(kind, text)`` hears of what it did not wait for."""
         verb = "writes to" if writes else "reads"
         if self.write is not None and not agent.has_seen(self.writer, self.write.epoch):
-            tell(
+            report(
                 "race",
                 f"{agent.name} {verb} ({what}) what {self.writer} wrote at "
                 f"[{self.write.site}] without waiting for it",
@@ -82,7 +82,7 @@ class MemoryLog:
             return
         for name, access in self.reads.items():
             if not agent.has_seen(name, access.epoch):
-                tell(
+                report(
                     "race", f"{agent.name} overwrites ({what}) what {name} reads at [{access.site}]"
                 )
         self.reads = {}

@@ -75,7 +75,7 @@ def driver(simulation: Simulation) -> Iterator[None]:
         (torch.cuda.graph, "default_capture_stream", None),
         (torch.Tensor, "record_stream", record_stream),
         (executor, "__call__", launches.checked(executor.__call__)),
-        (function, "warmup", launches.noted),
+        (function, "warmup", launches.warm_up),
         (importlib.import_module("hf_kvret_kernels.paged"), "interpreted", lambda: False),
         (host_memory, "_unpin", _while_it_lasts(simulation, host_memory._unpin)),
         (host_memory, "_beside_captures", lambda: _relaxed(simulation)),

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .simulation import SimulationError, active, site
+from .simulation import active, site
 
 
 @dataclass
@@ -54,9 +54,9 @@ class Inputs:
         """SimulationError where some was freed, which a GPU would read as it is by now."""
         for each in self._all:
             if each.memory() is None:
-                message = f"a replay uses memory that was freed, captured at [{each.site}]"
-                active().tell("stale", message)
-                raise SimulationError(message)
+                raise active().fault(
+                    "stale", f"a replay uses memory that was freed, captured at [{each.site}]"
+                )
 
     def _alias_of(self, memory: Any) -> Any:
         address = memory.data_ptr()

@@ -12,7 +12,6 @@ from triton.runtime import interpreter
 from .clocks import MemoryLog
 from .simulation import (
     Simulation,
-    SimulationError,
     active,
     site,
     tensors_in,
@@ -63,8 +62,8 @@ def checked(launch: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def noted(kernel: Any, *args: Any, **kwargs: Any) -> None:
-    """``warmup`` of Triton's interpreter, which has nothing to compile: a compilation is noted."""
+def warm_up(kernel: Any, *args: Any, **kwargs: Any) -> None:
+    """``warmup`` of Triton's interpreter, which compiles nothing: a compilation is counted."""
     simulation = active()
     names = kernel.arg_names
     named = dict(zip(names, args, strict=False))
@@ -85,27 +84,26 @@ def _check_arguments(
             location = simulation.device_of(tensor)
             locations.add(location)
             if location.type != "cuda":
-                message = (
+                raise simulation.fault(
+                    "device",
                     f"Pointer argument cannot be accessed from Triton (cpu tensor?): {argument} of "
-                    f"{name}, {tuple(tensor.shape)} {tensor.dtype}"
+                    f"{name}, {tuple(tensor.shape)} {tensor.dtype}",
                 )
-                simulation.tell("device", message)
-                raise SimulationError(message)
             offset = tensor.data_ptr() % _ALIGNMENT
             if offset:
-                simulation.tell(
+                simulation.report(
                     "alignment", f"kernel {name}: {argument} begins at {offset} mod {_ALIGNMENT}"
                 )
     if len(locations) > 1:
-        message = f"kernel {name}: tensors of {', '.join(sorted(map(str, locations)))}"
-        simulation.tell("device", message)
-        raise SimulationError(message)
+        raise simulation.fault(
+            "device", f"kernel {name}: tensors of {', '.join(sorted(map(str, locations)))}"
+        )
     home = next(iter(locations), None)
     current = current_stream().device
     if home is not None and home != current:
-        message = f"kernel {name}: tensors of {home} while the current device is {current}"
-        simulation.tell("device", message)
-        raise SimulationError(message)
+        raise simulation.fault(
+            "device", f"kernel {name}: tensors of {home} while the current device is {current}"
+        )
     return home
 
 
@@ -113,7 +111,7 @@ def _check_grid(simulation: Simulation, name: str, grid: Any, named: dict[str, A
     blocks = tuple(grid(named) if callable(grid) else grid)
     for count, most in zip(blocks, _MOST_BLOCKS, strict=False):
         if not 1 <= count <= most:
-            simulation.tell(
+            simulation.report(
                 "grid", f"kernel {name}: grid {blocks}, a GPU takes 1 to {_MOST_BLOCKS}"
             )
             return
@@ -140,7 +138,7 @@ def _note_specialisation(
     forms.add(form)
     simulation.compilations[simulation.phase, name] += 1
     if simulation.capture is not None:
-        simulation.tell("compile", f"kernel {name} may be compiled anew within a capture")
+        simulation.report("compile", f"kernel {name} may be compiled anew within a capture")
 
 
 def _general_arguments(kernel: Any) -> frozenset[str]:
@@ -185,12 +183,11 @@ def _page_logs(
         if log is not None:
             logs[id(log)] = log
         else:
-            message = (
+            raise simulation.fault(
+                "device",
                 f"an illegal memory access was encountered: kernel {name} on {location} has the "
-                "address of a page that is neither its own memory nor registered on the host"
+                "address of a page that is neither its own memory nor registered on the host",
             )
-            simulation.tell("device", message)
-            raise SimulationError(message)
     return list(logs.values())
 
 

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_kvret.testing.tape import is_composite, why_it_waits, written_by
 
 from .clocks import Agent
-from .simulation import CPU, SimulationError, active, tensors_in
+from .simulation import CPU, active, tensors_in
 from .streams import begin_work, current_stream
 
 _aten = torch.ops.aten
@@ -122,9 +122,9 @@ def _place_of(func: Any, args: tuple[Any, ...], tensors: list[torch.Tensor]) -> 
         if scalars and (torch.Tag.pointwise in func.tags or packet in _TAKE_NUMBERS):
             return devices[0]
     forms = [(str(simulation.device_of(x)), tuple(x.shape), x.dtype) for x in tensors]
-    message = f"Expected all tensors to be on the same device: {func} of {forms}"
-    simulation.tell("device", message)
-    raise SimulationError(message)
+    raise simulation.fault(
+        "device", f"Expected all tensors to be on the same device: {func} of {forms}"
+    )
 
 
 def _is_index(tensor: torch.Tensor, args: tuple[Any, ...]) -> bool:
@@ -160,13 +160,13 @@ def _copying(target: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> 
     if not non_blocking:
         simulation.wait_for(agent.seen, f"a copy {direction} of {form}")
     elif not simulation.is_pinned(on_host):
-        simulation.tell(
+        simulation.report(
             "copy", f"non_blocking copy {direction} with memory that is not pinned: {form}"
         )
         if simulation.capture is not None:
-            simulation.tell("capture", f"a copy {direction} reads that address at every replay")
+            simulation.report("capture", f"a copy {direction} reads that address at every replay")
     elif not _is_plain(target, source):
-        simulation.tell(
+        simulation.report(
             "copy",
             f"non_blocking copy {direction} goes through a temporary: {form} {source.stride()} to "
             f"{tuple(target.shape)} {target.dtype} {target.stride()}",

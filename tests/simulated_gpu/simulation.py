@@ -112,10 +112,15 @@ class Simulation:
         """The kind of each finding, in order."""
         return [finding.kind for finding in self.findings]
 
-    def tell(self, kind: str, text: str) -> None:
-        """Note a finding."""
+    def report(self, kind: str, text: str) -> None:
+        """Add a finding."""
         with self._lock:
             self.findings[Finding(kind, text, site())] += 1
+
+    def fault(self, kind: str, text: str) -> SimulationError:
+        """A finding, as the error that ends the work."""
+        self.report(kind, text)
+        return SimulationError(text)
 
     def host(self) -> Agent:
         """This thread."""
@@ -206,7 +211,7 @@ class Simulation:
         for name, access in () if log is None else log.accesses().items():
             if name.startswith("stream") and not self.host().has_seen(name, access.epoch):
                 text = f"host memory was unpinned while {name} may still use it at [{access.site}]"
-                self.tell("freed", text)
+                self.report("freed", text)
 
     def log_of(self, tensor: torch.Tensor) -> MemoryLog:
         """The log of the memory of ``tensor``."""
@@ -230,7 +235,7 @@ class Simulation:
 
     def note(self, log: MemoryLog, agent: Agent, writes: bool, what: str, line: str) -> None:
         """One access to the memory of ``log``."""
-        log.note(agent, writes, what, line, self.tell)
+        log.note(agent, writes, what, line, self.report)
         if self.capture is not None and agent is self.capture.agent:
             self.capture.accesses.append((log, writes, what))
 

@@ -46,7 +46,7 @@ class Stream:
                     "CUDA error: dependency created on uncaptured work in another stream"
                 )
             if event.captured_in is capture and self is not capture.stream:
-                simulation.tell("capture", "another stream is pulled into the capture")
+                simulation.report("capture", "another stream is pulled into the capture")
         self.agent.join(event.seen)
 
     def record_event(self, event: Event | None = None) -> Event:
@@ -203,7 +203,7 @@ class Graph:
         assert self._destroyed is not None, "a capture that ended well sets it"
         destroyed, name, before = self._destroyed
         if destroyed[name] > before:
-            active().tell("stale", f"the workspaces of {name} went with another graph")
+            active().report("stale", f"the workspaces of {name} went with another graph")
         simulation, agent = active(), begin_work(current_stream())
         for log, writes, what in self._capture.accesses:
             simulation.note(log, agent, writes, f"replayed {what}", site())
