@@ -62,12 +62,11 @@ def _patch_language_once_a_launch() -> None:
 if os.environ.get("TRITON_INTERPRET") == "1":
     _patch_language_once_a_launch()
 
-PLACES = {
+PLACES: dict[str, tuple[str, ...]] = {
     "naive-cpu": ("naive", "cpu"),
     "triton-cpu": ("triton", "cpu"),
     "triton-cuda": ("triton", "cuda"),
 }
-LIBRARY = {"cpp-cpu": ("cpp", "cpu")}
 
 
 class Factor(NamedTuple):
@@ -91,16 +90,19 @@ def place(request: pytest.FixtureRequest) -> tuple[str, str]:
 
 
 @pytest.fixture
-def where(request: pytest.FixtureRequest) -> tuple[str, str]:
-    """As `place`, or the compiled library."""
-    return request.param
+def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
+    """As `place`, or an instruction set of the compiled library."""
+    backend, device, *instructions = request.param
+    for name in instructions:
+        monkeypatch.setenv("HF_KVRET_CPU_PATH", name)
+    return backend, device
 
 
 def _why_not(backend: str, device: str) -> str | None:
     """Why this machine can't run a kernel at a place; None where it can."""
     if backend == "cpp":
         # Imported here, because the lines on top must come before any module with a kernel.
-        from hf_kvret_kernels.host_attention import why_not
+        from hf_kvret_kernels.host_library import why_not
 
         return why_not() or None
     interpreting = os.environ.get("TRITON_INTERPRET") == "1"
@@ -115,16 +117,27 @@ def _why_not(backend: str, device: str) -> str | None:
     return None
 
 
+def _library_places() -> dict[str, tuple[str, ...]]:
+    """One for each instruction set of the compiled library that this processor has."""
+    # Imported here, because the lines on top must come before any module with a kernel.
+    from hf_kvret_kernels import host_library
+
+    if host_library.why_not():
+        return {"cpp": ("cpp", "cpu")}
+    return {f"cpp-{name}": ("cpp", "cpu", name) for name in host_library.paths()}
+
+
 @functools.cache
 def _places(fixture: str) -> tuple[list[Any], list[Any]]:
     """Places that this machine has, and the others, which are skipped with a reason."""
     here, elsewhere = [], []
-    for name, (backend, device) in (PLACES | (LIBRARY if fixture == "where" else {})).items():
+    for name, place in (PLACES | (_library_places() if fixture == "where" else {})).items():
+        backend, device = place[:2]
         marks = [pytest.mark.gpu] if device == "cuda" else []
         reason = _why_not(backend, device)
         if reason is not None:
             marks.append(pytest.mark.skip(reason=reason))
-        param = pytest.param((backend, device), id=name, marks=marks)
+        param = pytest.param(place, id=name, marks=marks)
         (here if reason is None else elsewhere).append(param)
     return here, elsewhere
 

@@ -1,22 +1,128 @@
-"""A GPU that is not at hand, for which ``compile_target.py sm90 merge`` compiles an operation.
+"""GPUs that are not at hand, for which ``compile_target.py sm90`` compiles every Triton kernel.
 
-A driver only names its target, and a launch stops after the compilation. Prints the names of the
-kernels, ``fused`` where one multiplies and adds at once, and ``spills`` where one does not keep to
-its registers.
+A driver only names its target, and a launch stops after the compilation. The calls are those of the
+table of operations, in several shapes, and of what it lacks; ``compile_target.py sm90 merge`` makes
+those of one operation. Prints a line for each launch: the kernel, ``fused`` where it multiplies and
+adds at once, ``spills`` where it does not keep to its registers.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import sys
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
 
 sys.path.append(str(Path(__file__).parents[2] / "examples" / "benchmarks"))
-from machine_code import NamedTarget, usage_of
+from machine_code import NamedTarget, label_of, usage_of
+
+import hf_kvret_kernels
+from hf_kvret.lab.bench.kernel_ops import OPERATIONS
+from hf_kvret.lab.bench.kernel_work import Draw, KernelShape
+from hf_kvret_kernels import _dispatch
 
 TARGETS = {"sm80": 80, "sm90": 90}
+HALF, FULL = torch.bfloat16, torch.float32
+SHAPES = (
+    KernelShape(5001, 1, 2, 4, 128, HALF, 1000, codewords=4096, rank=32),
+    KernelShape(501, 1, 2, 1, 64, FULL, 100, codewords=300, rank=200),
+    # Rows of latent attention, and as many query heads as read them.
+    KernelShape(501, 1, 1, 20, 576, HALF, 100, codewords=45, rank=32),
+)
+
+
+def calls(name: str | None) -> Iterator[Callable[[], object]]:
+    """Of the operations whose names begin so, or of all, and of what the table lacks."""
+    for operation in OPERATIONS:
+        if name is None or operation.name.partition(".")[0] == name:
+            for shape in SHAPES:
+                draw = Draw(torch.device("cpu"), 0)
+                yield partial(operation.prepare(shape, draw).run, "triton")
+    if name is None:
+        yield from _more_calls()
+        yield from _calls_with_values_in_keys()
+
+
+def _more_calls() -> Iterator[partial]:
+    """Soft caps, masks, other dtypes, lists of centroids, and rows that are gathered."""
+    from hf_kvret_kernels.centroid import triton as centroid
+    from hf_kvret_kernels.codebook import triton as codebook
+    from hf_kvret_kernels.paged import PagedRows
+    from hf_kvret_kernels.paged_triton import gather_rows
+    from hf_kvret_kernels.proxy import ROW_DTYPES, triton_scores
+    from hf_kvret_kernels.relevance import triton as relevance
+
+    valid = torch.ones(1, 501, dtype=torch.bool)
+    for dtype in ROW_DTYPES:
+        for rank, queries, heads, softcap in ((32, 1, 8, None), (200, 9, 2, 50.0)):
+            query, proxies = torch.zeros(1, 8, queries, rank), torch.zeros(1, 2, 501, rank)
+            offset = None if softcap is None else torch.zeros(1, 8, queries)
+            arguments = query, proxies.to(dtype), heads, valid, offset, softcap
+            yield partial(triton_scores.relevance, *arguments)
+    # Programs share the codewords of few tokens.
+    for x_dtype, dtype, dim in ((HALF, HALF, 128), (FULL, FULL, 256), (FULL, HALF, 576)):
+        words, x = torch.zeros(2, 4000, dim, dtype=dtype), torch.zeros(1, 2, 1, dim, dtype=x_dtype)
+        yield partial(codebook.encode, x, words, torch.zeros(2, 4000), 8)
+    for dtype, softcap, positions in (
+        (HALF, 50.0, torch.zeros(1, 65, dtype=torch.int64)),
+        (FULL, None, None),
+    ):
+        queries = torch.zeros(1, 2, 65, 4, 256, dtype=dtype)
+        chunks = partial(iter, [(0, torch.zeros(1, 2, 501, 512, dtype=dtype)[..., :256])])
+        yield partial(centroid.top_keys, queries, chunks, 100, valid, positions, 0.1, softcap)
+    low = torch.zeros(1, 2, 65, 2560, dtype=torch.int16)
+    index = torch.zeros(1, 2, 1, 4, dtype=torch.int64)
+    for high in (None, low.byte()):
+        yield partial(centroid.take_lists, low, high, index)
+    for dtype in (torch.int32, torch.int64):
+        yield partial(centroid.unite, index.to(dtype), valid)
+        yield partial(relevance.count_ids, index.to(dtype), torch.zeros((), dtype=torch.int64))
+    ids, table = torch.zeros(1, 2, 1, 256, dtype=torch.int32), torch.zeros(1, 8).int()
+    coded = torch.zeros(8, 2, 64, 132, dtype=torch.uint8)
+    for rows in (
+        PagedRows([torch.zeros(8, 2, 64, 256, dtype=HALF)], table, 128),
+        PagedRows([coded], table, 128, apart=True),
+    ):
+        yield partial(gather_rows, rows, ids)
+
+
+def _calls_with_values_in_keys() -> Iterator[partial]:
+    """One KV head, and up to 128 query heads that read it."""
+    from hf_kvret_kernels.gather_attention import triton as gather
+    from hf_kvret_kernels.higgs import CodedRows, HiggsCodec, triton_attend
+    from hf_kvret_kernels.merge import Partials
+    from hf_kvret_kernels.paged import PagedRows
+    from hf_kvret_kernels.prompt_attention import triton as prompt
+    from hf_kvret_kernels.step_attention import triton as step
+
+    table, selected = torch.zeros(1, 8, dtype=torch.int32), torch.zeros((), dtype=torch.long)
+    ids = torch.zeros(1, 1, 1, 1024, dtype=torch.int32)
+    for dim, value_dim in ((576, 512), (320, 256), (160, 128)):
+        chunk = torch.zeros(8, 1, 64, dim, dtype=HALF)
+        rows = PagedRows([chunk], table, dim, value_in_key=value_dim)
+        keys = torch.zeros(1, 1, 840, dim, dtype=HALF)
+        values, sinks = keys[..., :value_dim], torch.zeros(128, dtype=HALF)
+        for heads in (20, 128):
+            query = torch.zeros(1, heads, 1, dim, dtype=HALF)
+            yield partial(gather.gather_partials, query, rows, ids, 0.1, 50.0)
+            yield partial(gather.gather_scores, query, rows, ids, 0.1, 50.0)
+            outs, lses = torch.zeros(1, heads, 1, 16, value_dim), torch.zeros(1, heads, 1, 16)
+            others = Partials(outs, lses, torch.zeros(1, heads, 1, dtype=torch.int32))
+            arguments = query, keys, values, others, 0.1, None, None, 50.0, sinks, ids, selected
+            yield partial(step.step_attention, *arguments, HALF)
+        many = torch.zeros(1, 128, 256, dim, dtype=HALF)
+        yield partial(prompt.prompt_partials, many, keys, values, 0.1, 584, None, None)
+        for bits in (2, 3):
+            codec = HiggsCodec(bits, 32)
+            sizes = codec.code_bytes(dim), codec.scale_bytes(dim)
+            page = torch.zeros(8, 1, 64, sum(sizes), dtype=torch.uint8)
+            pages = PagedRows([page], table, sizes[0], apart=True)
+            coded = CodedRows(pages, codec, dim, value_dim, value_in_key=True)
+            yield partial(triton_attend.attend_partials, query, coded, ids, 0.1, 50.0)
 
 
 def _compile_instead_of_launching(capability: int) -> None:
@@ -24,6 +130,12 @@ def _compile_instead_of_launching(capability: int) -> None:
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
+    for package in hf_kvret_kernels.__path__:
+        for file in Path(package).rglob("*triton*.py"):
+            name = ".".join(file.relative_to(package).with_suffix("").parts)
+            importlib.import_module(f"hf_kvret_kernels.{name}")
+    # Wrappers take tensors on the CPU; kernels, which know better by now, are no interpreter's.
+    _dispatch.interpreted = lambda: True
     driver.set_active(NamedTarget(capability))
     run = JITFunction.run
 
@@ -32,11 +144,10 @@ def _compile_instead_of_launching(capability: int) -> None:
         # Triton's own choice for it is about to change.
         assert kwargs.get("enable_fp_fusion") is True, self.fn.__name__
         kernel = run(self, *args, warmup=True, **kwargs)
-        assert kernel.asm["cubin"]
-        print(self.fn.__name__, "fused" if "fma.rn" in kernel.asm["ptx"] else "")
+        fused = "fused" if "fma.rn" in kernel.asm["ptx"] else ""
         # The stack of a thread holds the registers that were spilled.
-        if usage_of(kernel.asm["cubin"])["STACK"]:
-            print("spills")
+        spills = "spills" if usage_of(kernel.asm["cubin"])["STACK"] else ""
+        print(label_of(self.fn.__module__, self.fn.__name__), fused, spills)
         # What it did not write may be anything, and torch may look places up in it.
         for argument in args:
             if isinstance(argument, torch.Tensor):
@@ -47,9 +158,6 @@ def _compile_instead_of_launching(capability: int) -> None:
 
 
 if __name__ == "__main__":
-    # Imported here, because others take the target alone, under a name of the tests' package.
-    from kernel_calls import calls
-
     _compile_instead_of_launching(TARGETS[sys.argv[1]])
-    for call in calls(sys.argv[2]):
+    for call in calls(sys.argv[2] if len(sys.argv) > 2 else None):
         call()

@@ -44,11 +44,11 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> str:
 def sources_of(file: Path) -> str | None:
     """What a library says that it was built from; None: it does not say."""
     try:
-        tell = ctypes.CDLL(str(file)).hfk_sources
+        sources = ctypes.CDLL(str(file)).hfk_sources
     except AttributeError:
         return None
-    tell.restype = ctypes.c_char_p
-    return tell().decode()
+    sources.restype = ctypes.c_char_p
+    return sources().decode()
 
 
 def digest_of_sources() -> str:

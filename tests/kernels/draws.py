@@ -64,6 +64,36 @@ def attention_inputs(
     return query.to(place[1], dtype), key.to(place[1], dtype), value.to(place[1], dtype)
 
 
+def attention64(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    seen: torch.Tensor,
+    scale: float,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``(out, lse, scores)`` in float64, through the whole matrix of scores.
+
+    Args:
+        query, keys, values: ``[..., Q, Dk]``, ``[..., n, Dk]`` and ``[..., n, Dv]``.
+        seen: ``[..., Q, n]`` bool; rows that no query sees may hold anything.
+        scale, softcap: of the scores.
+        sinks: logits of learned attention sinks, of the shape ``[..., 1]``, or None.
+    """
+    scores = query.double() @ keys.double().mT * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~seen, float("-inf"))
+    logits = scores
+    if sinks is not None:
+        logits = torch.cat([scores, sinks.double().expand(*scores.shape[:-1], 1)], -1)
+    lse = logits.logsumexp(-1)
+    weights = (scores - lse.nan_to_num(neginf=0.0).unsqueeze(-1)).exp()
+    unseen = ~seen.any(-2).expand(*values.shape[:-1]).unsqueeze(-1)
+    return weights @ values.double().masked_fill(unseen, 0.0), lse, scores
+
+
 def refused(message: str, call: Callable[..., object], *arguments: Any, **options: Any) -> None:
     """The call raises a ValueError that ``message``, a regular expression, describes."""
     with pytest.raises(ValueError, match=message):

@@ -14,7 +14,8 @@ from hf_kvret_kernels import paris
 from hf_kvret_kernels.host_step import HostWindow, ParisSearch
 from hf_kvret_kernels.paged import PagedRows
 
-from .draws import generator
+from .draws import attention64, generator
+from .paged_rows import chosen_rows
 
 FP32_ERROR = 2e-5
 """Of sums of up to some hundred fp32 products of size 1 in another order: some roundings of 6e-8
@@ -124,7 +125,7 @@ def expected_attention(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention to a window and to chosen cold rows, in double, one query after the other.
+    """Attention to a window and to chosen cold rows, in float64.
 
     Args:
         query: ``[B, Hq, Q, D]``; of n queries, query i sees all of the window but its last
@@ -140,22 +141,24 @@ def expected_attention(
     Returns:
         ``[B, Hq, Q, Dv]`` float64.
     """
-    out = torch.zeros(*query.shape[:3], values.shape[-1], dtype=torch.double)
-    group = query.shape[1] // keys.shape[1]
-    for b, head, q in torch.cartesian_prod(*(torch.arange(n) for n in query.shape[:3])).tolist():
-        kv = head // group
-        seen = window.length - (query.shape[2] - 1 - q)
-        near = torch.arange(seen)
-        if window.valid is not None:
-            near = near[window.valid[b, :seen]]
-        chosen = ids[b, kv, q][ids[b, kv, q] >= 0].long()
-        k = torch.cat([window.keys[b, kv, near], keys[b, kv, chosen]]).double()
-        v = torch.cat([window.values[b, kv, near], values[b, kv, chosen]]).double()
-        logits = k @ query[b, head, q].double() * scale
-        if softcap is not None:
-            logits = softcap * torch.tanh(logits / softcap)
-        if sinks is not None:
-            logits = torch.cat([logits, sinks[head, None].double()])
-            v = torch.cat([v, v.new_zeros(1, v.shape[1])])
-        out[b, head, q] = logits.softmax(0) @ v
-    return out
+    heads, queries, length = query.shape[1], query.shape[2], window.length
+    group = heads // keys.shape[1]
+    seen = torch.arange(length) <= length - queries + torch.arange(queries).unsqueeze(1)
+    if window.valid is not None:
+        seen = seen & window.valid[:, None, None, :length]
+    chosen = (ids >= 0).repeat_interleave(heads // ids.shape[1], 1)
+    seen = torch.cat([seen.expand(*query.shape[:3], length), chosen], -1)
+    near = (x[:, :, None, :length] for x in (window.keys, window.values))
+    both = (
+        torch.cat(
+            [
+                x.repeat_interleave(group, 1).expand(-1, -1, queries, -1, -1),
+                chosen_rows(cold, ids, heads),
+            ],
+            3,
+        )
+        for x, cold in zip(near, (keys, values), strict=True)
+    )
+    sinks = None if sinks is None else sinks.view(-1, 1, 1, 1)
+    out, _, _ = attention64(query.unsqueeze(3), *both, seen.unsqueeze(3), scale, softcap, sinks)
+    return out.squeeze(3)

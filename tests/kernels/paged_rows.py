@@ -6,7 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-from hf_kvret_kernels.paged import PagedRows
+from hf_kvret_kernels.higgs import CodedRows, HiggsCodec
+from hf_kvret_kernels.paged import PagedRows, lay_apart
+
+from .draws import attention64
 
 # What stands in table entries that no id leads to; as a page number it would crash.
 NO_PAGE = 10**9
@@ -35,6 +38,29 @@ def paged(
     return PagedRows(pages, torch.tensor(table, dtype=torch.int32, device=device), dims[0])
 
 
+def code_rows(
+    codec: HiggsCodec,
+    sides: Sequence[torch.Tensor],
+    table: torch.Tensor,
+    *,
+    chunks: tuple[int, ...] | None = None,
+    value_dim: int | None = None,
+    mean: torch.Tensor | None = None,
+    tokens: int | None = None,
+) -> CodedRows:
+    """Pages ``[pages, Hkv, page_len, D]`` of keys and values, coded in torch.
+
+    Keys alone have their values in them, of ``value_dim``. The rows lie beside the table.
+    """
+    parts = [codec.encode(side.contiguous(), backend="naive") for side in sides]
+    rows = torch.cat([part.codes for part in parts] + [part.scales for part in parts], -1)
+    code_bytes = sum(part.codes.shape[-1] for part in parts)
+    pages = lay_apart(rows, code_bytes).to(table.device).split(chunks or (len(rows),))
+    paged = PagedRows([*pages], table, code_bytes, apart=True, tokens=tokens)
+    dims = sides[0].shape[-1], value_dim or sides[-1].shape[-1]
+    return CodedRows(paged, codec, *dims, value_in_key=len(sides) == 1, key_mean=mean)
+
+
 def random_ids(
     rows: PagedRows, heads: int, queries: int, count: int, holes: float = 0.2
 ) -> torch.Tensor:
@@ -51,14 +77,22 @@ def random_query(rows: PagedRows, heads: int, queries: int = 1) -> torch.Tensor:
     return query.to(rows.table.device, rows.dtype)
 
 
-def lookup(rows: PagedRows, b: int, kv_head: int, token: int) -> torch.Tensor:
-    """One row, found the slow way: chunk by chunk."""
-    page = int(rows.table[b, token // rows.page_len])
-    for chunk in rows.chunks:
-        if page < len(chunk):
-            return chunk[page, kv_head, token % rows.page_len]
-        page -= len(chunk)
-    raise AssertionError("page beyond the chunks")
+def dense_rows(rows: PagedRows) -> torch.Tensor:
+    """``[B, Hkv, n, width]`` on the CPU, in order; 0 where the table names no page."""
+    pages, table = torch.cat([chunk.cpu() for chunk in rows.chunks]), rows.table.cpu().long()
+    named = (table >= 0) & (table < len(pages))
+    taken = pages[table.where(named, 0)] * named[:, :, None, None, None]
+    return taken.transpose(1, 2).flatten(2, 3)
+
+
+def chosen_rows(dense: torch.Tensor, ids: torch.Tensor, heads: int) -> torch.Tensor:
+    """``[B, heads, Q, K, width]``: what ``ids [B, H, Q, K]`` name for each head; any rows for -1.
+
+    ``dense [B, Hkv, n, width]``: head h reads the rows of KV head ``h // (heads // Hkv)``.
+    """
+    own = ids.cpu().long().clamp(min=0).repeat_interleave(heads // ids.shape[1], 1)
+    batch, head = torch.arange(len(own)).view(-1, 1, 1, 1), torch.arange(heads).view(-1, 1, 1)
+    return dense[batch, head // (heads // dense.shape[1]), own]
 
 
 def reference(
@@ -68,26 +102,17 @@ def reference(
     scale: float,
     softcap: float | None = None,
 ) -> Results:
-    """``(out, lse, scores)`` in float64, query by query."""
-    batch, heads, queries, _ = query.shape
-    lead = (batch, heads, queries)
-    out = torch.zeros(*lead, rows.value_dim, dtype=torch.float64)
-    lse = torch.full(lead, NEVER, dtype=torch.float64)
-    scores = torch.full((*lead, ids.shape[3]), NEVER, dtype=torch.float64)
-    for place in torch.cartesian_prod(*map(torch.arange, lead)).tolist():
-        b, h, i = place
-        chosen = ids[b, h * ids.shape[1] // heads, i].cpu()
-        indices = (chosen >= 0).nonzero()[:, 0]
-        if not len(indices):
-            continue
-        kv_head = h * rows.heads // heads
-        result = torch.stack([lookup(rows, b, kv_head, t) for t in chosen[indices].tolist()])
-        result = result.cpu().double()
-        own = result[:, : rows.key_dim] @ query[b, h, i].cpu().double() * scale
-        if softcap is not None:
-            own = softcap * (own / softcap).tanh()
-        scores[tuple(place)][indices] = own
-        lse[tuple(place)] = own.logsumexp(0)
-        weights = (own - own.logsumexp(0).nan_to_num(neginf=0.0)).exp()
-        out[tuple(place)] = weights @ result[:, rows.key_dim :]
+    """``(out, lse, scores)`` in float64."""
+    heads = query.shape[1]
+    chosen = chosen_rows(dense_rows(rows), ids, heads)
+    seen = (ids.cpu() >= 0).repeat_interleave(heads // ids.shape[1], 1)
+    results = attention64(
+        query.cpu().unsqueeze(3),
+        chosen[..., : rows.key_dim],
+        chosen[..., rows.key_dim :],
+        seen.unsqueeze(3),
+        scale,
+        softcap,
+    )
+    out, lse, scores = (result.squeeze(3) for result in results)
     return out, lse, scores

@@ -1,6 +1,6 @@
 """What is compiled ahead is what Triton itself looks up when there are more tokens.
 
-The compiler does not run: a kernel that it is asked for is noted, and nothing is launched.
+The compiler does not run: a kernel that it is asked for is written down, and nothing is launched.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class _Compiled:
             raise RuntimeError("too much shared memory")
 
 
-def _note_instead_of_compiling(noted: list[str]) -> None:
+def _list_instead_of_compiling(names: list[str]) -> None:
     sys.path.append(str(Path(__file__).parents[2] / "examples" / "benchmarks"))
     from machine_code import NamedTarget
     from triton.runtime import driver
@@ -74,8 +74,8 @@ def _note_instead_of_compiling(noted: list[str]) -> None:
     driver.set_active(NamedTarget(90))
     run = JITFunction.run
 
-    def note(self: Any, key: Any, signature: Any, device: int, *more: Any) -> _Compiled:
-        noted.append(self.fn.__name__)
+    def listed(self: Any, key: Any, signature: Any, device: int, *more: Any) -> _Compiled:
+        names.append(self.fn.__name__)
         made = self.device_caches[device][0][key] = _Compiled()
         return made
 
@@ -83,7 +83,7 @@ def _note_instead_of_compiling(noted: list[str]) -> None:
     def only_look_up(self: Any, *args: object, warmup: bool, **kwargs: object) -> object:
         return run(self, *args, warmup=True, **kwargs)
 
-    JITFunction._do_compile, JITFunction.run = note, only_look_up
+    JITFunction._do_compile, JITFunction.run = listed, only_look_up
 
 
 def _operations() -> Iterator[tuple[str, int, Any, list[Callable[[], object]]]]:
@@ -142,8 +142,8 @@ def _main() -> dict[str, Any]:
 
     from hf_kvret_kernels import _dispatch as dispatch
 
-    noted: list[str] = []
-    _note_instead_of_compiling(noted)
+    names: list[str] = []
+    _list_instead_of_compiling(names)
     kernels: set[Any] = set()
     run = JITFunction.run
 
@@ -155,9 +155,9 @@ def _main() -> dict[str, Any]:
     results: dict[str, Any] = {}
 
     def taken() -> list[str]:
-        names = noted.copy()
-        noted.clear()
-        return names
+        asked = names.copy()
+        names.clear()
+        return asked
 
     for name, more, windows, calls in _operations():
         results[name] = []

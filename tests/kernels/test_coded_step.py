@@ -16,10 +16,10 @@ from hf_kvret_kernels.host_step import (
     run_step,
 )
 from hf_kvret_kernels.ids import WrongIdError
-from hf_kvret_kernels.paged import PagedRows, lay_apart
 
-from .draws import draw
+from .draws import draw, generator
 from .host_steps import FP32_ERROR, expected_attention
+from .paged_rows import code_rows
 
 B, H, GROUP, PAGE_LEN, TOKENS = 2, 2, 3, 16, 90
 
@@ -40,16 +40,12 @@ def coded_rows(
 ) -> tuple[CodedRows, torch.Tensor, torch.Tensor]:
     """Rows on shuffled pages, and the keys and values ``[B, H, n, D]`` that they stand for."""
     columns = -(-TOKENS // PAGE_LEN)
-    keys, values = (draw(B * columns, H, PAGE_LEN, dim, seed=seed) for seed, dim in enumerate(dims))
-    parts = [codec.encode(x, "naive") for x in ([keys] if in_key else [keys, values])]
-    halves = [torch.cat(half, -1) for half in zip(*parts, strict=True)]
-    key_bytes = halves[0].shape[-1]
-    table = torch.randperm(B * columns, generator=torch.Generator().manual_seed(4)).int()
-    table = table.view(B, columns)
-    pages = PagedRows([lay_apart(torch.cat(halves, -1), key_bytes)], table, key_bytes, apart=True)
+    sides = [draw(B * columns, H, PAGE_LEN, dim, seed=seed) for seed, dim in enumerate(dims)]
+    sides = sides[:1] if in_key else sides
+    table = torch.randperm(B * columns, generator=generator(4)).int().view(B, columns)
     mean = draw(B, H, dims[0], seed=5) * offset if offset else None
-    rows = CodedRows(pages, codec, *dims, value_in_key=in_key, key_mean=mean)
-    near = [codec.decode(*part, backend="naive") for part in parts]
+    rows = code_rows(codec, sides, table, value_dim=dims[1], mean=mean)
+    near = [codec.decode(*codec.encode(side, "naive"), backend="naive") for side in sides]
     ordered = [x[table.long()].transpose(1, 2).flatten(2, 3)[:, :, :TOKENS] for x in near]
     if mean is not None:
         ordered[0] = ordered[0] + mean[:, :, None]
@@ -91,7 +87,7 @@ def test_a_step_reads_what_codes_stand_for(
         draw(B, H * GROUP, 1, dims[0], seed=7, dtype=dtype),
         window_of(dims, length, dtype),
     )
-    ids = torch.randint(-1, TOKENS, (B, H, 1, 70), generator=torch.Generator().manual_seed(6))
+    ids = torch.randint(-1, TOKENS, (B, H, 1, 70), generator=generator(6))
     cold = HostCold(rows, GivenIds(ids.int()), torch.ones(B, TOKENS, dtype=torch.bool), 70)
     sinks = draw(H * GROUP, seed=3)
     scale = dims[0] ** -0.5
@@ -115,23 +111,6 @@ def test_values_may_lie_in_their_keys(path: str, dtype: torch.dtype) -> None:
     torch.testing.assert_close(out.double(), expected, rtol=0, atol=2 * FP32_ERROR)
 
 
-@pytest.mark.parametrize("group", [8, 16, 64, 1024])
-@pytest.mark.parametrize("bits", [2, 3, 4])
-def test_paths_encode_and_decode_alike(path: str, bits: int, group: int) -> None:
-    codec, x = HiggsCodec(bits, group), draw(50, 3 * group, seed=group)
-    # Some pairs lie outside the square in which the nearest point is looked up.
-    x[:, ::7] *= 3
-    coded, expected = codec.encode(x, "cpp"), codec.encode(x, "naive")
-    assert (coded.codes != expected.codes).double().mean() < 0.01
-    assert (coded.scales != expected.scales).double().mean() < 0.01
-    added = draw(25, 3 * group, seed=1)
-    back = codec.decode(*expected, backend="cpp", added=added)
-    near = codec.decode(*expected, backend="naive", added=added)
-    torch.testing.assert_close(back, near, rtol=0, atol=1e-5 * float(near.abs().max()))
-    plain = codec.decode(*expected, backend="naive") + added.repeat_interleave(2, 0)
-    torch.testing.assert_close(near, plain, rtol=0, atol=1e-6 * float(near.abs().max()))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("in_key", [False, True])
@@ -139,7 +118,7 @@ def test_scores_of_keys(path: str, in_key: bool, softcap: float | None, dtype: t
     offset = 0.0 if in_key else 3.0
     rows, keys, _ = coded_rows(HiggsCodec(3, 16), (48, 32), in_key=in_key, offset=offset)
     query = draw(B, H * GROUP, 2, 48, seed=7, dtype=dtype)
-    ids = torch.randint(-1, TOKENS, (B, H, 2, 70), generator=torch.Generator().manual_seed(6))
+    ids = torch.randint(-1, TOKENS, (B, H, 2, 70), generator=generator(6))
     scores = host_scores(query, rows, ids.int(), scale=0.2, softcap=softcap)
     assert scores is not None
     chosen = (
@@ -158,10 +137,9 @@ def test_scores_of_keys(path: str, in_key: bool, softcap: float | None, dtype: t
 def test_lists_score_the_keys_that_codes_stand_for(path: str) -> None:
     """CTkvr's search reads keys of cold rows: coded ones as what they stand for."""
     rows, keys, _ = coded_rows(HiggsCodec(4, 16), (32, 16), offset=2.0)
-    generator = torch.Generator().manual_seed(3)
     centroids, width = 12, 20
     tokens = torch.stack(
-        [torch.randperm(TOKENS, generator=generator)[:width] for _ in range(B * H * centroids)]
+        [torch.randperm(TOKENS, generator=generator(i))[:width] for i in range(B * H * centroids)]
     ).view(B, H, centroids, width)
     queries = draw(B, H, centroids, GROUP, 32, seed=2)
     generation = Generation(

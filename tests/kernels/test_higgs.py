@@ -174,8 +174,11 @@ def test_all_agree_with_torch_for_all_groups(where: Place, group: int) -> None:
     expected = codec.encode(x, backend="naive")
     coded = codec.encode(x.to(where[1]), backend=where[0])
     plain = codec.decode(*expected, backend="naive")
-    back = codec.decode(*(part.to(where[1]) for part in expected), backend=where[0])
+    moved, added = [part.to(where[1]) for part in expected], draw(1, 3 * group, seed=1)
+    back = codec.decode(*moved, backend=where[0])
     torch.testing.assert_close(back.cpu(), plain, rtol=0, atol=FP32_ERROR)
+    shifted = codec.decode(*moved, backend=where[0], added=added.to(where[1])).cpu()
+    torch.testing.assert_close(shifted, plain + added, rtol=0, atol=FP32_ERROR)
     # A number halfway between two codes, or a scale between two fp16 numbers, may go either way.
     differ = (coded.codes.cpu() != expected.codes).double().mean()
     assert differ <= 0.01

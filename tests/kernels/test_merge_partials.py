@@ -41,47 +41,49 @@ def merged_by_hand(
     return (weights.unsqueeze(-1) * outs64).sum(0), logs.logsumexp(0)
 
 
+def check(
+    place: Place,
+    outs: list[torch.Tensor],
+    lses: list[torch.Tensor],
+    sinks: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run in ``place``, compare with float64, return the result on the CPU."""
+    backend, device = place
+    out, lse = merge_partials(
+        [each.to(device) for each in outs],
+        [each.to(device) for each in lses],
+        sink_logits=None if sinks is None else sinks.to(device),
+        out_dtype=dtype,
+        backend=backend,
+    )
+    want_out, want_lse = merged_by_hand(outs, lses, sinks)
+    assert out.shape == want_out.shape and lse.shape == want_lse.shape
+    assert out.dtype == dtype and lse.dtype == torch.float32
+    # Sums of a few fp32 terms of size 1, rounded to ``dtype`` in the end.
+    rtol, atol = (1e-5, 1e-6) if dtype == torch.float32 else [torch.finfo(dtype).eps] * 2
+    torch.testing.assert_close(out.cpu().double(), want_out, rtol=rtol, atol=atol)
+    torch.testing.assert_close(lse.cpu().double(), want_lse, rtol=1e-6, atol=2e-6)
+    return out.cpu(), lse.cpu()
+
+
 @pytest.mark.factor("with_sinks", [False, True])
 @pytest.mark.factor("number", [1, 2, 3, 5])
 @pytest.mark.factor("shape", [(2, 4, 1, 128), (1, 3, 5, 40), (2, 2, 3, 1)])
 def test_sets_merge_to_their_union(
     place: Place, shape: tuple[int, ...], number: int, with_sinks: bool
 ) -> None:
-    backend, device = place
-    outs, lses = random_parts(number, *shape)
     sinks = torch.linspace(-3.0, 5.0, shape[1]) if with_sinks else None
-    out, lse = merge_partials(
-        [each.to(device) for each in outs],
-        [each.to(device) for each in lses],
-        sink_logits=None if sinks is None else sinks.to(device),
-        backend=backend,
-    )
-    want_out, want_lse = merged_by_hand(outs, lses, sinks)
-    assert out.shape == shape and lse.shape == shape[:3]
-    assert out.dtype == lse.dtype == torch.float32
-    # Sums of a few fp32 terms of size 1.
-    torch.testing.assert_close(out.cpu().double(), want_out, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(lse.cpu().double(), want_lse, rtol=1e-6, atol=2e-6)
+    out, lse = check(place, *random_parts(number, *shape), sinks)
     assert not with_sinks or lse.isfinite().all()
     assert with_sinks or (lse[0, 0, 0] == -INF and out[0, 0, 0].eq(0).all())
 
 
 @pytest.mark.factor("dtype", [torch.float16, torch.bfloat16])
 def test_sums_are_fp32_whatever_comes_in_and_goes_out(place: Place, dtype: torch.dtype) -> None:
-    backend, device = place
-    outs, lses = random_parts(4, 1, 2, 3, 16, dtype=dtype)
-    moved = [each.to(device) for each in outs], [each.to(device) for each in lses]
-    exact, _ = merge_partials(*moved, backend=backend)
-    torch.testing.assert_close(
-        exact.cpu().double(), merged_by_hand(outs, lses, None)[0], rtol=1e-5, atol=1e-6
-    )
-    sinks = torch.tensor([0.5, -0.25], dtype=dtype, device=device)
-    rounded, lse = merge_partials(*moved, sink_logits=sinks, out_dtype=dtype, backend=backend)
-    assert rounded.dtype == dtype and lse.dtype == torch.float32
-    want, _ = merged_by_hand(outs, lses, sinks.cpu())
-    torch.testing.assert_close(
-        rounded.cpu().double(), want, rtol=torch.finfo(dtype).eps, atol=torch.finfo(dtype).eps
-    )
+    parts = random_parts(4, 1, 2, 3, 16, dtype=dtype)
+    check(place, *parts)
+    check(place, *parts, torch.tensor([0.5, -0.25], dtype=dtype), dtype)
 
 
 def test_one_set_and_empty_ones_give_it_back_to_the_bit(place: Place) -> None:
@@ -105,27 +107,13 @@ def test_large_logits_keep_their_digits(place: Place) -> None:
 
 
 def test_sets_of_any_layout(place: Place) -> None:
-    backend, device = place
     outs, lses = random_parts(2, 2, 3, 4, 8)
-    turned = outs[0].transpose(1, 2).contiguous().transpose(1, 2).to(device)
-    moved = lses[0].transpose(0, 2).contiguous().transpose(0, 2).to(device)
-    result = merge_partials(
-        [turned, outs[1].to(device)], [moved, lses[1].to(device)], backend=backend
-    )
-    plain = merge_partials(
-        [each.to(device) for each in outs], [each.to(device) for each in lses], backend=backend
-    )
-    torch.testing.assert_close(result, plain, rtol=1e-6, atol=1e-6)
+    turned = outs[0].transpose(1, 2).contiguous().transpose(1, 2)
+    check(place, [turned, outs[1]], [lses[0].transpose(0, 2).contiguous().transpose(0, 2), lses[1]])
 
 
 def test_no_queries(place: Place) -> None:
-    backend, device = place
-    out, lse = merge_partials(
-        [torch.zeros(1, 2, 0, 8, device=device)],
-        [torch.zeros(1, 2, 0, device=device)],
-        backend=backend,
-    )
-    assert out.shape == (1, 2, 0, 8) and lse.shape == (1, 2, 0)
+    check(place, [torch.zeros(1, 2, 0, 8)], [torch.zeros(1, 2, 0)])
 
 
 def test_what_does_not_fit_is_named() -> None:

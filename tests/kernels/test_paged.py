@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from hf_kvret_kernels.gather_attention import gather_attention
-from hf_kvret_kernels.gather_scores import gather_scores
+from hf_kvret_kernels.gather_attention import gather_attention, gather_scores
 from hf_kvret_kernels.page_copy import copy_pages
 from hf_kvret_kernels.paged import PagedRows, join_sides, lay_apart
 from hf_kvret_kernels.resident import fetch
 
 from .draws import Place
+from .paged_rows import dense_rows
 
 HEADS = 2
 PAGE_TABLE = [[0, 5, 2, 8], [7, 1, 6, 3], [4, 5, 5, 0]]
@@ -101,6 +101,11 @@ def test_operations_on_rows_side_by_side_refuse_others() -> None:
         fetch(apart, ids[:, :, 0], ids[:, :, 0], buffer)
 
 
+def dense_pages(rows: PagedRows, first: int, last: int) -> torch.Tensor:
+    """Rows of these columns of the table."""
+    return dense_rows(rows)[:, :, first * rows.page_len : last * rows.page_len]
+
+
 def _pages_of(
     dtype: torch.dtype, page_len: int, width: int, pages: tuple[int, ...], device: str = "cpu"
 ) -> PagedRows:
@@ -113,12 +118,6 @@ def _pages_of(
         chunks = [torch.randn(n, *shape, generator=generator).to(dtype) for n in pages]
     table = torch.randint(0, sum(pages), (3, 5), generator=generator, dtype=torch.int32)
     return PagedRows([chunk.to(device) for chunk in chunks], table.to(device), width // 2)
-
-
-def _by_hand(rows: PagedRows, first: int, last: int) -> torch.Tensor:
-    pages = torch.cat(rows.chunks).cpu()
-    lines = [torch.cat([pages[int(p)] for p in line[first:last]], dim=1) for line in rows.table]
-    return torch.stack(lines)
 
 
 @pytest.mark.factor("pages", [(7,), (2, 1, 4)], ids=["one-chunk", "three-chunks"])
@@ -146,7 +145,7 @@ def test_pages_come_in_the_order_of_the_table(
     for first, last in ((0, 5), (1, 4), (4, 5)):
         got = copy_pages(rows, first, last, backend=backend)
         assert got.is_contiguous() and got.device.type == device
-        assert torch.equal(got.cpu(), _by_hand(rows, first, last))
+        assert torch.equal(got.cpu(), dense_pages(rows, first, last))
 
 
 @pytest.mark.parametrize("width", [1, 6, 12])
@@ -161,7 +160,7 @@ def test_runs_of_pages_are_copied_across_chunks(
     rows = PagedRows(rows.chunks, table.int().to(device), rows.key_dim)
     for first, last in ((0, 30), (2, 9)):
         got = copy_pages(rows, first, last, width=width, backend=backend)
-        assert torch.equal(got.cpu(), _by_hand(rows, first, last)[..., :width])
+        assert torch.equal(got.cpu(), dense_pages(rows, first, last)[..., :width])
 
 
 def test_a_width_that_rows_do_not_have_is_refused() -> None:
@@ -176,14 +175,14 @@ def test_any_number_of_programs_does_all_the_work(place: Place, programs: int) -
     backend, device = place
     rows = _pages_of(torch.bfloat16, 4, 12, (7,), device)
     got = copy_pages(rows, 0, 5, programs=programs, backend=backend)
-    assert torch.equal(got.cpu(), _by_hand(rows, 0, 5))
+    assert torch.equal(got.cpu(), dense_pages(rows, 0, 5))
 
 
 def test_a_table_that_is_a_view_is_read_by_its_strides(place: Place) -> None:
     backend, device = place
     rows = _pages_of(torch.float32, 4, 6, (7,), device)
     turned = PagedRows(rows.chunks, rows.table.t().contiguous().t()[1:], rows.key_dim)
-    assert torch.equal(copy_pages(turned, 1, 4, backend=backend).cpu(), _by_hand(turned, 1, 4))
+    assert torch.equal(copy_pages(turned, 1, 4, backend=backend).cpu(), dense_pages(turned, 1, 4))
 
 
 @pytest.mark.gpu
@@ -193,7 +192,7 @@ def test_pinned_pages_are_read_from_the_device() -> None:
     near = [rows.chunks[0].cuda(), rows.chunks[1].pin_memory()]
     mixed = PagedRows(near, rows.table.cuda(), rows.key_dim)
     got = copy_pages(mixed, 0, 5, programs=2)
-    assert torch.equal(got.cpu(), _by_hand(rows, 0, 5))
+    assert torch.equal(got.cpu(), dense_pages(rows, 0, 5))
 
 
 @pytest.mark.parametrize(("first", "last"), [(0, 6), (-1, 2), (3, 3), (4, 2)])
@@ -207,8 +206,7 @@ def test_no_programs_are_refused() -> None:
         copy_pages(_pages_of(torch.float32, 4, 6, (7,)), 0, 1, programs=0)
 
 
-HEADS, PAGE_LEN, KEY_DIM, VALUE_DIM = 2, 8, 16, 24
-TABLE = [[0, 5, 2, 8], [7, 1, 6, 3]]
+PAGE_LEN, KEY_DIM, VALUE_DIM = 8, 16, 24
 
 
 def _apart(pages: torch.Tensor, place: Place) -> torch.Tensor:
@@ -224,7 +222,7 @@ def _rows(place: Place, dtype: torch.dtype, apart: tuple[bool, ...]) -> tuple[Pa
     pages = torch.randn(
         9, HEADS, PAGE_LEN, KEY_DIM + VALUE_DIM, generator=torch.Generator().manual_seed(0)
     ).to(place[1], dtype)
-    table = torch.tensor(TABLE, dtype=torch.int32, device=place[1])
+    table = torch.tensor(PAGE_TABLE[:2], dtype=torch.int32, device=place[1])
     chunks = [
         _apart(part, place) if far else part.clone()
         for part, far in zip(pages.split(3), apart, strict=True)

@@ -9,6 +9,8 @@ from hf_kvret_kernels import paris
 
 from .draws import BACKENDS, BOTH, DEVICE, TIERS, needs_triton, randn, refused, tools
 
+pytestmark = pytest.mark.factor("backend", BACKENDS)
+
 
 def some_ids(*shape: int, length: int, seed: int = 0) -> torch.Tensor:
     """Slots in -1..length-1."""
@@ -43,7 +45,6 @@ def recall(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return (wanted.unsqueeze(-1) == found.unsqueeze(-2)).any(-1).float().mean().item()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("m", [4, 8])
 def test_estimates_are_close_and_not_shrunk(m: int, backend: str) -> None:
     length = 4096 if backend == "naive" else 256
@@ -124,7 +125,6 @@ def test_a_search_in_triton_finds_the_tokens_of_the_reference(
     assert triton[1].sort(-1).values.flatten().tolist() == [-1] * 9 + [0]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("softcap", [None, 5.0])
 def test_scale_offset_and_cap_apply_to_the_plain_estimates(
     softcap: float | None, backend: str
@@ -146,7 +146,6 @@ def test_scale_offset_and_cap_apply_to_the_plain_estimates(
     torch.testing.assert_close(result.double(), scores, rtol=1e-6, atol=1e-5)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_every_batch_row_and_head_reads_its_own_codes(backend: str) -> None:
     """A published kernel took the row index of the first batch row for all."""
     signs, levels = tools(16)
@@ -162,7 +161,6 @@ def test_every_batch_row_and_head_reads_its_own_codes(backend: str) -> None:
             torch.testing.assert_close(together[row], alone, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_sums_are_fp32(backend: str) -> None:
     """A published kernel sums in bf16: an error a thousand times what is allowed here."""
     signs, levels = tools(128)
@@ -180,7 +178,6 @@ def test_sums_are_fp32(backend: str) -> None:
     assert ((in_bf16.double() - exact).abs() > allowed).float().mean() > 0.9
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_nothing_to_rerank(backend: str) -> None:
     signs, levels = tools(16)
     q_rot = paris.rotate(randn(1, 2, 1, 3, 16), signs)
@@ -192,7 +189,6 @@ def test_nothing_to_rerank(backend: str) -> None:
     assert paris.rerank(q_rot, empty, holes, levels, backend=backend).eq(float("-inf")).all()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_padded_row_selects_what_it_selects_alone(backend: str) -> None:
     """Codes are written in two chunks and read with the padding in front, NaN keys and all."""
     signs, levels = tools(16)
@@ -266,21 +262,6 @@ def test_removing_the_mean_key_helps_keys_that_share_a_large_part() -> None:
     # Measured: 0.89 against 1.00.
     assert centred > 0.96 and centred > as_they_are + 0.03
     assert reranked > 0.94
-
-
-@needs_triton
-@pytest.mark.parametrize("m", [4, 8])
-def test_both_backends_select_the_same_keys(m: int) -> None:
-    keys, query = randn(2, 1, 90, 24), randn(2, 1, 1, 2, 24, seed=1)
-    valid = torch.rand(2, 90, generator=torch.Generator().manual_seed(2)).to(DEVICE) < 0.7
-    mean = keys.mean(dim=2)
-    naive, triton = (
-        select(keys, query, count=30, rho=0.4, m=m, mean=mean, valid=valid, backend=backend)
-        for backend in BOTH
-    )
-    assert torch.equal(naive[0], triton[0])
-    assert valid.unsqueeze(1).unsqueeze(1).gather(-1, naive[0].long()).all()
-    torch.testing.assert_close(naive[1], triton[1], rtol=1e-5, atol=1e-5)
 
 
 def test_what_does_not_fit_is_named() -> None:

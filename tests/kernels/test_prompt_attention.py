@@ -12,7 +12,7 @@ import torch
 from hf_kvret_kernels import host_library
 from hf_kvret_kernels.prompt_attention import naive, prompt_attention, torch_flash
 
-from .draws import HALF_ULP, Place, attention_inputs
+from .draws import HALF_ULP, Place, attention64, attention_inputs
 
 # Sums of a few hundred fp32 products of size 1: some hundred roundings of 6e-8 each.
 FP32_ERROR = 1e-5
@@ -31,23 +31,15 @@ def reference(
     valid: torch.Tensor | None,
     softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(out, lse)`` in float64 through the whole matrix of scores."""
-    group = query.shape[1] // key.shape[1]
-    k = key.double().repeat_interleave(group, 1)
-    v = value.double().repeat_interleave(group, 1)
-    scores = query.double() @ k.transpose(2, 3) * scale
-    if softcap is not None:
-        scores = softcap * (scores / softcap).tanh()
-    queries, tokens = scores.shape[2:]
-    visible = torch.ones(query.shape[0], 1, queries, tokens, dtype=torch.bool, device=query.device)
+    """``(out, lse)`` in float64."""
+    group, (queries, tokens) = query.shape[1] // key.shape[1], (query.shape[2], key.shape[2])
+    seen = torch.ones(len(query), 1, queries, tokens, dtype=torch.bool, device=query.device)
     if causal_offset is not None:
-        visible = visible.tril(causal_offset)
+        seen = seen.tril(causal_offset)
     if valid is not None:
-        visible = visible & valid[:, None, None, :]
-        v = v.masked_fill(~valid[:, None, :, None], 0.0)
-    scores = scores.masked_fill(~visible, float("-inf"))
-    weights = scores.softmax(-1).masked_fill(~visible.any(-1, keepdim=True), 0.0)
-    return weights @ v, scores.logsumexp(-1)
+        seen = seen & valid[:, None, None, :]
+    rows = (x.repeat_interleave(group, 1) for x in (key, value))
+    return attention64(query, *rows, seen, scale, softcap)[:2]
 
 
 def check(
@@ -94,48 +86,46 @@ def check(
     return out, lse
 
 
-@pytest.mark.factor("queries", [1, 3, 16, 70])
-@pytest.mark.factor("tokens", [1, 63, 130])
-def test_causal_attention_at_the_end_of_the_keys(place: Place, queries: int, tokens: int) -> None:
-    # With more queries than keys the offset is negative and the first queries see nothing.
-    tensors = attention_inputs(place, batch=1, queries=queries, tokens=tokens, dims=(8, 8))
-    check(place, *tensors, causal_offset=tokens - queries)
-
-
-@pytest.mark.factor("heads", [2, 4, 6, 8])
-def test_groups_of_query_heads(place: Place, heads: int) -> None:
-    check(place, *attention_inputs(place, heads=heads, queries=5), causal_offset=50)
-
-
+@pytest.mark.factor("queries", [0, 1, 3, 16, 70])
+@pytest.mark.factor("tokens", [0, 1, 63, 130])
+@pytest.mark.factor("heads", [2, 6, 8])
 @pytest.mark.factor("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.factor("dims", [(8, 8), (40, 24), (64, 64), (96, 128)], ids=str)
-def test_head_dims_and_dtypes(place: Place, dims: tuple[int, int], dtype: torch.dtype) -> None:
-    tensors = attention_inputs(place, batch=1, dims=dims, dtype=dtype)
-    check(place, *tensors, causal_offset=60, scale=dims[0] ** -0.5)
-
-
-@pytest.mark.factor("causal_offset", [None, -2, 0, 61])
-def test_offsets(place: Place, causal_offset: int | None) -> None:
-    check(place, *attention_inputs(place, batch=1, queries=4), causal_offset=causal_offset)
+@pytest.mark.factor("offset", ["none", "end", "early", "late"])
+def test_it_is_attention(
+    where: Place,
+    offset: str,
+    dims: tuple[int, int],
+    dtype: torch.dtype,
+    heads: int,
+    tokens: int,
+    queries: int,
+) -> None:
+    """With more queries than keys the offset is negative, and the first queries see nothing."""
+    offsets = {"none": None, "end": tokens - queries, "early": -2, "late": tokens}
+    tensors = attention_inputs(
+        where, batch=1, heads=heads, queries=queries, tokens=tokens, dims=dims, dtype=dtype
+    )
+    check(where, *tensors, causal_offset=offsets[offset], scale=dims[0] ** -0.5)
 
 
 @pytest.mark.factor("causal_offset", [None, 114])
-def test_padding_and_holes_differ_by_row(place: Place, causal_offset: int | None) -> None:
+def test_padding_and_holes_differ_by_row(where: Place, causal_offset: int | None) -> None:
     query, key, value = attention_inputs(
-        place, batch=4, heads=2, kv_heads=1, queries=16, tokens=130
+        where, batch=4, heads=2, kv_heads=1, queries=16, tokens=130
     )
-    valid = torch.ones(4, 130, dtype=torch.bool, device=place[1])
+    valid = torch.ones(4, 130, dtype=torch.bool, device=where[1])
     valid[0, :70] = False
     valid[1, 40:110] = False
     valid[2] = False
-    check(place, query, key, value, causal_offset=causal_offset, valid=valid)
+    check(where, query, key, value, causal_offset=causal_offset, valid=valid)
 
 
-def test_rows_that_are_not_valid_may_hold_anything(place: Place) -> None:
-    query, key, value = attention_inputs(place, queries=4, tokens=70)
-    valid = torch.rand(2, 70, device=place[1]) > 0.4
+def test_rows_that_are_not_valid_may_hold_anything(where: Place) -> None:
+    query, key, value = attention_inputs(where, queries=4, tokens=70)
+    valid = torch.rand(2, 70, device=where[1]) > 0.4
     valid[:, 64:] = False
-    clean, _ = check(place, query, key, value, causal_offset=66, valid=valid)
+    clean, _ = check(where, query, key, value, causal_offset=66, valid=valid)
     dirty = ~valid[:, None, :, None]
     for poison in (float("nan"), float("inf")):
         out, lse = prompt_attention(
@@ -145,31 +135,31 @@ def test_rows_that_are_not_valid_may_hold_anything(place: Place) -> None:
             scale=0.3,
             causal_offset=66,
             valid=valid,
-            backend=place[0],
+            backend=where[0],
         )
         assert torch.equal(out, clean)
         assert lse.isfinite().all()
 
 
-def test_a_whole_block_without_valid_tokens_is_passed_over(place: Place) -> None:
-    query, key, value = attention_inputs(place, batch=1, queries=2, tokens=300)
-    valid = torch.ones(1, 300, dtype=torch.bool, device=place[1])
+def test_a_whole_block_without_valid_tokens_is_passed_over(where: Place) -> None:
+    query, key, value = attention_inputs(where, batch=1, queries=2, tokens=300)
+    valid = torch.ones(1, 300, dtype=torch.bool, device=where[1])
     valid[:, :280] = False
-    check(place, query, key, value, causal_offset=298, valid=valid)
+    check(where, query, key, value, causal_offset=298, valid=valid)
 
 
 # In numpy, which interprets the kernel, a saturated sigmoid warns on its way to 0.
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")
 @pytest.mark.factor("softcap", [0.5, 30.0])
-def test_softcap(place: Place, softcap: float) -> None:
-    query, key, value = attention_inputs(place, queries=3)
-    check(place, 8.0 * query, key, value, causal_offset=60, softcap=softcap)
+def test_softcap(where: Place, softcap: float) -> None:
+    query, key, value = attention_inputs(where, queries=3)
+    check(where, 8.0 * query, key, value, causal_offset=60, softcap=softcap)
 
 
-def test_scores_far_from_zero_do_not_overflow(place: Place) -> None:
-    query, key, value = attention_inputs(place, batch=1)
+def test_scores_far_from_zero_do_not_overflow(where: Place) -> None:
+    query, key, value = attention_inputs(where, batch=1)
     out, lse = prompt_attention(
-        300.0 * query, key, value, scale=1.0, causal_offset=None, backend=place[0]
+        300.0 * query, key, value, scale=1.0, causal_offset=None, backend=where[0]
     )
     want_out, want_lse = reference(300.0 * query, key, value, 1.0, None, None)
     # Scores near 5,000 carry errors of 5e-4 and more, and the softmax passes them on.
@@ -177,53 +167,32 @@ def test_scores_far_from_zero_do_not_overflow(place: Place) -> None:
     torch.testing.assert_close(lse.double(), want_lse, rtol=1e-6, atol=0)
 
 
-def test_strided_views_are_read_in_place(place: Place) -> None:
-    query, key, value = attention_inputs(place, queries=5, tokens=40)
-    expected = check(place, query, key, value, causal_offset=35)
+def test_strided_views_are_read_in_place(where: Place) -> None:
+    query, key, value = attention_inputs(where, queries=5, tokens=40)
+    expected = check(where, query, key, value, causal_offset=35)
     rows = torch.cat([key, value], -1).transpose(1, 2).contiguous().transpose(1, 2)
-    mask = torch.ones(1, 1, dtype=torch.bool, device=place[1]).expand(2, 40)
-    result = check(
-        place,
-        query.transpose(1, 2).contiguous().transpose(1, 2),
-        rows[..., :40],
-        rows[..., 40:],
-        causal_offset=35,
-        valid=mask,
-    )
+    turned = query.transpose(1, 2).contiguous().transpose(1, 2), rows[..., :40], rows[..., 40:]
+    mask = torch.ones(1, 1, dtype=torch.bool, device=where[1]).expand(2, 40)
+    result = check(where, *turned, causal_offset=35, valid=mask)
     torch.testing.assert_close(result, expected, rtol=0, atol=FP32_ERROR)
+    wide = torch.rand(2, 80, device=where[1]) > 0.5
+    check(where, *turned, causal_offset=None, valid=wide[:, ::2])
 
 
-def test_a_strided_mask(place: Place) -> None:
-    query, key, value = attention_inputs(place, queries=2, tokens=40)
-    wide = torch.rand(2, 80, device=place[1]) > 0.5
-    wide[:, 0] = True
-    check(place, query, key, value, causal_offset=None, valid=wide[:, ::2])
-
-
-def test_output_dtype_is_the_querys_unless_asked(place: Place) -> None:
-    query, key, value = attention_inputs(place, dtype=torch.float16)
-    arguments: dict[str, Any] = {"scale": 0.3, "causal_offset": 60, "backend": place[0]}
+def test_output_dtype_is_the_querys_unless_asked(where: Place) -> None:
+    query, key, value = attention_inputs(where, dtype=torch.float16)
+    arguments: dict[str, Any] = {"scale": 0.3, "causal_offset": 60, "backend": where[0]}
     out, lse = prompt_attention(query, key, value, **arguments)
     wide, _ = prompt_attention(query, key, value, out_dtype=torch.float32, **arguments)
     assert (out.dtype, lse.dtype) == (torch.float16, torch.float32)
     assert torch.equal(out, wide.half())
 
 
-def test_no_keys_and_no_queries(place: Place) -> None:
-    query, key, value = attention_inputs(place, tokens=0)
-    check(place, query, key, value, causal_offset=None)
-    check(place, query, key, value, causal_offset=0)
-    query, key, value = attention_inputs(place, queries=0)
-    out, lse = prompt_attention(query, key, value, scale=1.0, causal_offset=None, backend=place[0])
-    assert out.shape == (2, 4, 0, 40)
-    assert lse.shape == (2, 4, 0)
-
-
-def test_two_halves_merge_to_the_whole(place: Place) -> None:
-    query, key, value = attention_inputs(place, queries=6, tokens=100)
-    whole = check(place, query, key, value, causal_offset=94)
-    early = check(place, query, key[:, :, :33], value[:, :, :33], causal_offset=94)
-    late = check(place, query, key[:, :, 33:], value[:, :, 33:], causal_offset=94 - 33)
+def test_two_halves_merge_to_the_whole(where: Place) -> None:
+    query, key, value = attention_inputs(where, queries=6, tokens=100)
+    whole = check(where, query, key, value, causal_offset=94)
+    early = check(where, query, key[:, :, :33], value[:, :, :33], causal_offset=94)
+    late = check(where, query, key[:, :, 33:], value[:, :, 33:], causal_offset=94 - 33)
     total = torch.logaddexp(early[1], late[1])
     out = sum((part[1] - total).exp().unsqueeze(-1) * part[0] for part in (early, late))
     torch.testing.assert_close(total, whole[1], rtol=0, atol=FP32_ERROR)
@@ -231,14 +200,14 @@ def test_two_halves_merge_to_the_whole(place: Place) -> None:
 
 
 @pytest.mark.factor("causal_offset", [None, 5])
-def test_splitting_the_keys_changes_nothing(place: Place, causal_offset: int | None) -> None:
+def test_splitting_the_keys_changes_nothing(where: Place, causal_offset: int | None) -> None:
     # With offset 5 the later splits see no key at all.
-    if place[0] != "triton":
+    if where[0] != "triton":
         pytest.skip("only the Triton kernel splits keys")
     from hf_kvret_kernels.prompt_attention import triton
 
-    query, key, value = attention_inputs(place, queries=2, tokens=300)
-    valid = torch.rand(2, 300, device=place[1]) > 0.3
+    query, key, value = attention_inputs(where, queries=2, tokens=300)
+    valid = torch.rand(2, 300, device=where[1]) > 0.3
     valid[1, :128] = False
     arguments = (0.3, causal_offset, valid, None, torch.float16)
     whole = triton.prompt_attention(query, key, value, *arguments, splits=1)

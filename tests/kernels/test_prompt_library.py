@@ -39,15 +39,11 @@ def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.mark.factor("softcap", [None, 2.0])
 @pytest.mark.factor("padded", [False, True])
 @pytest.mark.factor("causal_offset", [None, -7, 0, 60])
-@pytest.mark.factor("queries", [1, 40, 300])
-@pytest.mark.factor("heads", [2, 6, 8])
-@pytest.mark.factor("dims", [(8, 8), (40, 24), (7, 130), (128, 128)], ids=str)
+@pytest.mark.factor("queries", [40, 300])
 @pytest.mark.factor("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_it_is_attention(
+def test_tiles_and_threads_share_a_long_prompt(
     isa: str,
     dtype: torch.dtype,
-    dims: tuple[int, int],
-    heads: int,
     queries: int,
     causal_offset: int | None,
     padded: bool,
@@ -57,38 +53,16 @@ def test_it_is_attention(
 ) -> None:
     monkeypatch.setattr(library, "thread_count", lambda count: threads)
     tensors = attention_inputs(
-        LIBRARY, heads=heads, queries=queries, tokens=330, dims=dims, dtype=dtype
+        LIBRARY, heads=8, queries=queries, tokens=330, dims=(7, 130), dtype=dtype
     )
     valid = None
     if padded:
         valid = torch.rand(2, 330) > 0.3
         valid[1, :200] = False
-    check(
-        LIBRARY,
-        *tensors,
-        causal_offset=causal_offset,
-        valid=valid,
-        softcap=softcap,
-        scale=dims[0] ** -0.5,
-    )
+    check(LIBRARY, *tensors, causal_offset=causal_offset, valid=valid, softcap=softcap)
 
 
-DTYPES = pytest.mark.factor("dtype", [torch.float32, torch.bfloat16])
-
-
-@DTYPES
-def test_what_no_query_sees_may_hold_anything(isa: str, dtype: torch.dtype) -> None:
-    query, key, value = attention_inputs(LIBRARY, queries=40, tokens=201, dtype=dtype)
-    valid = torch.rand(2, 201) > 0.4
-    clean = check(LIBRARY, query, key, value, causal_offset=None, valid=valid)
-    dirty = ~valid[:, None, :, None]
-    for poison in (float("nan"), float("inf")):
-        poisoned = (tensor.masked_fill(dirty, poison) for tensor in (key, value))
-        again = check(LIBRARY, query, *poisoned, causal_offset=None, valid=valid)
-        torch.testing.assert_close(again, clean, rtol=0, atol=0)
-
-
-@DTYPES
+@pytest.mark.factor("dtype", [torch.float32, torch.bfloat16])
 def test_numbers_that_are_not_finite_stay_in_their_queries(isa: str, dtype: torch.dtype) -> None:
     query, key, value = attention_inputs(LIBRARY, queries=40, tokens=200, dtype=dtype)
     query[1, 2, 7] = float("nan")
@@ -96,30 +70,6 @@ def test_numbers_that_are_not_finite_stay_in_their_queries(isa: str, dtype: torc
     assert out[1, 2, 7].isnan().all() and lse[1, 2, 7].isnan()
     out[1, 2, 7], lse[1, 2, 7] = 0.0, 0.0
     assert out.isfinite().all() and lse.isfinite().all()
-
-
-def test_views_are_read_in_place(isa: str) -> None:
-    query, key, value = attention_inputs(LIBRARY, queries=5, tokens=40)
-    expected = check(LIBRARY, query, key, value, causal_offset=35)
-    rows = torch.cat([key, value], -1).transpose(1, 2).contiguous().transpose(1, 2)
-    wide = torch.ones(2, 80, dtype=torch.bool)
-    wide[:, 1::2] = False
-    again = check(
-        LIBRARY,
-        query.transpose(1, 2).contiguous().transpose(1, 2),
-        rows[..., :40],
-        rows[..., 40:],
-        causal_offset=35,
-        valid=wide[:, ::2],
-    )
-    torch.testing.assert_close(again, expected, rtol=0, atol=1e-6)
-
-
-def test_no_keys_and_no_queries(isa: str) -> None:
-    query, key, value = attention_inputs(LIBRARY, tokens=0)
-    check(LIBRARY, query, key, value, causal_offset=None)
-    query, key, value = attention_inputs(LIBRARY, queries=0)
-    assert check(LIBRARY, query, key, value, causal_offset=None)[0].shape == (2, 4, 0, 40)
 
 
 def test_pairs_of_bf16_are_multiplied_where_that_is_faster(

@@ -11,7 +11,7 @@ from hf_kvret_kernels.paged import PagedRows
 from hf_kvret_kernels.resident import SlotMap, assign, fetch
 
 from .draws import Place
-from .paged_rows import NO_PAGE, TWO_ROWS, lookup, paged
+from .paged_rows import NO_PAGE, TWO_ROWS, dense_rows, paged
 
 # Rows have 24 elements.
 DIMS = (16, 8)
@@ -27,10 +27,9 @@ def poisoned(rows: PagedRows, slots: int) -> torch.Tensor:
 def check_fetch(place: Place, rows: PagedRows, ids: torch.Tensor, fetched: torch.Tensor) -> None:
     """Rows lie where ``fetched`` says, all other slots are as they were."""
     slots = 1 + max(0, int(fetched.max()) if fetched.numel() else 0)
-    buffer, expected = poisoned(rows, slots), poisoned(rows, slots)
-    for b, h, r in torch.cartesian_prod(*map(torch.arange, ids.shape)).tolist():
-        if fetched[b, h, r] >= 0:
-            expected[b, h, int(fetched[b, h, r])] = lookup(rows, b, h, int(ids[b, h, r]))
+    buffer, expected, dense = poisoned(rows, slots), poisoned(rows, slots), dense_rows(rows)
+    for b, h, r in (fetched >= 0).nonzero().tolist():
+        expected[b, h, int(fetched[b, h, r])] = dense[b, h, int(ids[b, h, r])]
     fetch(rows, ids, fetched, buffer, backend=place[0])
     torch.testing.assert_close(buffer, expected, rtol=0, atol=0, equal_nan=True)
 
@@ -55,20 +54,21 @@ def test_rows_are_copied_whole(place: Place, width: int, key_dim: int, dtype: to
     check_fetch(place, rows, *random_fetches(rows, 19, 32))
 
 
-@pytest.mark.factor("count", [0, 1, 64, 65, 130])
-def test_any_number_of_requests(place: Place, count: int) -> None:
-    rows = paged(place[1], TWO_ROWS, dims=DIMS)
-    check_fetch(place, rows, *random_fetches(rows, count, 32))
+# Table, pages of each chunk, numbers of keys and values, requests, and tokens.
+FETCHES = {
+    "nothing": (TWO_ROWS, (9,), DIMS, 0, 32),
+    "one row": (TWO_ROWS, (9,), DIMS, 1, 32),
+    "more than a program's": (TWO_ROWS, (9,), DIMS, 130, 32),
+    "wide rows": ([[1, 0]], (2,), (4000, 100), 3, 16),
+    "chunks and shared pages": ([[0, 4, 2, NO_PAGE], [6, 4, 5, NO_PAGE]], (3, 1, 3), DIMS, 21, 24),
+}
 
 
-def test_wide_rows(place: Place) -> None:
-    rows = paged(place[1], [[1, 0]], (2,), dims=(4000, 100))
-    check_fetch(place, rows, *random_fetches(rows, 3, 16))
-
-
-def test_several_chunks_shared_pages_and_pages_of_no_one(place: Place) -> None:
-    rows = paged(place[1], [[0, 4, 2, NO_PAGE], [6, 4, 5, NO_PAGE]], (3, 1, 3), dims=DIMS)
-    check_fetch(place, rows, *random_fetches(rows, 21, 24))
+@pytest.mark.parametrize("name", FETCHES)
+def test_rows_come_from_where_they_lie(place: Place, name: str) -> None:
+    table, chunks, dims, count, tokens = FETCHES[name]
+    rows = paged(place[1], table, chunks, dims=dims)
+    check_fetch(place, rows, *random_fetches(rows, count, tokens))
 
 
 def test_nothing_to_fetch_reads_nothing(place: Place) -> None:
@@ -92,7 +92,7 @@ def test_after_a_fetch_every_request_finds_its_row(place: Place, dtype: torch.dt
     token = table[..., :11].contiguous()
     clock = torch.zeros(1, dtype=torch.int32, device=device)
     slots = SlotMap(table, token, token.clone(), clock)
-    buffer = poisoned(rows, 11)
+    buffer, dense = poisoned(rows, 11), dense_rows(rows)
     for step in range(6):
         # A third of the tokens comes more often, so that there are hits, misses and repeats.
         ids, _ = random_fetches(rows, 10, 32 if step % 2 else 11, seed=step)
@@ -100,8 +100,8 @@ def test_after_a_fetch_every_request_finds_its_row(place: Place, dtype: torch.dt
         fetch(rows, ids, fetched, buffer, backend=place[0])
         assert torch.equal(places < 0, ids < 0)
         for b, h, r in (ids >= 0).nonzero().tolist():
-            expected = lookup(rows, b, h, int(ids[b, h, r]))
-            assert torch.equal(buffer[b, h, int(places[b, h, r])], expected)
+            expected = dense[b, h, int(ids[b, h, r])]
+            assert torch.equal(buffer[b, h, int(places[b, h, r])].cpu(), expected)
 
 
 @pytest.mark.gpu

@@ -8,17 +8,17 @@ import pytest
 import torch
 
 from hf_kvret_kernels import host_step
-from hf_kvret_kernels.gather_attention import gather_attention, gather_partials
-from hf_kvret_kernels.gather_scores import gather_scores
+from hf_kvret_kernels.gather_attention import gather_attention, gather_partials, gather_scores
 from hf_kvret_kernels.higgs import CodedRows, HiggsCodec, attend
-from hf_kvret_kernels.host_attention import host_attention
 from hf_kvret_kernels.host_step import FlatSearch, GivenIds, HostCold, HostWindow, run_step
 from hf_kvret_kernels.page_copy import copy_pages
-from hf_kvret_kernels.paged import PagedRows, lay_apart
+from hf_kvret_kernels.paged import PagedRows
 from hf_kvret_kernels.prompt_attention import prompt_attention
 from hf_kvret_kernels.step_attention import step_attention
 
+from .draws import Place
 from .host_steps import FP32_ERROR, Shape, expected_attention, generator, near_window
+from .paged_rows import code_rows
 
 PAGE_LEN, PAGES = 8, 5
 TABLE = torch.tensor([[0, 3, 1], [4, 2, 4]], dtype=torch.int32)
@@ -27,12 +27,14 @@ DIMS = [(24, 16), (40, 40), (17, 5)]
 needs_library = pytest.mark.skipif(bool(host_step.why_not()), reason="the library is not compiled")
 
 
-def both(dims: tuple[int, int], dtype: torch.dtype = torch.float32) -> tuple[PagedRows, PagedRows]:
+def both(
+    dims: tuple[int, int], dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> tuple[PagedRows, PagedRows]:
     """The same rows twice: values within keys, and beside them."""
     key_dim, value_dim = dims
-    keys = torch.randn(PAGES, 2, PAGE_LEN, key_dim, generator=generator(key_dim)).to(dtype)
+    keys = torch.randn(PAGES, 2, PAGE_LEN, key_dim, generator=generator(key_dim)).to(device, dtype)
     beside = torch.cat([keys, keys[..., :value_dim]], dim=-1)
-    table = TABLE.clone()
+    table = TABLE.to(device, copy=True)
     within = PagedRows([keys[:2].clone(), keys[2:].clone()], table, key_dim, value_in_key=value_dim)
     return within, PagedRows([beside], table, key_dim)
 
@@ -49,45 +51,22 @@ def random_query(key_dim: int, heads: int = 6) -> torch.Tensor:
     return torch.randn(2, heads, 2, key_dim, generator=generator(2))
 
 
-@pytest.mark.factor("backend", ["naive", "triton"])
 @pytest.mark.factor("dims", DIMS)
-def test_rows_are_gathered_and_copied(dims: tuple[int, int], backend: str) -> None:
-    within, beside = both(dims)
+@pytest.mark.factor("dtype", [torch.float32, torch.bfloat16])
+def test_rows_are_read_as_if_values_lay_beside_keys(
+    where: Place, dims: tuple[int, int], dtype: torch.dtype
+) -> None:
+    backend, device = where
+    pair = within, beside = both(dims, dtype, device)
     assert (within.width, within.value_dim, within.value_start) == (dims[0], dims[1], 0)
-    ids = random_ids()
-    for mine, other in zip(within.gather(ids, backend), beside.gather(ids, backend), strict=True):
-        assert torch.equal(mine, other)
-    copied = copy_pages(within, 1, 3, backend=backend)
-    assert torch.equal(copied, copy_pages(beside, 1, 3, width=dims[0], backend=backend))
-
-
-@pytest.mark.factor("backend", ["naive", "triton"])
-@pytest.mark.factor("dims", DIMS)
-def test_attention_is_the_same(dims: tuple[int, int], backend: str) -> None:
-    within, beside = both(dims)
-    query, ids = random_query(dims[0]), random_ids()
-    results = [
-        gather_attention(query, rows, ids, scale=0.3, backend=backend) for rows in (within, beside)
-    ]
-    for mine, other in zip(*results, strict=True):
-        assert torch.equal(mine, other)
-    scores = [
-        gather_scores(query, rows, ids, scale=0.3, backend=backend) for rows in (within, beside)
-    ]
-    assert torch.equal(*scores)
-
-
-@needs_library
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("dims", DIMS)
-def test_the_cpu_library_reads_them(dims: tuple[int, int], dtype: torch.dtype) -> None:
-    within, beside = both(dims, dtype)
-    query, ids = random_query(dims[0]).to(dtype), random_ids()
-    results = [
-        host_attention(query, rows, ids, scale=0.3, backend="cpp") for rows in (within, beside)
-    ]
-    for mine, other in zip(*results, strict=True):
-        assert torch.equal(mine, other)
+    query, ids = random_query(dims[0]).to(device, dtype), random_ids().to(device)
+    options = {"scale": 0.3, "backend": backend}
+    assert all(map(torch.equal, *(gather_attention(query, rows, ids, **options) for rows in pair)))
+    assert torch.equal(*(gather_scores(query, rows, ids, **options) for rows in pair))
+    if backend != "cpp":
+        assert all(map(torch.equal, *(rows.gather(ids, backend) for rows in pair)))
+        copied = copy_pages(within, 1, 3, backend=backend)
+        assert torch.equal(copied, copy_pages(beside, 1, 3, width=dims[0], backend=backend))
 
 
 @needs_library
@@ -127,15 +106,10 @@ def test_coded_rows_hold_keys_alone(
 ) -> None:
     codec, (key_dim, value_dim) = coded
     keys = torch.randn(PAGES, 2, PAGE_LEN, key_dim, generator=generator(7))
-    parts = codec.encode(keys, backend="naive")
-    code_bytes = codec.code_bytes(key_dim)
-    rows = PagedRows(
-        [lay_apart(torch.cat(list(parts), -1), code_bytes)], TABLE, code_bytes, apart=True
-    )
+    coded_rows = code_rows(codec, [keys], TABLE, value_dim=value_dim)
     query, ids = random_query(key_dim), random_ids()
-    coded_rows = CodedRows(rows, codec, key_dim, value_dim, value_in_key=True)
     out, lse = attend(query, coded_rows, ids, scale=0.3, backend=backend)
-    back = codec.decode(*parts, backend="naive")
+    back = codec.decode(*codec.encode(keys, "naive"), backend="naive")
     plain = PagedRows([back], TABLE, key_dim, value_in_key=value_dim)
     expected = gather_attention(query, plain, ids, scale=0.3, backend="naive")
     # Sums of a few hundred products, and butterflies before and after.
@@ -192,12 +166,7 @@ def test_many_heads_attend_to_wide_rows(backend: str) -> None:
 @pytest.mark.factor("bits", [4, 3])
 def test_many_heads_attend_to_wide_coded_rows(bits: int, backend: str) -> None:
     rows, query, ids = wide_rows()
-    codec = HiggsCodec(bits, 8)
-    parts = codec.encode(rows.chunks[0], backend="naive")
-    code_bytes = codec.code_bytes(WIDE[0])
-    pages = lay_apart(torch.cat(list(parts), -1), code_bytes)
-    paged = PagedRows([pages], TABLE, code_bytes, apart=True)
-    coded = CodedRows(paged, codec, *WIDE, value_in_key=True)
+    coded = code_rows(HiggsCodec(bits, 8), rows.chunks, TABLE, value_dim=WIDE[1])
     expected = attend(query, coded, ids, scale=0.3, backend="naive")
     result = attend(query, coded, ids, scale=0.3, backend=backend)
     torch.testing.assert_close(result, expected, rtol=0, atol=WIDE_ERROR)

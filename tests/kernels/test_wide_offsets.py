@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from hf_kvret_kernels import relevance
-from hf_kvret_kernels.gather_attention import gather_attention
-from hf_kvret_kernels.gather_scores import gather_scores
-from hf_kvret_kernels.higgs import CodedRows, HiggsCodec, attend
+from hf_kvret_kernels.gather_attention import gather_attention, gather_scores
+from hf_kvret_kernels.higgs import HiggsCodec, attend
 from hf_kvret_kernels.page_copy import copy_pages
-from hf_kvret_kernels.paged import PagedRows, lay_apart
+from hf_kvret_kernels.paged import PagedRows
 from hf_kvret_kernels.resident import SlotMap, assign, fetch
 
 from .draws import Place
+from .paged_rows import code_rows
 
 # Three numbers so far apart: the third is 2^31 behind the first, which wraps to 2^31 before it.
 STEP = 1 << 30
@@ -54,61 +55,43 @@ def spread(room: torch.Tensor, rows: PagedRows, wide: str) -> torch.Tensor:
     return IDS
 
 
-@pytest.mark.parametrize("wide", ["ids", "table"])
-def test_attention(room: torch.Tensor, rows: PagedRows, wide: str) -> None:
-    query = torch.randn(1, 2, 1, DIM)
-    want = gather_attention(query, rows, IDS, scale=0.3, backend="naive")
-    ids = spread(room, rows, wide)
-    got = gather_attention(query, rows, ids, scale=0.3, backend="triton")
-    torch.testing.assert_close(got, want)
+def read(rows: PagedRows, ids: torch.Tensor, backend: str) -> list[torch.Tensor]:
+    """All that is read of rows."""
+    query = torch.randn(1, 2, 1, DIM, generator=torch.Generator().manual_seed(1))
+    return [
+        *gather_attention(query, rows, ids, scale=0.3, backend=backend),
+        gather_scores(query, rows, ids, scale=0.3, backend=backend),
+        *rows.gather(ids, backend=backend),
+        copy_pages(rows, 0, 3, backend=backend),
+    ]
 
 
 @pytest.mark.parametrize("wide", ["ids", "table"])
-def test_scores_and_copies_of_rows(room: torch.Tensor, rows: PagedRows, wide: str) -> None:
-    query = torch.randn(1, 2, 1, DIM)
-    want = gather_scores(query, rows, IDS, scale=0.3, backend="naive")
-    keys, values = rows.gather(IDS, backend="naive")
-    ids = spread(room, rows, wide)
-    got = gather_scores(query, rows, ids, scale=0.3, backend="triton")
-    torch.testing.assert_close(got, want)
-    result = rows.gather(ids, backend="triton")
-    assert torch.equal(result[0], keys) and torch.equal(result[1], values)
+def test_rows_are_read(room: torch.Tensor, rows: PagedRows, wide: str) -> None:
+    want = read(rows, IDS, "naive")
+    torch.testing.assert_close(read(rows, spread(room, rows, wide), "triton"), want)
 
 
 @pytest.mark.parametrize("wide", ["ids", "table"])
 def test_attention_over_coded_rows(room: torch.Tensor, wide: str) -> None:
-    codec = HiggsCodec(4, DIM)
-    codes, scales = codec.encode(torch.randn(3, 1, PAGE_LEN, 2, DIM), "naive")
-    code_bytes = 2 * codes.shape[-1]
-    pages = lay_apart(torch.cat([codes.flatten(3), scales.flatten(3)], dim=-1), code_bytes)
-    table = torch.arange(3, dtype=torch.int32).view(1, 3)
-    rows = PagedRows([pages], table, code_bytes, apart=True)
-    query, coded = torch.randn(1, 2, 1, DIM), CodedRows(rows, codec, DIM, DIM)
+    sides = torch.randn(2, 3, 1, PAGE_LEN, DIM).unbind()
+    coded = code_rows(HiggsCodec(4, DIM), sides, torch.arange(3, dtype=torch.int32).view(1, 3))
+    query, rows = torch.randn(1, 2, 1, DIM), coded.pages
     want = attend(query, coded, IDS, scale=0.3, backend="naive")
-    got = attend(query, coded, spread(room, rows, wide), scale=0.3, backend="triton")
+    ids = spread(room, rows, wide)
+    got = attend(query, replace(coded, pages=rows), ids, scale=0.3, backend="triton")
     torch.testing.assert_close(got, want)
-
-
-def test_copies_of_pages(room: torch.Tensor, rows: PagedRows) -> None:
-    want = copy_pages(rows, 0, 3, backend="naive")
-    spread(room, rows, "table")
-    assert torch.equal(copy_pages(rows, 0, 3, backend="triton"), want)
 
 
 @pytest.mark.parametrize("wide", ["ids", "table"])
 def test_slots_and_what_is_fetched_into_them(
     room: torch.Tensor, rows: PagedRows, wide: str
 ) -> None:
+    def numbers(count: int) -> torch.Tensor:
+        return torch.full((1, 1, count), -1, dtype=torch.int32)
+
     clock = torch.zeros(1, dtype=torch.int32)
-    maps = [
-        SlotMap(
-            torch.full((1, 1, 12), -1, dtype=torch.int32),
-            torch.full((1, 1, 4), -1, dtype=torch.int32),
-            torch.full((1, 1, 4), -1, dtype=torch.int32),
-            clock.clone(),
-        )
-        for _ in range(2)
-    ]
+    maps = [SlotMap(numbers(12), numbers(4), numbers(4), clock.clone()) for _ in range(2)]
     buffers = [torch.zeros(1, 1, 4, 2 * DIM) for _ in range(2)]
     want = assign(maps[0], IDS[:, :, 0], backend="naive")
     fetch(rows, IDS[:, :, 0], want[1], buffers[0], backend="naive")

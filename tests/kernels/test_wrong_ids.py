@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from hf_kvret_kernels import centroid, codebook, higgs, paris
-from hf_kvret_kernels.gather_attention import gather_attention
-from hf_kvret_kernels.gather_scores import gather_scores
+from hf_kvret_kernels.gather_attention import gather_attention, gather_scores
 from hf_kvret_kernels.ids import WrongIdError, check_code_range, check_id_range
-from hf_kvret_kernels.paged import PagedRows, lay_apart
+from hf_kvret_kernels.paged import PagedRows
 from hf_kvret_kernels.resident import SlotMap, assign, fetch
 
 from .draws import Place
+from .paged_rows import code_rows
 
 # There are 30 tokens on four pages of 8.
 TOKENS, TABLE = 30, [[0, 1, 2, 3, 10**9], [4, 2, 5, 6, 10**9]]
@@ -35,13 +35,10 @@ def paged(place: Place, width: int = 32, key_dim: int = 16) -> PagedRows:
     return PagedRows([pages.to(place[1])], table, key_dim, tokens=TOKENS)
 
 
-def coded(place: Place, codec: higgs.HiggsCodec, dim: int) -> PagedRows:
+def coded(place: Place, codec: higgs.HiggsCodec, dim: int) -> higgs.CodedRows:
     plain = paged(("naive", "cpu"), 2 * dim, dim)
-    sides = [codec.encode(side.contiguous()) for side in plain.chunks[0].split(dim, dim=-1)]
-    rows = torch.cat([side.codes for side in sides] + [side.scales for side in sides], dim=-1)
-    key_bytes = 2 * codec.code_bytes(dim)
-    table, pages = plain.table.to(place[1]), lay_apart(rows, key_bytes).to(place[1])
-    return PagedRows([pages], table, key_bytes, apart=True, tokens=TOKENS)
+    sides = plain.chunks[0].split(dim, dim=-1)
+    return code_rows(codec, sides, plain.table.to(place[1]), tokens=TOKENS)
 
 
 def ids_with(place: Place, wrong: list[int], heads: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
@@ -76,41 +73,22 @@ def check(place: Place, work: Work, heads: int = 2) -> None:
 
 
 @pytest.mark.factor("heads", [2, 4])
-def test_attention(place: Place, heads: int) -> None:
-    rows, query = paged(place), torch.randn(2, 4, 1, 16).to(place[1])
-
-    def work(ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return gather_attention(query, rows, ids, scale=0.3, backend=place[0])
-
-    check(place, work, heads)
-
-
-@pytest.mark.factor("heads", [2, 4])
-def test_scores(place: Place, heads: int) -> None:
-    rows, query = paged(place), torch.randn(2, 4, 1, 16).to(place[1])
-    check(
-        place,
-        lambda ids: (gather_scores(query, rows, ids, scale=0.3, backend=place[0]),),
-        heads,
-    )
+def test_attention_and_scores(where: Place, heads: int) -> None:
+    rows, query = paged(where), torch.randn(2, 4, 1, 16).to(where[1])
+    options = {"scale": 0.3, "backend": where[0]}
+    check(where, lambda ids: gather_attention(query, rows, ids, **options), heads)
+    check(where, lambda ids: (gather_scores(query, rows, ids, **options),), heads)
 
 
 @pytest.mark.factor("is_coded", [False, True])
 def test_gathered_rows(place: Place, is_coded: bool) -> None:
-    rows = coded(place, higgs.HiggsCodec(4, 16), 16) if is_coded else paged(place)
+    rows = coded(place, higgs.HiggsCodec(4, 16), 16).pages if is_coded else paged(place)
     check(place, lambda ids: rows.gather(ids, backend=place[0]))
 
 
-def test_attention_to_coded_rows(place: Place) -> None:
-    codec = higgs.HiggsCodec(4, 16)
-    rows, query = coded(place, codec, 32), torch.randn(2, 4, 1, 32).to(place[1])
-    codec = codec.to(place[1])
-
-    def work(ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        coded_rows = higgs.CodedRows(rows, codec, 32, 32)
-        return higgs.attend(query, coded_rows, ids, scale=0.3, backend=place[0])
-
-    check(place, work)
+def test_attention_to_coded_rows(where: Place) -> None:
+    query, rows = torch.randn(2, 4, 1, 32).to(where[1]), coded(where, higgs.HiggsCodec(4, 16), 32)
+    check(where, lambda ids: higgs.attend(query, rows, ids, scale=0.3, backend=where[0]))
 
 
 def test_slots_and_what_is_fetched_into_them(place: Place) -> None:

@@ -105,21 +105,6 @@ def test_written_bytes_are_those_of_what_the_call_returns(name: str, dtype: torc
     assert all(one.isfinite().all() for one in returned)
 
 
-@pytest.mark.factor("name", COUNTED)
-def test_backends_agree(name: str, place: tuple[str, str]) -> None:
-    backend, device = place
-    call = OPS[name].prepare(SHAPE, Draw(torch.device(device), 0))
-    assert call.error(call.run(backend), call.run("naive")) <= call.tolerance
-
-
-@pytest.mark.skipif(bool(why_not()), reason="the compiled library was not built")
-@pytest.mark.parametrize("name", ["gather_attention", "gather_scores"])
-def test_the_library_agrees(name: str) -> None:
-    assert OPS[name].backends(CPU) == ("cpp", "naive")
-    call = OPS[name].prepare(SHAPE, Draw(CPU, 0))
-    assert call.error(call.run("cpp"), call.run("naive")) <= call.tolerance
-
-
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("name", COUNTED)
 def test_a_way_that_swaps_batch_rows_or_heads_fails_its_check(name: str, dim: int) -> None:
