@@ -16,7 +16,6 @@ from dataclasses import dataclass
 import torch
 
 from hf_kvret_kernels import host_library
-from hf_kvret_kernels.host_library import why_not
 from hf_kvret_kernels.host_step.searches import (
     CodebookSearch,
     FlatSearch,
@@ -103,6 +102,13 @@ class HostCold:
     search: HostSearch
     valid: torch.Tensor
     budget: int
+
+
+def why_not() -> str:
+    """Why the library can't be used and what helps; empty where it can."""
+    # As ``host_library`` has it: each step asks, and runs few files.
+    library = host_library.opened(os.environ.get(host_library.PATH_VARIABLE))
+    return library if isinstance(library, str) else ""
 
 
 def run_step(
