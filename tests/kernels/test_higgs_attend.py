@@ -230,11 +230,7 @@ def test_rows_of_another_form_are_refused(change: dict[str, Any], message: str) 
             {"query": torch.zeros(2, 4, 1, 32)},
             "query is torch.float32 on cpu with Dk=32, .* Dk=64: they must agree",
         ),
-        ({"query": torch.zeros(2, 3, 1, 64)}, "query has 3 heads, no multiple of the rows' 2"),
-        ({"query": torch.zeros(2, 4, 1, 64).long()}, "query is torch.int64"),
         ({"ids": torch.zeros(2, 2, 1, 3)}, "pass int32"),
-        ({"ids": torch.zeros(2, 2, 2, 3).int()}, r"pass \[2, 2 or 4, 1, K\]"),
-        ({"softcap": -1.0}, "softcap=-1.0"),
         ({"backend": "torch"}, "choose one of"),
     ],
 )
