@@ -1,9 +1,9 @@
 """GPUs that are not at hand, for which ``compile_target.py sm90`` compiles every Triton kernel.
 
 A driver only names its target, and a launch stops after the compilation. The calls are those of the
-table of operations, in several shapes, and of what it lacks; ``compile_target.py sm90 merge`` makes
-those of one operation. Prints a line for each launch: the kernel, ``fused`` where it multiplies and
-adds at once, ``spills`` where it does not keep to its registers.
+table of operations, in several shapes, and of what it lacks. Prints a line for each launch: the
+kernel, ``fused`` where it multiplies and adds at once, ``spills`` where it does not keep to its
+registers.
 """
 
 from __future__ import annotations
@@ -35,16 +35,14 @@ SHAPES = (
 )
 
 
-def calls(name: str | None) -> Iterator[Callable[[], object]]:
-    """Of the operations whose names begin so, or of all, and of what the table lacks."""
+def calls() -> Iterator[Callable[[], object]]:
+    """Of the operations of the table, and of what it lacks."""
     for operation in OPERATIONS:
-        if name is None or operation.name.partition(".")[0] == name:
-            for shape in SHAPES:
-                draw = Draw(torch.device("cpu"), 0)
-                yield partial(operation.prepare(shape, draw).run, "triton")
-    if name is None:
-        yield from _more_calls()
-        yield from _calls_with_values_in_keys()
+        for shape in SHAPES:
+            call = operation.prepare(shape, Draw(torch.device("cpu"), 0))
+            yield partial(call.run, "triton")
+    yield from _more_calls()
+    yield from _calls_with_values_in_keys()
 
 
 def _more_calls() -> Iterator[partial]:
@@ -159,5 +157,5 @@ def _compile_instead_of_launching(capability: int) -> None:
 
 if __name__ == "__main__":
     _compile_instead_of_launching(TARGETS[sys.argv[1]])
-    for call in calls(sys.argv[2] if len(sys.argv) > 2 else None):
+    for call in calls():
         call()

@@ -99,7 +99,7 @@ def test_attention_and_scores_are_those_of_float64(
     check(where, random_query(rows, heads, queries), rows, ids, scale=dims[0] ** -0.5)
 
 
-@pytest.mark.parametrize("count", [40, 1000])
+@pytest.mark.parametrize("count", [40, 300])
 def test_a_token_named_twice_counts_twice(where: Place, count: int) -> None:
     rows = paged(where[1], chunks=(20,), page_len=64)
     ids = random_ids(rows, 2, 2, count)

@@ -74,17 +74,17 @@ def test_triton_reranks_as_the_reference_does(head_dim: int, m: int) -> None:
     """Spare capacity is poisoned, rows differ, ids repeat and have holes."""
     signs, levels = tools(head_dim, m)
     length = 21
-    room = paris.ParisCodes.empty(2, 3, length + 11, head_dim, m=m, device=DEVICE)
+    room = paris.ParisCodes.empty(2, 2, length + 11, head_dim, m=m, device=DEVICE)
     room.weight.fill_(float("nan"))
     codes = room.tokens(0, length)
-    paris.encode(randn(2, 3, length, head_dim), signs, levels, m=m, out=codes)
-    q_rot = paris.rotate(randn(2, 3, 2, 3, head_dim, seed=1), signs)
-    ids = some_ids(2, 3, 2, 70, length=length)
-    ids[1, 2, 1] = -1
+    paris.encode(randn(2, 2, length, head_dim), signs, levels, m=m, out=codes)
+    q_rot = paris.rotate(randn(2, 2, 1, 3, head_dim, seed=1), signs)
+    ids = some_ids(2, 2, 1, 70, length=length)
+    ids[1, 1, 0] = -1
     naive, triton = (
         paris.rerank(q_rot, codes, ids, levels, m=m, backend=backend) for backend in BOTH
     )
-    assert naive.shape == triton.shape == (2, 3, 2, 3, 70)
+    assert naive.shape == triton.shape == (2, 2, 1, 3, 70)
     empty = (ids < 0).unsqueeze(3).expand_as(naive)
     assert naive[empty].eq(float("-inf")).all() and naive[~empty].isfinite().all()
     # fp32 sums of up to 576 terms of size 1 in another order.

@@ -252,7 +252,7 @@ class SlowLru:
 def test_random_walks_keep_every_promise(place: Place) -> None:
     lead = (1, 2)
     slots, lru = empty_map(place[1], 61, 23, lead, spare=3), SlowLru()
-    for step in range(60):
+    for step in range(32):
         count = (1, 23, 16, 7)[step % 4]
         lru.check(place, slots, random_requests(place, lead, 61, count, seed=step))
 

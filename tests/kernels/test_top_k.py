@@ -93,7 +93,7 @@ def test_sums_of_many_blocks_add_up(place: Place, monkeypatch: pytest.MonkeyPatc
 
         monkeypatch.setattr(triton, "_TOKENS", 32)
         monkeypatch.setattr(triton, "_CHUNK", 16)
-    check_top_k(place, torch.randn(1, 1, 1, 3500, generator=generator(12)), 900)
+    check_top_k(place, torch.randn(1, 1, 1, 1700, generator=generator(12)), 450)
 
 
 def test_fewer_scores_than_wanted_leave_holes(place: Place) -> None:
@@ -104,7 +104,7 @@ def test_fewer_scores_than_wanted_leave_holes(place: Place) -> None:
 
 
 def test_scores_may_be_strided(place: Place) -> None:
-    scores = torch.randn(40, 2, 3, 2, generator=generator(11)).permute(3, 2, 1, 0)[..., ::2]
+    scores = torch.randn(40, 2, 1, 2, generator=generator(11)).permute(3, 2, 1, 0)[..., ::2]
     check_top_k(place, scores, 7)
 
 
