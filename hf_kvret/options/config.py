@@ -5,12 +5,10 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-from collections.abc import Mapping, Set
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Literal, Self
-
-import torch
 
 from hf_kvret.options.declare import FLAG, OneOf, check_options, integer, option, real, text
 from hf_kvret.options.prompt import PromptOption, PromptRecipe
@@ -106,16 +104,55 @@ class RetrievalConfig:
 
     def __post_init__(self) -> None:
         check_options(self)
-        if self.top_k is not None or not self.follows_model:
-            _check_slots(self.slots, self.top_k)
-        _check_device_budget(self.device_budget, self.store)
-        _check_disk(self.disk, self.store)
-        _check_prefill_chunk(self.prefill_chunk, self.max_draft)
         if isinstance(self.prompt, Mapping):
             # A copy, since the caller may change its own.
             object.__setattr__(self, "prompt", dict(self.prompt))
         PromptRecipe.of(self.prompt)
-        _check_rest(self.rest, self.rest_blocks, self.rest_obstacle)
+        if self.device_budget is not None:
+            byte_count(self.device_budget, "device_budget=")
+        for conflict in self._conflicts():
+            raise ValueError(conflict)
+
+    def _conflicts(self) -> Iterator[str]:
+        """Options that contradict each other, each time with the way out."""
+        slots, top_k = self.slots, self.top_k
+        if isinstance(slots, int) and isinstance(top_k, int) and slots < top_k:
+            yield (
+                f"slots={slots} is less than top_k={top_k}: what a query selects must fit into the "
+                "slots; raise slots (a filled cache takes others when saved and loaded), or pass a "
+                "multiple of the budget, as slots=2.0"
+            )
+        own_budget = top_k is not None or not self.follows_model
+        if isinstance(slots, int) and not isinstance(top_k, int) and own_budget:
+            yield (
+                f"slots={slots} with top_k={top_k}: the budget grows with the length, so slots "
+                "must be a multiple of it, as slots=2.0"
+            )
+        if self.device_budget is not None and self.store not in ("auto", "split"):
+            yield (
+                f"device_budget={self.device_budget!r} with store={self.store!r}: it is of "
+                "store='split', which keeps rows on the device as long as it lasts; ask for that "
+                "store, or leave device_budget out"
+            )
+        if (self.store == "disk") != (self.disk is not None):
+            yield (
+                f"disk={self.disk!r} with store={self.store!r}: rows in files need both, as "
+                "store='disk' and disk='/data/rows'; leave both out to keep rows in memory"
+            )
+        chunk, drafts = self.prefill_chunk, self.max_draft
+        if isinstance(chunk, int) and chunk <= drafts:
+            yield (
+                f"prefill_chunk={chunk} with max_draft={drafts}: up to max_draft tokens at once "
+                "retrieve like drafted ones, so a prompt's chunks must be longer; take more than "
+                f"{drafts}, as {max(1024, 2 * drafts)}, or 'auto'"
+            )
+        if self.rest is not None and self.rest_obstacle:
+            yield f"rest={self.rest!r}: {self.rest_obstacle}; leave it out"
+        if self.rest_blocks is not None and self.rest is None:
+            yield (
+                f"rest_blocks={self.rest_blocks} with rest=None: only rest='mean' makes a token "
+                "for every so many; give that, or rest_blocks=None"
+            )
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> Self:
@@ -270,71 +307,6 @@ _BUDGETS: tuple[tuple[float, int], ...] = (
 )
 
 
-def _check_slots(slots: int | float, top_k: int | float | None) -> None:
-    """ValueError for ``slots`` that can't hold a budget of ``top_k``."""
-    if isinstance(slots, float):
-        return
-    if not isinstance(top_k, int):
-        raise ValueError(
-            f"slots={slots} with top_k={top_k}: the budget grows with the length, so slots must be "
-            "a multiple of it, as slots=2.0"
-        )
-    if slots < top_k:
-        raise ValueError(
-            f"slots={slots} is less than top_k={top_k}: what a query selects must fit into the "
-            "slots; raise slots (a filled cache takes others when saved and loaded), or pass a "
-            "multiple of the budget, as slots=2.0"
-        )
-
-
-def _check_rest(rest: str | None, blocks: int | None, obstacle: str) -> None:
-    """ValueError for a ``rest``, or ``blocks`` of it, that can't be, because of an ``obstacle``."""
-    if rest is not None and obstacle:
-        raise ValueError(f"rest={rest!r}: {obstacle}; leave it out")
-    if blocks is not None and rest is None:
-        raise ValueError(
-            f"rest_blocks={blocks} with rest=None: only rest='mean' makes a token for every so "
-            "many; give that, or rest_blocks=None"
-        )
-
-
-def _check_device_budget(size: int | str | None, store: str) -> None:
-    """ValueError for a ``size`` of no bytes, or for another ``store`` than the one that has it."""
-    if size is None:
-        return
-    try:
-        byte_count(size)
-    except ValueError as error:
-        raise ValueError(
-            f"device_budget={size!r}: write '90GB', '75GiB', or bytes, at least 1; store='host' "
-            "keeps no rows on the device"
-        ) from error
-    if store not in ("auto", "split"):
-        raise ValueError(
-            f"device_budget={size!r} with store={store!r}: it is of store='split', which keeps "
-            "rows on the device as long as it lasts; ask for that store, or leave device_budget out"
-        )
-
-
-def _check_disk(folder: str | None, store: str) -> None:
-    """ValueError for a ``folder`` that the ``store`` has no use for, or lacks."""
-    if (store == "disk") != (folder is not None):
-        raise ValueError(
-            f"disk={folder!r} with store={store!r}: rows in files need both, as store='disk' and "
-            "disk='/data/rows'; leave both out to keep rows in memory"
-        )
-
-
-def _check_prefill_chunk(chunk: int | str | None, max_draft: int) -> None:
-    """ValueError for a ``chunk`` that is not longer than drafts of ``max_draft``."""
-    if isinstance(chunk, int) and chunk <= max_draft:
-        raise ValueError(
-            f"prefill_chunk={chunk} with max_draft={max_draft}: up to max_draft tokens at once "
-            "retrieve like drafted ones, so a prompt's chunks must be longer; take more than "
-            f"{max_draft}, as {max(1024, 2 * max_draft)}, or 'auto'"
-        )
-
-
 # Options that do not affect what is stored, so a load may change them.
 _STORE_OPTIONS = {"store", "slots", "device_budget", "disk"}
 _CALL_OPTIONS = {
@@ -381,35 +353,29 @@ def _check(changes: dict[str, Any], free: Set[str]) -> None:
 _UNITS = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
-def byte_count(size: int | str) -> int:
+def byte_count(size: int | str, prefix: str = "") -> int:
     """Bytes of a size: a count, or a text such as ``90GB``, ``0.5 GiB`` or ``123``.
 
     Args:
         size: units are KB, MB, GB (powers of 1000) and KiB, MiB, GiB (of 1024), in any case.
+        prefix: stands before the size in messages.
 
     Raises:
         TypeError: neither an int nor a str.
         ValueError: a text that can't be parsed, or less than one byte.
     """
+    way_out = "is not a memory size: write '80GB', '75GiB', or bytes, at least 1"
     if isinstance(size, bool) or not isinstance(size, int | str):
-        raise TypeError(f"{size!r} is not a memory size: write 80GB, 75GiB, or bytes as an int")
+        raise TypeError(f"{prefix}{size!r} {way_out}")
     digits, unit = str(size).strip(), 1.0
-    for name, factor in _UNITS.items():
-        if digits.upper().endswith(name):
-            digits, unit = digits[: -len(name)], factor
+    for suffix, factor in _UNITS.items():
+        if digits.upper().endswith(suffix):
+            digits, unit = digits[: -len(suffix)], factor
             break
     try:
         count = int(float(digits) * unit) if isinstance(size, str) else size
     except (ValueError, OverflowError):
         count = 0
     if count < 1:
-        raise ValueError(f"{size!r} is not a memory size: write 80GB, 75GiB, or bytes")
+        raise ValueError(f"{prefix}{size!r} {way_out}")
     return count
-
-
-def free_bytes(device: torch.device) -> int | None:
-    """Device memory that torch can still give out, its own cache included; None: not a GPU."""
-    if device.type != "cuda":
-        return None
-    free, _ = torch.cuda.mem_get_info(device)
-    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -1,4 +1,4 @@
-"""Host memory that this process can still take, by what Linux says of system and cgroups."""
+"""Memory that this process can still take: of a GPU, and of the host as Linux says it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch
 
 PROC = Path("/proc")
 CGROUPS = Path("/sys/fs/cgroup")
@@ -40,6 +42,14 @@ _VERSIONS = (
         page_cache=("total_inactive_file", "total_active_file"),
     ),
 )
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Device memory that torch can still give out, its own cache included; None: not a GPU."""
+    if device.type != "cuda":
+        return None
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 def free_host_bytes() -> int | None:

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import torch
 
-from hf_kvret.options.config import RetrievalConfig, free_bytes
-from hf_kvret.stores.free_memory import free_host_bytes
+from hf_kvret.options.config import RetrievalConfig
+from hf_kvret.stores.free_memory import free_bytes, free_host_bytes
 
 _log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from hf_kvret.generate.chunks import (
     token_bytes,
 )
 from hf_kvret.methods.flat import FlatConfig
-from hf_kvret.options.config import free_bytes
+from hf_kvret.stores.free_memory import free_bytes
 from hf_kvret.testing import MODELS
 
 GIB = 1 << 30

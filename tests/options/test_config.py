@@ -1,4 +1,4 @@
-"""Options: what is refused, what the numbers mean, and that they survive JSON."""
+"""Options: what is refused, what the numbers mean, sizes of memory, and that they survive JSON."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ import pytest
 from hf_kvret import RetrievalConfig
 from hf_kvret.methods.flat import FlatConfig
 from hf_kvret.methods.paris import ParisConfig
+from hf_kvret.options.config import byte_count
+
+BUDGET = "device_budget=.* is not a memory size: write '80GB', '75GiB', or bytes"
 
 
 @pytest.mark.parametrize(
@@ -23,26 +26,80 @@ from hf_kvret.methods.paris import ParisConfig
         ({"bits": None}, "bits=None: choose"),
         ({"top_k": 64, "slots": 63}, "slots=63 is less than top_k=64"),
         ({"top_k": 0.5, "slots": 64}, r"slots=2\.0"),
+        ({"prefill_chunk": 32}, "prefill_chunk=32 with max_draft=32: .* as 1024, or 'auto'"),
+        ({"rest_blocks": 8}, "rest_blocks=8 with rest=None: only rest='mean'"),
+        ({"store": "disk"}, "disk=None with store='disk'"),
+        ({"store": "disk", "disk": ""}, "disk='' must not be empty"),
+        ({"disk": "/tmp"}, "disk='/tmp' with store='auto'"),
+        ({"store": "disk", "disk": 3}, "disk must be a text"),
+        *(({"device_budget": size}, BUDGET) for size in (0, -1, "much", "90TB")),
+        ({"device_budget": 1e9}, "device_budget must be an int .* got 1000000000.0"),
+        ({"device_budget": True}, "device_budget must be an int .* got True"),
+        *(
+            (
+                {"device_budget": "1GB", "store": store},
+                f"'1GB' with store='{store}': it is of store='split', .* leave device_budget out",
+            )
+            for store in ("host", "device", "higgs")
+        ),
+        ({"topk": 3}, r"no option 'topk': did you mean 'top_k'\?"),
+        ({"zzzzzz": 3}, r"no option 'zzzzzz': The options are top_k, sink"),
     ],
     ids=str,
 )
 def test_a_bad_value_is_refused_with_its_name(options: dict[str, Any], words: str) -> None:
     for cls in (FlatConfig, ParisConfig):
-        with pytest.raises(ValueError, match=words):
+        with pytest.raises((ValueError, TypeError), match=words):
             cls.from_options(**options)
 
 
-def test_an_unknown_option_names_the_nearest_one() -> None:
-    with pytest.raises(ValueError, match=r"no option 'topk': did you mean 'top_k'\?"):
-        FlatConfig.from_options(topk=3)
+def test_an_unknown_option_names_the_nearest_one_of_the_method() -> None:
     with pytest.raises(ValueError, match=r"no option 'subspace': did you mean 'subspace_dim'\?"):
         ParisConfig.from_options(subspace=8)
 
 
-def test_an_option_like_no_other_lists_them_all() -> None:
-    with pytest.raises(ValueError, match="The options are top_k, sink") as raised:
-        FlatConfig.from_options(zzzzzz=3)
-    assert "did you mean" not in str(raised.value)
+@pytest.mark.parametrize(
+    ("size", "count"),
+    [
+        ("90GB", 90_000_000_000),
+        ("75GiB", 75 * 2**30),
+        ("0.5 gib", 2**29),
+        (" 1.5 kB ", 1500),
+        ("1e9", 10**9),
+        ("123", 123),
+        (2**60 + 1, 2**60 + 1),
+    ],
+)
+def test_sizes_are_read(size: int | str, count: int) -> None:
+    assert byte_count(size) == count
+
+
+@pytest.mark.parametrize(
+    ("size", "error"),
+    [
+        *((size, ValueError) for size in ("", "GB", "-1GB", "0", "0.4", "80 TBx", "5GBGB")),
+        *((size, ValueError) for size in ("nan", "inf", "1e999GB", 0, -5)),
+        *((size, TypeError) for size in (True, None, 1.5, b"1GB")),
+    ],
+)
+def test_what_is_no_size_is_refused(size: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match="is not a memory size: write '80GB', '75GiB', or bytes"):
+        byte_count(size)
+
+
+@pytest.mark.parametrize(
+    ("options", "splits"),
+    [
+        ({}, False),
+        ({"store": "host"}, False),
+        ({"store": "split"}, True),
+        ({"device_budget": "9GB"}, True),
+        ({"device_budget": 10**9}, True),
+    ],
+)
+def test_a_device_budget_asks_for_a_split(options: dict[str, Any], splits: bool) -> None:
+    config = FlatConfig(**options)
+    assert config.splits_rows == config.exact().splits_rows == splits
 
 
 def test_a_saved_cache_may_name_an_option_that_was_removed_where_it_changes_nothing() -> None:
@@ -82,12 +139,6 @@ def test_the_budget_is_a_count_or_a_share(top_k: float, cold: int, budget: int) 
     assert RetrievalConfig(top_k=top_k).budget(cold) == budget
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4, 16])
-def test_rows_may_have_these_bits(bits: int) -> None:
-    assert FlatConfig.from_options(store="higgs", bits=bits).bits == bits
-    assert FlatConfig().bits == 4
-
-
 def test_short_caches_stay_dense_by_default() -> None:
     assert RetrievalConfig(top_k=8).dense_len == 2000
     assert RetrievalConfig(top_k=5000, sink=4, recent=256).dense_len == 10260
@@ -96,7 +147,8 @@ def test_short_caches_stay_dense_by_default() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [FlatConfig(top_k=0.04), ParisConfig(), ParisConfig.preset("paper")]
+    "options",
+    [FlatConfig(top_k=0.04), FlatConfig(device_budget="9GB"), ParisConfig.preset("paper")],
 )
 def test_options_survive_json(options: RetrievalConfig) -> None:
     text = json.dumps(dataclasses.asdict(options))

@@ -44,22 +44,22 @@ def test_what_is_named_beside_a_preset_wins(method: str) -> None:
     assert config(sink=9, max_draft=5).replace(preset="paper").max_draft == 5
 
 
-@pytest.mark.parametrize("name", ["papers", 3, ("paper",), ["paper"]])
-def test_an_unknown_preset_names_those_there_are(name: Any) -> None:
-    with pytest.raises(ValueError, match=r"ParisConfig has no preset .*: choose 'paper'"):
-        ParisConfig.preset(name)
-
-
-@pytest.mark.parametrize("method", ["flat", "h2o"])
-def test_a_method_without_presets_says_so(method: str) -> None:
-    config = hf_kvret.registered_methods()[method].Config
-    with pytest.raises(ValueError, match="has no preset 'paper': it has none"):
-        config.from_options(preset="paper")
-
-
-def test_a_misspelt_preset_is_an_unknown_option() -> None:
-    with pytest.raises(ValueError, match="no option 'presets': did you mean 'preset'"):
-        ParisConfig.from_options(presets="paper")
+@pytest.mark.parametrize(
+    ("method", "options", "words"),
+    [
+        *(
+            ("paris", {"preset": name}, "ParisConfig has no preset .*: choose 'paper'")
+            for name in ("papers", 3, ["paper"])
+        ),
+        ("paris", {"presets": "paper"}, "no option 'presets': did you mean 'preset'"),
+        ("flat", {"preset": "paper"}, "has no preset 'paper': it has none"),
+    ],
+)
+def test_an_unknown_preset_names_those_there_are(
+    method: str, options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        hf_kvret.registered_methods()[method].Config.from_options(**options)
 
 
 def test_generate_takes_a_preset(model: PreTrainedModel) -> None:
