@@ -26,15 +26,17 @@ class FirstRows:
     Attributes:
         device: of the queries.
         nbytes: bytes of the first block, or of a saved store.
+        tokens: in it.
     """
 
     device: torch.device
     nbytes: int
+    tokens: int
 
     @classmethod
     def of(cls, block: TokenBlock) -> FirstRows:
         """Those of a layer's first block."""
-        return cls(block.keys.device, block.nbytes)
+        return cls(block.keys.device, block.nbytes, len(block))
 
 
 # ``out [B, Hq, Q, Dv]`` and ``lse [B, Hq, Q]`` fp32, the natural log of the denominator.

@@ -80,7 +80,7 @@ def load_kv(kv: LayerKV, state: Tensors, device: torch.device, query_heads: int 
         return
     rows = _part(state, "store.")
     nbytes = sum(x.nbytes for x in rows.values())
-    store = kv.store = kv.make_store(FirstRows(device, nbytes))
+    store = kv.store = kv.make_store(FirstRows(device, nbytes, kv.window.start))
     if not store.codes_rows and "codes" not in rows:
         with _named("store."):
             check_rows(rows, schema)

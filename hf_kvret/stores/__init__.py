@@ -7,9 +7,10 @@ from collections.abc import Callable
 import torch
 
 from hf_kvret.contracts.store import FirstRows, Store
-from hf_kvret.options.config import RetrievalConfig, byte_count, free_bytes
+from hf_kvret.options.config import RetrievalConfig, byte_count
 from hf_kvret.stores.cpu import CpuStore
 from hf_kvret.stores.disk import DiskStore, check_folder
+from hf_kvret.stores.free_memory import free_bytes
 from hf_kvret.stores.memory import DeviceMemory, HostMemory, PageMemory, SplitMemory
 from hf_kvret.stores.paged import PagedStore
 from hf_kvret.stores.placement import UNCODED, choose
@@ -72,19 +73,13 @@ class StoreChoice:
         announced_len: tokens of a prompt that was announced and has not ended; 0: none.
     """
 
-    def __init__(
-        self,
-        options: RetrievalConfig,
-        layers: int,
-        all_to_first: float | None = None,
-    ) -> None:
+    def __init__(self, options: RetrievalConfig, layers: int, all_to_first: float) -> None:
         """For a cache with these options and ``layers`` retrieval layers.
 
         Args:
             options: of the cache.
             layers: that retrieve.
-            all_to_first: elements of a token in all these layers, in units of the first one's; None
-                for ``layers``: they are alike.
+            all_to_first: elements of a token in all these layers, in units of the first one's.
 
         Raises:
             ValueError: ``options.store`` is no store, or its folder is missing.
@@ -98,7 +93,7 @@ class StoreChoice:
         self.reason: str | None = None
         self._options = options
         self._layers = layers
-        self._all_to_first = all_to_first or layers
+        self._all_to_first = all_to_first
         self._share: int | None = None
         self.announced_len, self._chunk = 0, 0
         self._prompt_len, self._new_tokens = 0, 0
@@ -130,7 +125,9 @@ class StoreChoice:
         """
         device = first.device
         if self.name is None:
-            rows_bytes = int(self._expected_bytes(first.nbytes) * self._all_to_first)
+            final_len = self._prompt_len + self._new_tokens - self._options.recent
+            tokens = max(first.tokens, final_len)
+            rows_bytes = int(first.nbytes * tokens // first.tokens * self._all_to_first)
             self.name, self.reason = choose(device, rows_bytes, self._options)
         name = self.name
         if name != "device" and device.type not in ("cpu", "cuda", "meta"):
@@ -148,32 +145,6 @@ class StoreChoice:
         if self._chunk < self.announced_len:
             store.expect(self.announced_len)
         return store
-
-    def _expected_bytes(self, cold_bytes: int) -> int:
-        """Bytes of a layer's cold rows when prompt and new tokens are there."""
-        prompt_len = max(self._prompt_len, self._least_len) - self._options.recent
-        final_len = self._prompt_len + self._new_tokens - self._options.recent
-        return self._prompt_bytes(cold_bytes) * max(prompt_len, final_len) // prompt_len
-
-    @property
-    def _least_len(self) -> int:
-        """Tokens at which the first block goes cold, or more of them."""
-        options = self._options
-        return max(options.dense_len, options.recent + options.flush + 1)
-
-    def _prompt_bytes(self, cold_bytes: int) -> int:
-        """Bytes of a layer's cold rows for the whole prompt; its first block takes ``cold_bytes``.
-
-        ``LayerKV.take_prompt`` moves that block when the window overflows and the cache is no
-        longer dense: all tokens in the window, or all but the recent ones of the first chunk.
-        """
-        options, tokens, chunk = self._options, self.announced_len, self._chunk
-        if chunk >= tokens:
-            return cold_bytes
-        before = (-(-self._least_len // chunk) - 1) * chunk
-        surplus = min(before + chunk, tokens) - options.recent
-        first = min(before, surplus) if before else surplus
-        return max(cold_bytes, cold_bytes * (tokens - options.recent) // max(1, first))
 
     def _budget(self, device: torch.device) -> int:
         """Bytes of device memory for the rows of all layers."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,6 @@ from hf_kvret.contracts.store import FirstRows
 from hf_kvret.methods.flat import FlatConfig
 from hf_kvret.stores import PagedStore, StoreChoice
 from hf_kvret.stores.memory import DeviceMemory, SplitMemory
-from hf_kvret.stores.placement import choose
-from hf_kvret.testing import MODELS
 from hf_kvret.testing.scenario import prompt
 
 from .rows import CPU, HEADS, draw_ids, extend
@@ -69,7 +68,7 @@ def test_the_first_pages_of_every_row_are_on_the_device_as_far_as_they_fit(
     assert store.bus_share == (0.0 if near else 1.0)
 
 
-@pytest.mark.parametrize("pages", [0.5, 3, 7, 20, 900])
+@pytest.mark.parametrize("pages", [0.5, 7, 20])
 def test_answers_are_those_of_the_device_to_the_bit(pages: float) -> None:
     stores = [_store(pages), PagedStore(DeviceMemory(CPU), PAGE_LEN)]
     for step, count in enumerate((21, 4, 7, 30, 1, 1)):
@@ -78,18 +77,6 @@ def test_answers_are_those_of_the_device_to_the_bit(pages: float) -> None:
             store.reorder(torch.tensor([1, 0]))
     query = torch.randn(2, 2 * HEADS, 3, KEY_DIM)
     _check_alike(stores, query, draw_ids(len(stores[0]), 40, queries=3))
-
-
-def test_growing_uses_the_budget_up_and_then_the_host() -> None:
-    store = _store(40)
-    extend(store, count=4 * PAGE_LEN)
-    shares = []
-    for step in range(40):
-        extend(store, count=PAGE_LEN, seed=step)
-        assert _rows(store)[0] <= 40 * PAGE
-        shares.append(store.bus_share)
-    assert shares == sorted(shares) and shares[0] == 0.0 and shares[-1] > 0.5
-    assert _rows(store)[0] > 36 * PAGE
 
 
 def test_forks_share_the_budget_and_give_back_what_nobody_holds() -> None:
@@ -109,9 +96,8 @@ def test_forks_share_the_budget_and_give_back_what_nobody_holds() -> None:
     assert _rows(other) == (10 * PAGE, 2 * PAGE)
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_no_more_than_the_budget_is_ever_held(seed: int) -> None:
-    choose = random.Random(seed)
+def test_no_more_than_the_budget_is_ever_held() -> None:
+    choose = random.Random(0)
     first = _store(30)
     extend(first, count=9)
     stores, most = [first], 0
@@ -141,47 +127,30 @@ def test_no_more_than_the_budget_is_ever_held(seed: int) -> None:
 
 
 def test_each_layer_gets_an_equal_share() -> None:
-    choice = StoreChoice(FlatConfig(store="split", device_budget="10KB"), 3)
-    for _ in range(3):
-        store = choice.make(FirstRows(CPU, 10**9))
-        assert isinstance(store, PagedStore) and isinstance(store.memory, SplitMemory)
-        assert store.memory.budget == 10_000 // 3
+    choice = StoreChoice(FlatConfig(store="split", device_budget="10KB"), 3, 3)
+    store = choice.make(FirstRows(CPU, 10**9, 1))
+    assert isinstance(store, PagedStore) and isinstance(store.memory, SplitMemory)
+    assert store.memory.budget == 10_000 // 3
 
 
 def test_without_a_budget_it_is_half_of_what_is_free_on_a_gpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    choice = StoreChoice(FlatConfig(store="split"), 4)
+    """Memory that torch has in reserve is free, too; a budget that no GPU has is refused."""
+    choice = StoreChoice(FlatConfig(store="split"), 4, 4)
     with pytest.raises(ValueError, match=r"store='split' on cpu.*; give device_budget, as"):
-        choice.make(FirstRows(CPU, 1000))
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (961, 2000))
+        choice.make(FirstRows(CPU, 1000, 1))
     device = torch.device("cuda")
-    assert choice._budget(device) == 480
-    # Memory that torch has in reserve is free, too.
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (961, 2000))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 200)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 161)
     assert choice._budget(device) == 500
-    names = [choose(device, size, FlatConfig()).store for size in (250, 251)]
-    assert names == ["device", "host"]
-
-
-def test_a_budget_that_no_gpu_has_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10, 80_000_000_000))
-    fitting, larger = (
-        StoreChoice(FlatConfig(store="split", device_budget=budget), 1)
-        for budget in ("80GB", "90GB")
-    )
-    assert fitting._budget(torch.device("cuda")) == 80_000_000_000
-    with pytest.raises(
-        ValueError, match=r"device_budget='90GB' is more than all memory of cuda, 80\.0 GB: take"
-    ):
-        larger._budget(torch.device("cuda"))
-    assert larger._budget(CPU) == 90_000_000_000
-
-
-@pytest.fixture(scope="module")
-def llama() -> PreTrainedModel:
-    return MODELS["llama"].build()
+    for budget, fits in ((2000, True), (2001, False)):
+        choice = StoreChoice(FlatConfig(store="split", device_budget=budget), 1, 1)
+        assert choice._budget(CPU) == budget
+        words = f"device_budget={budget} is more than all memory of cuda, 0.0 GB: take"
+        with nullcontext() if fits else pytest.raises(ValueError, match=words):
+            assert choice._budget(device) == budget
 
 
 SMALL = {"top_k": 20, "sink": 2, "recent": 8, "flush": 4, "dense_below": 0}
@@ -205,21 +174,7 @@ def test_a_cache_with_a_budget_splits_and_says_so(llama: PreTrainedModel) -> Non
     assert {layer.kv.store.bus_share for layer in split.retrieval_layers} == {0.6}
 
 
-def test_forks_and_beams_of_a_split_cache(llama: PreTrainedModel) -> None:
-    texts = []
-    for options in ({"store": "device"}, {"store": "split", "device_budget": 60_000}):
-        cache = FlatKVCache(llama.config, **SMALL, **options)
-        ids = prompt(1, 200)
-        llama.generate(ids[:, :150], past_key_values=cache, **GREEDY | {"max_new_tokens": 1})
-        twin = cache.fork()
-        twin.batch_repeat_interleave(3)
-        texts.append(llama.generate(ids, past_key_values=twin, num_beams=3, **GREEDY))
-        assert (cache.memory().store_host > 0) == ("device_budget" in options)
-        assert cache.memory().store_device > 10_000
-    assert torch.equal(*texts)
-
-
-@pytest.mark.parametrize("store", ["device", "host", "split", "auto"])
+@pytest.mark.parametrize("store", ["device", "host", "split"])
 def test_a_saved_split_cache_goes_on_in_any_store(
     llama: PreTrainedModel, tmp_path: Path, store: str
 ) -> None:
