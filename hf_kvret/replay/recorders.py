@@ -8,20 +8,20 @@ from __future__ import annotations
 import gc
 import inspect
 import os
-import re
 import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol, TextIO
+from typing import Any, Protocol
 
 import torch
 
 # Where it is 1, a replay whose inputs were freed since the capture raises.
 CHECK_VARIABLE = "HF_KVRET_CHECK_CAPTURES"
 _MESSAGE = "called a synchronizing CUDA operation"
-_FILTER = ("always", re.compile(_MESSAGE), Warning, None, 0)
+# Held by the thread that collects waits.
+_collecting = threading.Lock()
 
 
 class Recorder(Protocol):
@@ -200,12 +200,6 @@ def _draw_stream(device: torch.device) -> torch.cuda.Stream:
     )
 
 
-def forget_streams() -> None:
-    """Recorders draw streams anew; for tests that put other streams in the place of torch's."""
-    _idle.clear()
-    _drawn.clear()
-
-
 @contextmanager
 def _on_stream(stream: torch.cuda.Stream) -> Iterator[None]:
     """Run the body on a separate stream, ordered after earlier and before later work."""
@@ -245,84 +239,27 @@ def _no_garbage_collection() -> Iterator[None]:
 def waits() -> Iterator[list[str]]:
     """Collects the host synchronizations of this thread in the body, a ``file:line`` each.
 
-    torch's debug mode and Python's warnings belong to the process: while any thread is in a body,
-    what others are told about waits is dropped. A thread that changes the filters of warnings
-    meanwhile may hide waits.
+    torch's debug mode and Python's warnings belong to the process. So one thread collects at a
+    time, and what others are told about waits is dropped meanwhile. A thread that changes the
+    filters of warnings in the body may hide waits.
     """
-    lines = _watch.begin()
-    try:
-        yield lines
-    finally:
-        _watch.end()
+    lines: list[str] = []
+    thread = threading.get_ident()
+    with _collecting, warnings.catch_warnings():
+        warnings.filterwarnings("always", _MESSAGE)
+        show, mode = warnings.showwarning, torch.cuda.get_sync_debug_mode()
 
+        def note(
+            message: Warning | str, category: Any, filename: str, lineno: int, *more: Any
+        ) -> None:
+            if not str(message).startswith(_MESSAGE):
+                show(message, category, filename, lineno, *more)
+            elif threading.get_ident() == thread:
+                lines.append(f"{filename}:{lineno}")
 
-class _Watch:
-    """torch's debug mode and Python's warnings, changed for as long as any thread collects."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._lines: dict[int, list[list[str]]] = {}
-        self._mode = 0
-        # Where warnings go on to. Never this object: ``catch_warnings`` of another thread may put
-        # it back after the end, where the next beginning then comes upon it.
-        self._show: Any = None
-
-    def begin(self) -> list[str]:
-        """Collect for this thread, too."""
-        lines: list[str] = []
-        with self._lock:
-            if not self._lines:
-                mode = torch.cuda.get_sync_debug_mode()
-                torch.cuda.set_sync_debug_mode("warn")
-                self._mode = mode
-                if warnings.showwarning != self._note:
-                    self._show, warnings.showwarning = warnings.showwarning, self._note
-            # First again, whatever others have put there.
-            _remove_filter()
-            warnings.filters.insert(0, _FILTER)  # type: ignore[attr-defined]
-            _filters_changed()
-            self._lines.setdefault(threading.get_ident(), []).append(lines)
-        return lines
-
-    def end(self) -> None:
-        """The newest collection of this thread is over."""
-        with self._lock:
-            own = self._lines[threading.get_ident()]
-            own.pop()
-            if not own:
-                del self._lines[threading.get_ident()]
-            if not self._lines:
-                _remove_filter()
-                if warnings.showwarning == self._note:
-                    warnings.showwarning = self._show
-                torch.cuda.set_sync_debug_mode(self._mode)
-
-    def _note(
-        self,
-        message: Warning | str,
-        category: type[Warning],
-        filename: str,
-        lineno: int,
-        file: TextIO | None = None,
-        line: str | None = None,
-    ) -> None:
-        """Called in the thread that warns."""
-        if not self._lines or not str(message).startswith(_MESSAGE):
-            self._show(message, category, filename, lineno, file, line)
-            return
-        for lines in self._lines.get(threading.get_ident(), []):
-            lines.append(f"{filename}:{lineno}")
-
-
-def _remove_filter() -> None:
-    if _FILTER in warnings.filters:
-        warnings.filters.remove(_FILTER)  # type: ignore[attr-defined]
-        _filters_changed()
-
-
-def _filters_changed() -> None:
-    """Python looks at filters anew for lines that have warned before; not every version has it."""
-    getattr(warnings, "_filters_mutated", lambda: None)()
-
-
-_watch = _Watch()
+        warnings.showwarning = note  # type: ignore[assignment]
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield lines
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)

@@ -84,7 +84,9 @@ def driver(simulation: Simulation) -> Iterator[None]:
     recorders = importlib.import_module("hf_kvret.replay.recorders")
     with ExitStack() as undo:
         undo.callback(streams.forget_choices)
-        undo.callback(recorders.forget_streams)
+        # Later recorders draw streams of torch's own again.
+        undo.callback(recorders._idle.clear)
+        undo.callback(recorders._drawn.clear)
         for owner, name, new in replaced:
             _replace(undo, owner, name, new)
         yield
