@@ -20,17 +20,17 @@ Expand = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 _patched: dict[type, WrappedFunction] = {}
 
 
-def apply(model: nn.Module, hands_on: Callable[[torch.Tensor], bool]) -> None:
+def apply(model: nn.Module, keeps_latents: Callable[[torch.Tensor], bool]) -> None:
     """Patch the classes of ``model``'s modules. Doing it twice is harmless.
 
-    Latents for which ``hands_on`` is true are given back as they are, with their rotated keys; all
-    others are expanded as before.
+    Latents for which ``keeps_latents`` is true are given back as they are, with their rotated keys;
+    all others are expanded as before.
     """
 
     def expand_kv(
         original: Expand, module: nn.Module, kv_nope: torch.Tensor, k_rot: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return (kv_nope, k_rot) if hands_on(kv_nope) else original(module, kv_nope, k_rot)
+        return (kv_nope, k_rot) if keeps_latents(kv_nope) else original(module, kv_nope, k_rot)
 
     for owner in {owner for module in model.modules() for owner in type(module).__mro__}:
         if _METHOD in vars(owner):

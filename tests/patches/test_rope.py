@@ -259,49 +259,6 @@ def test_a_rotation_of_another_kind_is_refused() -> None:
         Rope.of(config, 0)
 
 
-def test_a_rope_that_contradicts_itself_is_refused() -> None:
-    with pytest.raises(ValueError, match="'half' with 0 frequencies"):
-        Rope(torch.empty(0))
-    with pytest.raises(ValueError, match="'none' with 2 frequencies"):
-        Rope(torch.ones(2), layout="none")
-    with pytest.raises(ValueError, match=r"float64 of shape \[2\]"):
-        Rope(torch.ones(2, dtype=torch.float64))
-    with pytest.raises(ValueError, match="attention_factor=0"):
-        Rope(torch.ones(2), 0.0)
-
-
-@pytest.mark.parametrize(
-    ("positions", "message"),
-    [
-        (torch.zeros(3, 2, 5, dtype=torch.long), "have several parts"),
-        (torch.zeros(4, dtype=torch.long), r"give \[5\] or \[2, 5\]"),
-        (torch.zeros(3, 5, dtype=torch.long), r"give \[5\] or \[2, 5\]"),
-        (torch.zeros(5), "positions are torch.float32"),
-        (torch.zeros(5, dtype=torch.long, device="meta"), "positions on meta"),
-    ],
-)
-def test_wrong_positions_are_refused(
-    positions: torch.Tensor, message: str, x: torch.Tensor
-) -> None:
-    for turn in (ROPES["half"].rotate, ROPES["half"].unrotate):
-        with pytest.raises(ValueError, match=message):
-            turn(x, positions)
-
-
-def test_wrong_vectors_are_refused(x: torch.Tensor) -> None:
-    rope, row = ROPES["half"], POSITIONS[0]
-    with pytest.raises(ValueError, match="give floats"):
-        rope.rotate(x[0], row)
-    with pytest.raises(ValueError, match="give floats"):
-        rope.rotate(x.long(), row)
-    with pytest.raises(ValueError, match="8 numbers in a head, RoPE turns 16"):
-        rope.rotate(x[..., :8], row)
-    with pytest.raises(ValueError, match="the rotation on meta"):
-        rope.to("meta").rotate(x, row)
-    with pytest.raises(ValueError, match="the rotation on meta"):
-        rope.to("meta").rotate_to(x, 3)
-
-
 @pytest.mark.parametrize("layout", ["half", "interleaved"])
 def test_the_last_numbers_turn_as_the_first_would(layout: str) -> None:
     first = Rope(torch.tensor([1.0, 0.1, 0.01]), 1.5, layout)
