@@ -31,7 +31,7 @@ from hf_kvret.generate.model_state import end_use, prepare_state
 from hf_kvret.generate.requests import Request, current_request, is_served, request
 from hf_kvret.layer.hybrid import recording, stop_recording
 from hf_kvret.methods.known import METHODS
-from hf_kvret.models.ranks import agreed, tell_of_error
+from hf_kvret.models.ranks import agreed, share_error
 from hf_kvret.models.versions import CACHE_NAME, cache_argument
 from hf_kvret.replay import DecodeGraph
 
@@ -65,7 +65,7 @@ def around_generate(
         except Exception:
             # The other ranks wait in `prepare_cache`, but for one of the caller's own loops.
             if not call.is_prepared and arguments.get("custom_generate") is None:
-                tell_of_error(model)
+                share_error(model)
             raise
         finally:
             end_use(call)

@@ -64,28 +64,15 @@ def group_size() -> int:
     return distributed.get_world_size()
 
 
+# torchrun, accelerate or a shell say so how many processes there are; Slurm's srun says it of the
+# tasks of a step. A batch script outside of a step is alone.
+_SIZES = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
+
+
 def launched_ranks() -> int:
     """Processes of this run, also of a launcher's that have formed no group yet."""
-    return max(group_size(), launched_part().ranks)
-
-
-# torchrun, accelerate or a shell say so which process this is and how many there are; Slurm's srun
-# says it of the tasks of a step.
-_LAUNCHERS = (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"))
-
-
-def launched_part() -> Part:
-    """Which of a launcher's processes this one is, by its environment.
-
-    ValueError for a rank that its number of processes doesn't have.
-    """
-    for rank_name, size_name in _LAUNCHERS:
-        rank, size = (os.environ.get(name, "") for name in (rank_name, size_name))
-        if size.isdecimal() and int(size) > 1:
-            if not rank.isdecimal() or int(rank) >= int(size):
-                raise ValueError(f"{size_name}={size} with {rank_name}={rank!r}: 0 to {size} - 1")
-            return Part(int(rank), int(size))
-    return WHOLE
+    sizes = (os.environ.get(name, "") for name in _SIZES)
+    return max([group_size(), *(int(size) for size in sizes if size.isdecimal())])
 
 
 def is_split(model: nn.Module) -> bool:
@@ -129,12 +116,12 @@ def agreed(model: nn.Module) -> Iterator[list[object]]:
     try:
         yield facts
     except Exception:
-        tell_of_error(model)
+        share_error(model)
         raise
     _exchange(model, facts)
 
 
-def tell_of_error(model: nn.Module) -> None:
+def share_error(model: nn.Module) -> None:
     """Have the other ranks, in or before ``agreed``, raise as well."""
     _exchange(model, None)
 

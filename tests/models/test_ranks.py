@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,11 +25,9 @@ from hf_kvret.models.ranks import (
     WHOLE,
     Part,
     agreed,
-    check_one_process,
     check_split,
     group_size,
     is_split,
-    launched_part,
     launched_ranks,
     part_of,
     place_to_save,
@@ -88,16 +87,23 @@ def test_a_mesh_without_a_name_divides_heads_where_transformers_says_so(
     assert part_of(model) == Part(0, 2)
 
 
+def test_a_model_that_transformers_split_is_known_by_its_size(model: Any) -> None:
+    for size in (2, 1):
+        model._tp_size = size
+        assert is_split(model) == (size > 1)
+
+
 def test_a_group_is_counted(group: int) -> None:
     assert group_size() == launched_ranks() == group
 
 
 def test_without_a_group_there_is_one_rank() -> None:
     assert group_size() == launched_ranks() == 1
-    check_one_process()
 
 
-@pytest.mark.parametrize("cls", [FlatKVCache, ParisKVCache])
+@pytest.mark.parametrize(
+    ("cls", "group"), [(FlatKVCache, 1), (FlatKVCache, 2), (ParisKVCache, 2)], indirect=["group"]
+)
 def test_a_rank_with_a_whole_model_saves_and_loads(
     cls: Any, group: int, model: PreTrainedModel, tmp_path: Path
 ) -> None:
@@ -106,7 +112,8 @@ def test_a_rank_with_a_whole_model_saves_and_loads(
     model.generate(prompt(1, 100), past_key_values=cache, **RUN)
     cache.save_pretrained(tmp_path / "out")
     assert cls.from_pretrained(tmp_path / "out", model.config, model=model).get_seq_length() == 101
-    with pytest.raises(ValueError, match=r"in a process group of 2 ranks.* pass model="):
+    words = r"in a process group of 2 ranks.* pass model="
+    with nullcontext() if group == 1 else pytest.raises(ValueError, match=words):
         cls.from_pretrained(tmp_path / "out", model.config)
 
 
@@ -196,14 +203,6 @@ def test_weights_in_shards_are_compared_by_their_place(group: int, model: PreTra
     assert "rank 0 of 2" in whole.difference(shards)
 
 
-@pytest.mark.parametrize("group", [1], indirect=True)
-def test_a_group_of_one_saves_and_loads(group: int, model: PreTrainedModel, tmp_path: Path) -> None:
-    cache = FlatKVCache(model.config, **COVERING_OPTIONS)
-    model.generate(prompt(1, 100), past_key_values=cache, **RUN)
-    cache.save_pretrained(tmp_path)
-    assert FlatKVCache.from_pretrained(tmp_path, model.config).get_seq_length() == 101
-
-
 def test_rows_of_some_heads_are_refused_under_a_group(group: int, model: PreTrainedModel) -> None:
     """As in a file that a rank saved when it still could."""
     config = MODELS["llama"].config()
@@ -227,13 +226,6 @@ def test_a_split_model_is_not_calibrated(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_model_that_transformers_split_is_known_by_its_size(model: Any) -> None:
-    model._tp_size = 2
-    assert is_split(model)
-    model._tp_size = 1
-    assert not is_split(model)
-
-
 COMMANDS: dict[str, Any] = {
     "measurement": lambda: run_measurement(SimpleNamespace(), Outputs()),  # type: ignore[arg-type]
     "calibrate": lambda: run_calibrate(None),  # type: ignore[arg-type]
@@ -245,24 +237,23 @@ def test_a_command_is_refused_on_one_of_several_ranks(
     command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
-    monkeypatch.setenv("RANK", "3")
     with pytest.raises(ValueError, match=r"one of 4 ranks.* without torchrun"):
         COMMANDS[command]()
 
 
-@pytest.mark.parametrize("size", ["1", "", "many"])
-def test_an_environment_of_one_rank_is_none(size: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", size)
-    check_one_process()
-
-
-def test_slurm_names_its_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of a step; a batch script outside of one is alone."""
-    monkeypatch.setenv("SLURM_PROCID", "2")
-    monkeypatch.setenv("SLURM_NTASKS", "4")
-    assert launched_part().is_whole
-    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
-    assert launched_part() == (2, 4)
-    monkeypatch.setenv("SLURM_PROCID", "4")
-    with pytest.raises(ValueError, match="SLURM_STEP_NUM_TASKS=4 with SLURM_PROCID='4'"):
-        launched_part()
+@pytest.mark.parametrize(
+    ("variable", "size", "ranks"),
+    [
+        ("WORLD_SIZE", "1", 1),
+        ("WORLD_SIZE", "", 1),
+        ("WORLD_SIZE", "many", 1),
+        ("SLURM_NTASKS", "4", 1),
+        ("SLURM_STEP_NUM_TASKS", "4", 4),
+    ],
+)
+def test_launchers_say_how_many_ranks_there_are(
+    variable: str, size: str, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm's tasks are those of a step; a batch script outside of one is alone."""
+    monkeypatch.setenv(variable, size)
+    assert launched_ranks() == ranks
