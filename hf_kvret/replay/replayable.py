@@ -29,8 +29,8 @@ number on the host, such as its own count of tokens, that number is baked into t
 replay uses it: wrong tokens, and no error. So a type is listed once a model of it was tested with
 replayed steps, on the tape (``hf_kvret.testing.tape``), which freezes such numbers as a graph does:
 
-1. Add it to a table of ``tests/replay/test_replayable.py``, with what a small model needs.
-2. Add it here, and a composite's text part too.
+1. Add it here, and a composite's text part too.
+2. Add what a small model of it needs to a table of ``tests/replay/test_replayable.py``.
 3. ``python -m pytest -m slow tests/replay/test_replayable.py -k <type>``
 """
 

@@ -125,9 +125,9 @@ def _cache(model: PreTrainedModel, chunk: int | str = CHUNK) -> FlatKVCache:
     return FlatKVCache(model.config, **COVERING_OPTIONS, prefill_chunk=chunk)
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])
-@pytest.mark.parametrize("kind", list(ROTATIONS))
-@pytest.mark.parametrize("length", [LIMIT - 6, LIMIT, LIMIT + 1, LIMIT + 40])
+@pytest.mark.factor("model_type", ["llama", "gemma3_text"])
+@pytest.mark.factor("kind", list(ROTATIONS))
+@pytest.mark.factor("length", [LIMIT - 6, LIMIT, LIMIT + 1, LIMIT + 40])
 def test_a_rotation_is_that_of_one_pass(model_type: str, kind: str, length: int) -> None:
     inputs = _prompt(length, padding=11)
     own_model, model = _rotating(kind, model_type), _rotating(kind, model_type)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 import hf_kvret
@@ -56,74 +54,6 @@ def test_the_class_is_patched_once_and_put_back(model: PreTrainedModel) -> None:
         assert attention.expand_kv is plain
     finally:
         hf_kvret.register()
-
-
-@pytest.mark.parametrize("ours_first", [True, False])
-def test_what_others_wrapped_around_the_class_stays(
-    model: PreTrainedModel, ours_first: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    attention = type(model.model.layers[0].self_attn)
-    hf_kvret.restore(model)
-    latent.restore()
-    monkeypatch.setattr(attention, "expand_kv", attention.expand_kv)
-    expected, calls = model.generate(prompt(1, 120), **GREEDY), []
-    if ours_first:
-        hf_kvret.attach(model)
-    inner = attention.expand_kv
-
-    def theirs(*args: Any) -> Any:
-        calls.append(1)
-        return inner(*args)
-
-    attention.expand_kv = theirs
-    for _ in range(2):
-        calls.clear()
-        assert torch.equal(with_cache(model), expected)
-        # Theirs also sees what a prompt's attention expands.
-        assert calls
-        hf_kvret.restore(model)
-        latent.restore()
-        assert attention.expand_kv is theirs
-        assert torch.equal(model.generate(prompt(1, 120), **GREEDY), expected)
-
-
-class Doubled(nn.Module):
-    """What an adapter does: its own part is added to the layer that it wraps."""
-
-    def __init__(self, base: nn.Linear) -> None:
-        super().__init__()
-        self.base = base
-        self.more = nn.Linear(base.in_features, base.out_features, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.base(x) + self.more(x)
-
-
-def hooked(projection: nn.Linear) -> nn.Module:
-    projection.register_forward_hook(lambda module, args, out: 1.5 * out)
-    return projection
-
-
-def parametrized(projection: nn.Linear) -> nn.Module:
-    class Half(nn.Module):
-        def forward(self, weight: torch.Tensor) -> torch.Tensor:
-            return 0.5 * weight
-
-    nn.utils.parametrize.register_parametrization(projection, "weight", Half())
-    return projection
-
-
-@pytest.mark.parametrize("change", [Doubled, hooked, parametrized])
-def test_whatever_stands_in_place_of_the_projection_is_used(
-    model: PreTrainedModel, change: Callable[[nn.Linear], nn.Module]
-) -> None:
-    before = model.generate(prompt(1, 120), **GREEDY)
-    with torch.no_grad():
-        for layer in model.model.layers:
-            layer.self_attn.kv_b_proj = change(layer.self_attn.kv_b_proj)
-    expected = model.generate(prompt(1, 120), **GREEDY)
-    assert not torch.equal(expected, before)
-    assert torch.equal(with_cache(model), expected)
 
 
 def test_absorbed_queries_score_as_expanded_keys_do(model: PreTrainedModel) -> None:

@@ -1,11 +1,10 @@
 """Latent attention with what others make of ``kv_b_proj``: their packages, where installed.
 
-The same is shown of stand-ins in ``test_latent_weights.py`` and ``test_latent_projections.py``.
+Changes between steps are shown of stand-ins in ``test_latent_projections.py``.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +14,6 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
-import hf_kvret
 from hf_kvret import FlatKVCache, LatentKVCache
 from hf_kvret.testing import COVERING_OPTIONS, LOGIT_TOLERANCE
 from hf_kvret.testing.scenario import prompt
@@ -24,32 +22,11 @@ from .latent_projections import logits, projections
 
 # Importing any of them takes seconds.
 pytestmark = pytest.mark.slow
-STEPS = 9
 GREEDY = {"max_new_tokens": 6, "do_sample": False}
 CACHES: list[Callable[[Any], Cache]] = [
     lambda config: FlatKVCache(config, **COVERING_OPTIONS),
     lambda config: LatentKVCache(config),
 ]
-
-
-@torch.no_grad()
-def read(model: Any, cache: Cache, changes: dict[int, Callable[[], object]]) -> torch.Tensor:
-    """``[STEPS, V]``: logits of greedy steps after a prompt, with ``changes`` before some."""
-    ids, rows = prompt(1, 60), []
-    for step in range(STEPS):
-        changes.get(step, lambda: None)()
-        rows.append(model(input_ids=ids, past_key_values=cache).logits[0, -1])
-        ids = rows[-1].argmax().view(1, 1)
-    return torch.stack(rows)
-
-
-def check(model: Any, own: PreTrainedModel, changes: dict[int, Callable[[], object]]) -> None:
-    hf_kvret.attach(own)
-    expected = read(model, DynamicCache(config=own.config), changes)
-    for make in CACHES:
-        result = read(model, make(own.config), changes)
-        assert torch.equal(result.argmax(-1), expected.argmax(-1))
-        torch.testing.assert_close(result, expected, rtol=0, atol=LOGIT_TOLERANCE)
 
 
 @pytest.fixture
@@ -83,47 +60,6 @@ def test_lora_generates_the_same(state: str, lora: Any, model: PreTrainedModel) 
             assert torch.equal(answer, expected)
     # Without the adapter that is active at first the text is another.
     assert torch.equal(plain, expected) is (state in ("default", "merged"))
-
-
-def test_adapters_change_in_the_middle(lora: Any, model: PreTrainedModel) -> None:
-    def scaled() -> None:
-        for one in projections(model):
-            one.set_scale("other", 3.0)
-
-    def back() -> None:
-        for one in projections(model):
-            one.set_scale("other", 1.0)
-        lora.set_adapter("default")
-
-    changes: dict[int, Callable[[], object]] = {
-        0: back,
-        2: lambda: lora.set_adapter("other"),
-        3: scaled,
-        4: lora.merge_adapter,
-        5: lora.unmerge_adapter,
-        6: lora.base_model.disable_adapter_layers,
-        7: lora.base_model.enable_adapter_layers,
-        8: lambda: lora.set_adapter("offset"),
-    }
-    check(lora, model, changes)
-
-
-def test_lora_learns_between_steps(lora: Any, model: PreTrainedModel) -> None:
-    before = copy.deepcopy(lora.state_dict())
-
-    def learn() -> None:
-        optimizer = torch.optim.AdamW([p for p in lora.parameters() if p.requires_grad], lr=0.05)
-        with torch.enable_grad():
-            lora.train()(input_ids=prompt(1, 20), use_cache=False).logits.square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        lora.eval()
-
-    def start() -> None:
-        torch.manual_seed(0)
-        lora.load_state_dict(before)
-
-    check(lora, model, {0: start, 3: learn, 6: learn})
 
 
 @pytest.mark.parametrize("kind", ["torchao weights", "torchao both", "bitsandbytes"])

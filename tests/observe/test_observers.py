@@ -10,15 +10,12 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 import hf_kvret
-from hf_kvret import DecodeGraph, RetrievalCache, Selection, observe, registered_methods
+from hf_kvret import RetrievalCache, Selection, observe, registered_methods
 from hf_kvret.lab.calibrate.tiny import tiny_artifact
 from hf_kvret.observe.recall import exact_scores
 from hf_kvret.replay.layer_step import LayerStep
 from hf_kvret.testing import MODELS
-from hf_kvret.testing.tape import taped
 from hf_kvret_kernels._dispatch import prefer
-
-from ..replay.steps import DecodeLoop, small_llama
 
 PROMPT, STEPS = 90, 3
 OPTIONS: dict[str, Any] = {"top_k": 10, "sink": 2, "recent": 8, "flush": 8, "dense_below": 0}
@@ -177,27 +174,6 @@ def test_an_observed_layer_says_why_its_steps_are_not_captured(model: PreTrained
         assert "observed" in str(LayerStep(layer).capture_obstacle)
         assert layer.edits > edits
     assert LayerStep(layer).capture_obstacle is None
-
-
-@pytest.mark.slow
-def test_steps_are_not_replayed_while_they_are_observed() -> None:
-    model = small_llama(layers=1)
-    options = {"top_k": 4, "sink": 2, "recent": 6, "flush": 9, "max_draft": 4}
-    with taped():
-        cache = registered_methods()["flat"](model.config, dense_below=0, **options)
-        step = DecodeGraph(model, cache)
-        loop = DecodeLoop(step, cache)
-        for _ in range(4):
-            loop.step()
-        replays = step.replays
-        assert replays
-        seen: list[Selection] = []
-        with observe(cache, seen.append):
-            for _ in range(3):
-                loop.step()
-    assert len(seen) == 3
-    assert step.replays == replays
-    assert step.reason is not None and "observed" in step.reason
 
 
 def test_another_cache_is_refused(model: PreTrainedModel) -> None:

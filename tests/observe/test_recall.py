@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_kvret import TokenBlock
-from hf_kvret.observe.recall import exact_scores, measure_recall
+from hf_kvret.observe.recall import Recall, exact_scores, measure_recall
 from hf_kvret.stores import PagedStore
 from hf_kvret.stores.memory import DeviceMemory
 from hf_kvret.testing.cold import cold_tokens
@@ -14,77 +14,51 @@ from hf_kvret_kernels.relevance import group_relevance
 
 from ..layer.test_block_sums import Driver
 
-
-def _store(scores: list[float], batch: int = 1) -> PagedStore:
-    """Keys of dim 1 whose dot product with a query of 1 is the score; values don't matter."""
-    store = PagedStore(DeviceMemory(torch.device("cpu")), page_len=4)
-    keys = torch.tensor(scores).view(1, 1, -1, 1).expand(batch, 1, -1, 1)
-    store.append(TokenBlock(keys, torch.zeros_like(keys), start=0))
-    return store
-
-
-def _ids(*rows: list[int]) -> torch.Tensor:
-    return torch.tensor(rows, dtype=torch.int32).view(len(rows), 1, 1, -1)
-
-
-def _all_valid(count: int, batch: int = 1) -> torch.Tensor:
-    return torch.ones(batch, count, dtype=torch.bool)
-
-
 SCORES = [1.0, 3.0, 0.0, 2.0, -1.0]
 SHARES = torch.tensor(SCORES).softmax(0)
 
 
+def recall_of(*selections: list[int], valid: tuple[int, ...] = (0, 1, 2, 3, 4)) -> Recall:
+    """Of one query of 1 in each sequence, whose product with key number n is ``SCORES[n]``."""
+    batch = len(selections)
+    store = PagedStore(DeviceMemory(torch.device("cpu")), page_len=4)
+    keys = torch.tensor(SCORES).view(1, 1, -1, 1).expand(batch, 1, -1, 1)
+    store.append(TokenBlock(keys, torch.zeros_like(keys), start=0))
+    mask = torch.zeros(batch, len(SCORES), dtype=torch.bool)
+    mask[:, list(valid)] = True
+    ids = torch.tensor(selections, dtype=torch.int32).view(batch, 1, 1, -1)
+    cold = cold_tokens(mask, 1.0, 1, store=store)
+    return measure_recall(torch.ones(batch, 1, 1, 1), ids, cold)
+
+
 @pytest.mark.parametrize(
-    ("ids", "overlap", "held"),
-    [([1, 3], 1.0, [1, 3]), ([3, 1], 1.0, [1, 3]), ([1, 4], 0.5, [1, 4]), ([2, 4], 0.0, [2, 4])],
+    ("ids", "overlap", "read"),
+    [
+        ([1, 3], 1.0, [1, 3]),
+        ([3, 1], 1.0, [1, 3]),
+        ([1, 4], 0.5, [1, 4]),
+        ([2, 4], 0.0, [2, 4]),
+        ([1, -1], 0.5, [1]),
+    ],
 )
-def test_overlap_and_mass_of_a_selection(ids: list[int], overlap: float, held: list[int]) -> None:
-    recall = measure_recall(
-        torch.ones(1, 1, 1, 1), _ids(ids), cold_tokens(_all_valid(5), 1.0, 1, store=_store(SCORES))
-    )
+def test_overlap_and_mass_of_a_selection(ids: list[int], overlap: float, read: list[int]) -> None:
+    """An empty place counts as missed; cold tokens alone lose what is not selected."""
+    recall = recall_of(ids)
     assert recall.overlap == overlap
-    assert recall.mass == pytest.approx(float(SHARES[held].sum()), rel=1e-6)
+    assert recall.mass == pytest.approx(float(SHARES[read].sum()), rel=1e-6)
     assert recall.best_mass == pytest.approx(float(SHARES[[1, 3]].sum()), rel=1e-6)
-
-
-def test_empty_places_count_as_missed() -> None:
-    recall = measure_recall(
-        torch.ones(1, 1, 1, 1),
-        _ids([1, -1]),
-        cold_tokens(_all_valid(5), 1.0, 1, store=_store(SCORES)),
-    )
-    assert recall.overlap == 0.5
-    assert recall.mass == pytest.approx(float(SHARES[1]), rel=1e-6)
+    assert recall.lost_mass == pytest.approx(1.0 - recall.mass, rel=1e-6)
 
 
 def test_tokens_that_are_not_valid_are_nobodys_best() -> None:
-    valid = _all_valid(5)
-    valid[0, 1] = False
-    query, store = torch.ones(1, 1, 1, 1), _store(SCORES)
-    assert (
-        measure_recall(query, _ids([3, 0]), cold_tokens(valid, 1.0, 1, store=store)).overlap == 1.0
-    )
-    only = torch.tensor([[False, False, False, True, False]])
-    recall = measure_recall(query, _ids([3, -1]), cold_tokens(only, 1.0, 1, store=store))
-    assert (recall.overlap, recall.mass, recall.best_mass) == (1.0, 1.0, 1.0)
+    assert recall_of([3, 0], valid=(0, 2, 3, 4)).overlap == 1.0
+    assert recall_of([3, -1], valid=(3,))[:3] == (1.0, 1.0, 1.0)
+    # No valid token gives zero and no NaN.
+    assert recall_of([-1, -1], valid=())[:3] == (0.0, 0.0, 0.0)
 
 
-def test_no_valid_token_gives_zero_and_no_nan() -> None:
-    none = torch.zeros(1, 5, dtype=torch.bool)
-    recall = measure_recall(
-        torch.ones(1, 1, 1, 1), _ids([-1, -1]), cold_tokens(none, 1.0, 1, store=_store(SCORES))
-    )
-    assert (recall.overlap, recall.mass, recall.best_mass) == (0.0, 0.0, 0.0)
-
-
-def test_cold_tokens_alone_lose_what_is_not_selected() -> None:
-    recall = measure_recall(
-        torch.ones(1, 1, 1, 1),
-        _ids([1, 4]),
-        cold_tokens(_all_valid(5), 1.0, 1, store=_store(SCORES)),
-    )
-    assert recall.lost_mass == pytest.approx(1.0 - recall.mass, rel=1e-6)
+def test_sequences_are_averaged() -> None:
+    assert recall_of([1, 3], [2, 4]).overlap == 0.5
 
 
 @pytest.mark.parametrize("rest", [None, "mean"])
@@ -122,16 +96,6 @@ def _lost_shares(driver: Driver) -> torch.Tensor:
     read.scatter_(-1, sinks.where(sinks >= 0, kv.length), True)
     read[..., kv.cold_len :] = True
     return (shares * ~read[..., :-1].repeat_interleave(group, dim=1)).sum(-1)
-
-
-def test_rows_are_averaged() -> None:
-    store = _store(SCORES, batch=2)
-    recall = measure_recall(
-        torch.ones(2, 1, 1, 1),
-        _ids([1, 3], [2, 4]),
-        cold_tokens(_all_valid(5, 2), 1.0, 1, store=store),
-    )
-    assert recall.overlap == 0.5
 
 
 def test_heads_of_a_group_are_compared_by_their_shares_not_their_scores() -> None:

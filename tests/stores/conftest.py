@@ -1,4 +1,4 @@
-"""Host memory that tests set."""
+"""A model, and host memory that tests set."""
 
 from __future__ import annotations
 
@@ -7,8 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from hf_kvret.stores import free_memory
+from hf_kvret.testing import MODELS
+
+
+@pytest.fixture(scope="module")
+def llama() -> PreTrainedModel:
+    return MODELS["llama"].build()
 
 
 @pytest.fixture

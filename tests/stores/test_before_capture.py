@@ -94,15 +94,27 @@ def _as_if_on_a_gpu(table: torch.Tensor) -> torch.Tensor:
     return table.as_subclass(Table)
 
 
-def test_stores_on_the_device_and_on_the_host_can_be_captured() -> None:
-    for memory in (DeviceMemory(CPU), HostMemory(CPU), SplitMemory(CPU, 10_000)):
-        assert _filled(PagedStore(memory)).capture_obstacle is None
-        assert _filled(QuantizedStore(memory, 4)).capture_obstacle is None
+ON_CPU = "store='cpu' attends on the CPU"
 
 
-def test_a_store_that_attends_on_the_cpu_can_not_be_captured() -> None:
-    reason = _filled(CpuStore(CPU)).capture_obstacle
-    assert reason is not None and "store='cpu' attends on the CPU" in reason
+@pytest.mark.parametrize(
+    ("store", "bus_share", "obstacle"),
+    [
+        (PagedStore(DeviceMemory(CPU)), 0.0, None),
+        (PagedStore(HostMemory(CPU)), 1.0, None),
+        (PagedStore(SplitMemory(CPU, 0)), 1.0, None),
+        (QuantizedStore(HostMemory(CPU), 2), 1.0, None),
+        (ResidentStore(CPU), 1.0, "have served no step since its rows changed"),
+        (CpuStore(CPU), 0.0, ON_CPU),
+    ],
+)
+def test_a_store_says_what_comes_over_the_bus_and_why_it_is_not_captured(
+    store: Store, bus_share: float, obstacle: str | None
+) -> None:
+    store.append(_block())
+    assert store.bus_share == bus_share
+    assert (obstacle or "") in (store.capture_obstacle or "")
+    assert (store.capture_obstacle is None) == (obstacle is None)
 
 
 def test_slots_can_be_captured_once_they_served_the_rows_as_they_are() -> None:
@@ -158,15 +170,3 @@ def test_a_store_that_says_nothing_is_not_captured() -> None:
     store.before_capture()
     assert store.capture_obstacle == "the store Silent does not say that its steps can be captured"
     assert store.bus_share == 0.0
-
-
-def test_the_bus_share_of_stores_in_one_place_is_all_or_nothing() -> None:
-    stores = {
-        "device": PagedStore(DeviceMemory(CPU)),
-        "host": PagedStore(HostMemory(CPU)),
-        "resident": ResidentStore(CPU),
-        "cpu": CpuStore(CPU),
-        "coded": QuantizedStore(HostMemory(CPU), 2),
-    }
-    shares = {name: _filled(store).bus_share for name, store in stores.items()}
-    assert shares == {"device": 0.0, "host": 1.0, "resident": 1.0, "cpu": 0.0, "coded": 1.0}

@@ -18,9 +18,7 @@ from transformers import PreTrainedModel
 
 import hf_kvret
 from hf_kvret import FlatKVCache, ParisKVCache, TokenBlock
-from hf_kvret.methods.flat import FlatConfig
 from hf_kvret.stores import DiskStore
-from hf_kvret.testing import MODELS
 from hf_kvret.testing.scenario import prompt
 from hf_kvret_kernels.host_attention import why_not
 
@@ -28,11 +26,6 @@ from .rows import CPU, GROUP, HEADS, draw
 
 SMALL: dict[str, Any] = {"top_k": 24, "sink": 2, "recent": 16, "flush": 16, "dense_below": 0}
 RUN: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
-
-
-@pytest.fixture
-def llama() -> PreTrainedModel:
-    return MODELS["llama"].build()
 
 
 def _file_at(address: int) -> str:
@@ -183,22 +176,6 @@ def test_a_full_disk_at_the_first_rows_leaves_a_cache_that_can_be_reset(
     cache.reset()
     expected = llama.generate(ids, cache_implementation="paris", cache_config=SMALL, **RUN)
     assert torch.equal(llama.generate(ids, past_key_values=cache, **RUN), expected)
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"store": "disk"}, ValueError, "disk=None with store='disk'"),
-        ({"store": "disk", "disk": ""}, ValueError, "disk='' must not be empty"),
-        ({"disk": "/tmp"}, ValueError, "disk='/tmp' with store='auto'"),
-        ({"store": "disk", "disk": 3}, TypeError, "disk must be a text"),
-    ],
-)
-def test_a_folder_and_its_store_belong_together(
-    options: dict[str, Any], error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message):
-        FlatConfig(**options)
 
 
 def test_a_missing_folder_is_named_when_the_cache_is_made(

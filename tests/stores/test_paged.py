@@ -52,6 +52,9 @@ def test_bytes_are_exact_and_in_the_right_memory() -> None:
     assert (on_device.nbytes(), on_device.host_nbytes()) == (rows + table, 0)
     on_host, *_ = filled(HostMemory(CPU), 9)
     assert (on_host.nbytes(), on_host.host_nbytes()) == (table + rows, rows)
+    by_cpu = CpuStore(CPU)
+    extend(by_cpu, count=9, batch=3, dims=(6, 10))
+    assert by_cpu.host_nbytes() == by_cpu.nbytes() > rows
     assert PagedStore(HostMemory(CPU)).host_nbytes() == 0
 
 
@@ -229,7 +232,7 @@ STORES = {
 
 
 @pytest.mark.parametrize("name", STORES)
-@pytest.mark.parametrize("stop", [0, 1, 4, 37, 64, 65, 100, 200, 999, None])
+@pytest.mark.parametrize("stop", [0, 37, 64, 65, 200, 999, None])
 def test_reading_stops_where_it_is_told_to(name: str, stop: int | None) -> None:
     block = torch.randn(2, 2, 200, 16, generator=torch.Generator().manual_seed(5))
     store = STORES[name]()

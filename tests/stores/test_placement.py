@@ -15,7 +15,6 @@ from hf_kvret.methods.flat import FlatConfig
 from hf_kvret.methods.paris import ParisConfig
 from hf_kvret.stores import STORES, free_memory
 from hf_kvret.stores.placement import CODED, PLACEMENTS, Choice, choose
-from hf_kvret.testing import MODELS
 from hf_kvret.testing.scenario import prompt
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -25,23 +24,17 @@ GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
 TOKEN_BYTES = 2 * 2 * 2 * 16 * 4
 
 
-@pytest.fixture(scope="module")
-def llama() -> PreTrainedModel:
-    return MODELS["llama"].build()
-
-
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     records = [each for each in caplog.records if each.name == "hf_kvret.stores.placement"]
     assert all(each.levelno == logging.WARNING for each in records)
     return [each.getMessage() for each in records]
 
 
-def test_places_name_stores_that_code_nothing() -> None:
-    for placements in PLACEMENTS.values():
-        assert {placement.store for placement in placements} <= STORES.keys() - set(CODED)
-        assert all(0 < placement.share <= 1 for placement in placements)
-    with_bits = FlatConfig(store="device")
-    assert {name for name in STORES if with_bits.replace(store=name).row_bits < 16} == set(CODED)
+def test_only_stores_that_are_named_so_code_rows() -> None:
+    chosen = {placement.store for placements in PLACEMENTS.values() for placement in placements}
+    assert chosen <= STORES.keys() - set(CODED)
+    options = FlatConfig(store="device")
+    assert {name for name in STORES if options.replace(store=name).row_bits < 16} == set(CODED)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_kvret import TokenBlock
-from hf_kvret.stores import CpuStore, PagedStore, QuantizedStore, ResidentStore
+from hf_kvret.stores import CpuStore, PagedStore, QuantizedStore, ResidentStore, Store
 from hf_kvret.stores.memory import DeviceMemory, HostMemory
 from hf_kvret_kernels.higgs import HiggsCodec
 
@@ -134,14 +134,6 @@ def test_older_saves_have_keys_without_a_mean() -> None:
     assert "key_mean" not in loaded.state_dict()
 
 
-def test_dims_that_no_group_divides_are_refused() -> None:
-    for dims in ((20, 16), (16, 12), (4, 4)):
-        store = QuantizedStore(DeviceMemory(CPU), 4)
-        words = rf"heads of {dims[0]} and {dims[1]} numbers: .* that 8 divides; use store='device'"
-        with pytest.raises(ValueError, match=words):
-            store.append(TokenBlock(*draw(1, 3, dims), start=0))
-
-
 def test_coded_rows_are_loaded_as_they_are_on_the_device_and_on_the_host() -> None:
     for saved, fresh in ((CODED["device"], CODED["host"]), (CODED["host"], CODED["device"])):
         state, loaded = _filled(memory=saved).state_dict(), QuantizedStore(fresh(CPU), 4)
@@ -152,17 +144,28 @@ def test_coded_rows_are_loaded_as_they_are_on_the_device_and_on_the_host() -> No
             assert again[name].dtype == tensor.dtype and torch.equal(again[name], tensor)
 
 
-def test_coded_rows_of_other_bits_are_refused() -> None:
-    state = _filled(bits=4).state_dict()
-    with pytest.raises(ValueError, match="saved with rows of 4 bits, not bits=2"):
-        QuantizedStore(DeviceMemory(CPU), 2).load_state_dict(state, CPU)
+@pytest.mark.parametrize("dims", [(20, 16), (16, 12), (4, 4)])
+def test_dims_that_no_group_divides_are_refused(dims: tuple[int, int]) -> None:
+    words = rf"heads of {dims[0]} and {dims[1]} numbers: .* that 8 divides; use store='device'"
+    with pytest.raises(ValueError, match=words):
+        _filled(dims=dims)
 
 
-def test_other_stores_refuse_coded_rows() -> None:
-    state = _filled().state_dict()
-    for store in (PagedStore(DeviceMemory(CPU)), ResidentStore(CPU, 1.0), CpuStore(CPU)):
-        with pytest.raises(ValueError, match="saved with coded rows, which other stores can't"):
-            store.load_state_dict(state, CPU)
+OTHERS = "saved with coded rows, which other stores can't"
+
+
+@pytest.mark.parametrize(
+    ("store", "words"),
+    [
+        (QuantizedStore(DeviceMemory(CPU), 2), "saved with rows of 4 bits, not bits=2"),
+        (PagedStore(DeviceMemory(CPU)), OTHERS),
+        (ResidentStore(CPU, 1.0), OTHERS),
+        (CpuStore(CPU), OTHERS),
+    ],
+)
+def test_other_bits_and_other_stores_refuse_coded_rows(store: Store, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        store.load_state_dict(_filled(bits=4).state_dict(), CPU)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
