@@ -39,25 +39,20 @@ class PromptRecipe:
         """What the option ``prompt`` asks for; None where prompts attend to everything.
 
         Raises:
-            TypeError: neither a name nor a dictionary.
             ValueError: an unknown name, key or value.
         """
-        if isinstance(option, Mapping):
-            names = [field.name for field in fields(cls)]
-            for name in option:
-                if name not in names:
-                    raise ValueError(f"prompt has no {name!r}: choose among {', '.join(names)}")
-            return cls(**option)
-        if not isinstance(option, str):
-            raise TypeError(
-                f"prompt must be 'exact', 'retrieve' or a dictionary, got {type(option).__name__}"
-            )
-        if option not in ("exact", "retrieve"):
+        if option in ("exact", "retrieve"):
+            return cls() if option == "retrieve" else None
+        names = ", ".join(field.name for field in fields(cls))
+        if not isinstance(option, Mapping):
             raise ValueError(
-                f"prompt={option!r}: choose 'exact' or 'retrieve', or give a dictionary with "
-                f"any of {', '.join(field.name for field in fields(cls))}"
+                f"prompt={option!r}: choose 'exact' or 'retrieve', or give a dictionary with any "
+                f"of {names}"
             )
-        return cls() if option == "retrieve" else None
+        for name in option:
+            if name not in cls.__dataclass_fields__:
+                raise ValueError(f"prompt has no {name!r}: choose among {names}")
+        return cls(**option)
 
     def budget(self, before: int) -> int:
         """Tokens that a group attends to among the ``before`` ones before it, at most all."""

@@ -261,6 +261,7 @@ def test_a_tuned_prompt_is_measured_with_its_own_rows() -> None:
     ("option", "message"),
     [
         ("sparse", "choose 'exact' or 'retrieve'"),
+        (True, "prompt=True: choose 'exact' or 'retrieve', or give a dictionary"),
         ({"share": 0.1}, "no 'share': choose among top_k, floor"),
         ({"top_k": 0.0}, "prompt: top_k=0.0 must be above 0 and at most 1"),
         ({"floor": -1}, "floor=-1 must be at least 0"),
@@ -270,8 +271,3 @@ def test_a_tuned_prompt_is_measured_with_its_own_rows() -> None:
 def test_what_is_no_recipe_is_refused(option: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         hf_kvret.ParisKVCache.Config(prompt=option)
-
-
-def test_neither_name_nor_dictionary_is_a_type_error() -> None:
-    with pytest.raises(TypeError, match="'exact', 'retrieve' or a dictionary"):
-        hf_kvret.ParisKVCache.Config(prompt=True)  # type: ignore[arg-type]

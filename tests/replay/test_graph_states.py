@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -118,58 +119,71 @@ def test_a_cache_that_was_reset_is_rehearsed_again(prompt: int) -> None:
     assert step.replays >= 4
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("store", ["device", "resident"])
-def test_a_question_in_between_is_no_reason_to_give_up(store: str) -> None:
-    def act(loop: DecodeLoop) -> torch.Tensor:
-        loop.run(3)
-        loop.mask = torch.cat([loop.mask, loop.mask.new_ones(2, 7)], dim=1)
-        loop.logits = loop.feed(loop.tokens[:, :7])
-        return loop.run(7)
+def ask_between(loop: DecodeLoop) -> torch.Tensor:
+    loop.run(3)
+    loop.mask = torch.cat([loop.mask, loop.mask.new_ones(2, 7)], dim=1)
+    loop.logits = loop.feed(loop.tokens[:, :7])
+    return loop.run(7)
 
-    step = compare(act, "lrqk", store=store, flush=6)
+
+def pass_by_another_way(loop: DecodeLoop) -> torch.Tensor:
+    loop.run(4)
+    call, loop.call = loop.call, small_llama(layers=1)
+    loop.run(1)
+    loop.call = call
+    return loop.run(4)
+
+
+def change_a_keyword(loop: DecodeLoop) -> torch.Tensor:
+    call, logits = loop.call, []
+    loop.run(4)
+    for scale in (1, 0):
+        loop.call = lambda scale=scale, **inputs: call(**inputs, logits_to_keep=scale)
+        logits.append(loop.step())
+    return torch.stack(logits)
+
+
+def change_modes(loop: DecodeLoop) -> torch.Tensor:
+    logits = []
+    for inference in (True, True, True, True, False, False, False, True, True):
+        with torch.inference_mode(inference):
+            logits.append(loop.step().clone())
+    return torch.stack([x.clone() for x in logits])
+
+
+def change_sequences(loop: DecodeLoop) -> torch.Tensor:
+    loop.run(2)
+    loop.cache.batch_repeat_interleave(2)
+    order = torch.arange(2).repeat_interleave(2)
+    loop.logits, loop.mask = loop.logits[order], loop.mask[order]
+    loop.run(2)
+    loop.cache.batch_select_indices(torch.tensor([3, 0]))
+    loop.logits, loop.mask = loop.logits[[3, 0]], loop.mask[[3, 0]]
+    return loop.run(3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("act", "method", "options", "captures", "replays"),
+    [
+        (ask_between, "lrqk", {"store": "device", "flush": 6}, 1, 2),
+        (ask_between, "lrqk", {"store": "resident", "flush": 6}, 1, 2),
+        (pass_by_another_way, "flat", {"flush": 7}, 2, 2),
+        (change_a_keyword, "flat", {"flush": 7}, 2, 2),
+        (change_modes, "flat", {"flush": 7}, 1, 2),
+        (change_sequences, "lrqk", {"flush": 7}, 0, 0),
+    ],
+)
+def test_what_happens_between_steps_is_noticed(
+    act: Callable[[DecodeLoop], torch.Tensor],
+    method: str,
+    options: dict[str, Any],
+    captures: int,
+    replays: int,
+) -> None:
+    step = compare(act, method, **options)
     assert step.reason is None
-    assert step.replays >= 2
-
-
-@pytest.mark.slow
-def test_passes_that_went_past_it_are_noticed() -> None:
-    def act(loop: DecodeLoop) -> torch.Tensor:
-        loop.run(4)
-        call, loop.call = loop.call, small_llama(layers=1)
-        loop.run(1)
-        loop.call = call
-        return loop.run(4)
-
-    step = compare(act, flush=7)
-    assert step.captures >= 2
-
-
-@pytest.mark.slow
-def test_a_keyword_that_changes_between_steps_is_seen() -> None:
-    def act(loop: DecodeLoop) -> torch.Tensor:
-        call, logits = loop.call, []
-        loop.run(4)
-        for scale in (1, 0):
-            loop.call = lambda scale=scale, **inputs: call(**inputs, logits_to_keep=scale)
-            logits.append(loop.step())
-        return torch.stack(logits)
-
-    step = compare(act, flush=7)
-    assert step.captures >= 2
-
-
-@pytest.mark.slow
-def test_inference_mode_and_no_grad_may_take_turns() -> None:
-    def act(loop: DecodeLoop) -> torch.Tensor:
-        logits = []
-        for inference in (True, True, True, True, False, False, False, True, True):
-            with torch.inference_mode(inference):
-                logits.append(loop.step().clone())
-        return torch.stack([x.clone() for x in logits])
-
-    step = compare(act, flush=7)
-    assert step.replays >= 2
+    assert step.captures >= captures and step.replays >= replays
 
 
 def test_a_failed_capture_leaves_what_an_index_notes_as_it_was() -> None:
@@ -190,21 +204,6 @@ def test_a_failed_capture_leaves_what_an_index_notes_as_it_was() -> None:
     # The next one for this model does not try again.
     with taped():
         assert DecodeGraph(model, small_cache(model, "lrqk", flush=7)).reason == step.reason
-
-
-@pytest.mark.slow
-def test_sequences_that_come_and_go_in_between() -> None:
-    def act(loop: DecodeLoop) -> torch.Tensor:
-        loop.run(2)
-        loop.cache.batch_repeat_interleave(2)
-        order = torch.arange(2).repeat_interleave(2)
-        loop.logits, loop.mask = loop.logits[order], loop.mask[order]
-        loop.run(2)
-        loop.cache.batch_select_indices(torch.tensor([3, 0]))
-        loop.logits, loop.mask = loop.logits[[3, 0]], loop.mask[[3, 0]]
-        return loop.run(3)
-
-    compare(act, "lrqk", flush=7)
 
 
 def test_with_gradients_on_a_step_runs_as_usual() -> None:
