@@ -10,7 +10,7 @@ import torch
 from hf_kvret.layer.hybrid import foreign_layers_of
 from hf_kvret.layer.indexed import IndexedLayer, indexer_nbytes
 from hf_kvret.layer.layer import RetrievalLayer
-from hf_kvret.observe.counters import counters_of, subscriber
+from hf_kvret.observe.observers import counters_of, subscriber
 from hf_kvret.observe.recall import RecallMeter
 from hf_kvret.options.config import RetrievalConfig
 from hf_kvret.stores import StoreChoice

@@ -11,7 +11,7 @@ from hf_kvret.contracts.index import CapturableIndex, capture_obstacle_of
 from hf_kvret.layer.layer import RetrievalLayer
 from hf_kvret.layer.layer_kv import LayerKV
 from hf_kvret.layer.window import Capture
-from hf_kvret.observe.counters import counters_of
+from hf_kvret.observe.observers import counters_of
 
 
 class LayerStep:

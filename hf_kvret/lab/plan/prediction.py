@@ -24,7 +24,7 @@ from hf_kvret.lab.evaluate.caches import CacheChoice
 from hf_kvret.layer.layer import RetrievalLayer
 from hf_kvret.models.compatibility import layer_shape
 from hf_kvret.models.versions import DummyLayer
-from hf_kvret.observe.counters import counters_of
+from hf_kvret.observe.observers import counters_of
 from hf_kvret.observe.reports import memory_report
 from hf_kvret.options.config import byte_count
 from hf_kvret.stores import READ_BY_CPU
