@@ -214,49 +214,46 @@ def test_a_layout_that_is_given_is_believed() -> None:
     assert Rope.of(config, 0, "none").rotary_dim == 0
 
 
-@pytest.mark.parametrize(
-    ("rope", "message"),
-    [
-        ({"rope_type": "dynamic", "factor": 2.0}, "change with the length"),
-        (
-            {
-                "rope_type": "longrope",
-                "short_factor": [1.0] * 8,
-                "long_factor": [2.0] * 8,
-                "original_max_position_embeddings": 256,
-                "factor": 8.0,
-            },
-            "another for long ones",
-        ),
-    ],
-)
-def test_frequencies_that_change_are_refused(rope: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Rope.of(llama(**rope), 0)
-
-
-def test_what_is_not_known_is_refused() -> None:
+def spiral() -> PreTrainedConfig:
     config = llama()
     config.rope_parameters = {"rope_type": "spiral", "rope_theta": 1.0}
-    with pytest.raises(ValueError, match="'spiral' in layer 0 is not known"):
-        Rope.of(config, 0)
-    with pytest.raises(ValueError, match="layout='quarter': allowed are 'half'"):
-        Rope.of(llama(), 0, "quarter")
-    with pytest.raises(ValueError, match="layer=2: the model has layers 0 to 1"):
-        Rope.of(llama(), 2)
-    with pytest.raises(TypeError, match="config is a dict"):
-        Rope.of({}, 0)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"modeling_llama4 has no apply_rotary_pos_emb.*layout="):
-        Rope.of(AutoConfig.for_model("llama4_text"), 0)
-    with pytest.raises(ValueError, match="use layout='none'"):
-        Rope.of(MODELS["gpt2"].config(), 0, "half")
+    return config
 
 
-def test_a_rotation_of_another_kind_is_refused() -> None:
-    """NanoChat turns the other way round."""
-    config = AutoConfig.for_model("nanochat", num_hidden_layers=1)
-    with pytest.raises(ValueError, match=r"makes \[4\.0, 5\.0, .* of 0 to 7 at 90 degrees"):
-        Rope.of(config, 0)
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0] * 8,
+    "long_factor": [2.0] * 8,
+    "original_max_position_embeddings": 256,
+    "factor": 8.0,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "arguments", "words"),
+    [
+        (llama(rope_type="dynamic", factor=2.0), (0,), "change with the length"),
+        (llama(**LONGROPE), (0,), "another for long ones"),
+        (spiral(), (0,), "'spiral' in layer 0 is not known"),
+        (llama(), (0, "quarter"), "layout='quarter': allowed are 'half'"),
+        (llama(), (2,), "layer=2: the model has layers 0 to 1"),
+        ({}, (0,), "config is a dict"),
+        (AutoConfig.for_model("llama4_text"), (0,), r"has no apply_rotary_pos_emb.*layout="),
+        (MODELS["gpt2"].config(), (0, "half"), "use layout='none'"),
+        # NanoChat turns the other way round.
+        (
+            AutoConfig.for_model("nanochat", num_hidden_layers=1),
+            (0,),
+            r"makes \[4\.0, 5\.0, .* of 0 to 7 at 90 degrees",
+        ),
+    ],
+    ids=["dynamic", "longrope", "type", "layout", "layer", "config", "code", "none", "rotation"],
+)
+def test_rotations_that_are_not_known_are_refused(
+    config: Any, arguments: tuple[Any, ...], words: str
+) -> None:
+    with pytest.raises((ValueError, TypeError), match=words):
+        Rope.of(config, *arguments)
 
 
 @pytest.mark.parametrize("layout", ["half", "interleaved"])
