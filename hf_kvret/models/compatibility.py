@@ -19,7 +19,7 @@ from transformers.cache_utils import (
 from hf_kvret.models.versions import INDEXED_MODELS_CACHE_LATENTS
 from hf_kvret_model_patches.decoders import decoder_of
 
-# By model type, why a retrieval cache can't serve it where configuration and classes do not tell.
+# By model type, why a retrieval cache can't serve it where configuration and classes do not say it.
 _OBSTACLES = {
     "blt": "splits its text into patches and keeps several caches",
     "diffusion_gemma": "writes blocks of text by diffusion, in which tokens see those after them",
@@ -360,7 +360,7 @@ def switches(model_class: type[PreTrainedModel]) -> bool:
     """Whether models of this class ask transformers for their attention function.
 
     transformers reads the source of the class' module to find out. A class of a notebook, of
-    ``python -`` or of ``exec`` has none; its nearest ancestor with a source tells then, and False
+    ``python -`` or of ``exec`` has none; its nearest ancestor with a source decides then, and False
     stands where there is none.
     """
     home = next((cls for cls in _models(model_class) if has_source(cls)), None)

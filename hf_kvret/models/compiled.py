@@ -12,7 +12,7 @@ _REASON = (
 )
 
 not_compiled = torch.compiler.disable(reason=_REASON)
-"""Decorator of a function whose lengths and indices the compiler would trace anew at every flush.
+"""Decorator of a function whose lengths and indices the compiler would trace again at every flush.
 
 torch breaks the graph there; with ``fullgraph=True`` its error has our reason.
 """

@@ -1,8 +1,8 @@
 """Whether a prompt that is read in chunks gives what one pass gives.
 
 It does where a token depends on those before it alone. Some models look at all tokens of a pass:
-their rotations depend on its length, positions are counted from its padding, states begin anew with
-it, or its tokens attend to each other in both directions.
+their rotations depend on its length, positions are counted from its padding, states start again
+with it, or its tokens attend to each other in both directions.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig
 
 # Types whose layers look at the pass. A trial of every type in chunks found them.
 _TYPES = {
-    "jamba": "its recurrent layers begin anew in every pass",
+    "jamba": "its recurrent layers start again in every pass",
     "kosmos-2.5": "it counts positions from the padding of a pass",
     "kosmos_2_5_text_model": "it counts positions from the padding of a pass",
 }

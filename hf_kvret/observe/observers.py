@@ -115,7 +115,7 @@ class Observation(Subscriber):
     An object of its own for each ``observe``, so that the same observer may be there twice.
     """
 
-    capture_obstacle = "the cache is observed, and a replayed step would not be told of"
+    capture_obstacle = "the cache is observed, and a replayed step calls no observer"
 
     def __init__(self, observer: Observer) -> None:
         self._observer = observer
@@ -152,9 +152,9 @@ def observe(cache: Cache, observer: Observer) -> Iterator[None]:
 
     For study, with any method and store. A step is a forward pass of up to ``max_draft`` tokens
     after a prompt, in a layer with cold tokens; in prompts, and in shorter caches, nothing is
-    selected. Where layers share a cache, each is told of. Forks are not observed. While a cache is
-    observed its steps are not replayed from a CUDA graph. An error of the observer ends the forward
-    pass.
+    selected. Layers that share a cache are observed one by one. Forks are not observed. While a
+    cache is observed its steps are not replayed from a CUDA graph. An error of the observer ends
+    the forward pass.
 
     Args:
         cache: a retrieval cache; TypeError for another.

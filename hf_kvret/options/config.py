@@ -184,9 +184,9 @@ class RetrievalConfig:
 
         An unknown name raises with the nearest one.
         """
-        asked = cls.written_out(options)
+        values = cls.written_out(options)
         names = [field.name for field in dataclasses.fields(cls)]
-        for name in asked:
+        for name in values:
             if name not in names:
                 near = difflib.get_close_matches(name, [*names, "preset"], n=1)
                 hint = f"did you mean {near[0]!r}? " if near else ""
@@ -194,7 +194,7 @@ class RetrievalConfig:
                     f"{cls.__name__} has no option {name!r}: {hint}The options are "
                     f"{', '.join(names)}{', preset' if cls.presets else ''}"
                 )
-        return cls(**asked)
+        return cls(**values)
 
     @classmethod
     def from_saved(cls, **options: Any) -> Self:

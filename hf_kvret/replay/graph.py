@@ -26,7 +26,7 @@ _log = logging.getLogger("hf_kvret.replay")
 _logged_reasons: set[str] = set()
 # Modules whose hooks a replay may leave out: those of transformers stay after a call with
 # output_hidden_states and do nothing without it, ours note tokens, which is done for a replay, and
-# what models keep, which a step of one token that is told its position neither reads nor changes.
+# what models keep, which a step of one token with given positions neither reads nor changes.
 _HARMLESS = (
     "transformers.utils.output_capturing",
     "hf_kvret.generate.provenance",
@@ -81,7 +81,7 @@ class Frame:
     def refusal(inputs: dict[str, Any]) -> str | None:
         """Why steps with these inputs can't be captured; None if they can."""
         if inputs.get("position_ids") is None:
-            return "the model is not told position_ids, so it counts tokens on the host"
+            return "the model gets no position_ids, so it counts tokens on the host"
         for name, value in _split(inputs)[1].items():
             plain = value is None or isinstance(value, bool | int | float | str)
             if not plain and name not in CACHE_NAMES:
@@ -224,7 +224,7 @@ class DecodeGraph:
     def _refusal(self, inputs: dict[str, Any]) -> str | None:
         """Why a plain step with these inputs is not replayed."""
         if self._others and inputs.get("attention_mask") is not None:
-            return "the batch is padded, which layers that slide would not be told"
+            return "the batch is padded, which layers that slide do not know"
         return Frame.refusal(inputs)
 
     def _step(self, inputs: dict[str, Any]) -> Any:

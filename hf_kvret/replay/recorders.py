@@ -1,6 +1,6 @@
 """Recorders: capture the device work of a step, to replay it without Python.
 
-They also tell where a step makes the host wait for the device, which no graph can replay.
+They also find where a step makes the host wait for the device, which no graph can replay.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Recorder(Protocol):
     def rehearse(self, step: Callable[[], Any]) -> tuple[Any, str | None]:
         """Run ``step`` for real, as it will be recorded, so that lazy initialization happens now.
 
-        Returns the result of ``step``, and why it can't be recorded, as far as can be told here.
+        Returns the result of ``step``, and why it can't be recorded, as far as is known here.
         """
 
     def record(self, step: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
@@ -240,7 +240,7 @@ def waits() -> Iterator[list[str]]:
     """Collects the host synchronizations of this thread in the body, a ``file:line`` each.
 
     torch's debug mode and Python's warnings belong to the process. So one thread collects at a
-    time, and what others are told about waits is dropped meanwhile. A thread that changes the
+    time, and warnings about waits of other threads are dropped meanwhile. A thread that changes the
     filters of warnings in the body may hide waits.
     """
     lines: list[str] = []

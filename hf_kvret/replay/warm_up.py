@@ -1,6 +1,6 @@
 """Kernels are warmed up: the first decode step of a layer compiles what later steps will launch.
 
-Triton compiles a kernel anew where an argument that it is compiled for changes, which takes
+Triton compiles a kernel again where an argument that it is compiled for changes, which takes
 seconds, and would break a capture. Some of these arguments follow the number of tokens.
 """
 
@@ -40,7 +40,7 @@ def warming_up(
 
 
 def _growth(kv: LayerKV, queries: int, padded: bool, final_len: int) -> Growth:
-    """The sizes that steps of ``queries`` queries will meet, up to ``final_len`` tokens."""
+    """The sizes that steps of ``queries`` queries will have, up to ``final_len`` tokens."""
     config, window, cold_len = kv.config, kv.window, kv.cold_len
     last = max(cold_len, final_len - config.recent)
     lengths = [cold_len]

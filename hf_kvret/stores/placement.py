@@ -66,7 +66,7 @@ def choose(device: torch.device, rows_bytes: int, options: RetrievalConfig) -> C
     Args:
         device: of the queries.
         rows_bytes: of all layers, once all expected tokens are there.
-        options: tell which stores they take.
+        options: of the cache; they know which stores they take.
     """
     placements = [
         placement

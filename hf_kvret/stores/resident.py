@@ -130,7 +130,7 @@ class SlotBuffer(State):
         self._table[:, :, length:] = _EMPTY
 
     def fork(self) -> Self:
-        """As every state's; counts start anew."""
+        """As every state's; counts start at 0."""
         twin = super().fork()
         twin.requests.zero_()
         twin.misses.zero_()

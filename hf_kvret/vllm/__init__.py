@@ -44,22 +44,22 @@ def selection_of(text: str) -> tuple[type[RetrievalCache], RetrievalConfig]:
         ValueError: another method than flat and paris, an unknown option, or one that says nothing
             about a selection.
     """
-    name, asked = parse_spec(text)
+    name, given = parse_spec(text)
     if name not in _METHODS:
         raise ValueError(
             f"{VARIABLE}={text!r}: decode steps of vLLM select by {' or '.join(_METHODS)}; take "
             "transformers for the other methods"
         )
     method = registered_methods()[name]
-    options = method.Config.from_options(**asked)
-    for option in asked:
+    options = method.Config.from_options(**given)
+    for option in given:
         if option not in {*_OPTIONS, "center", "preset"}:
             raise ValueError(
                 f"{VARIABLE}={text!r}: {option} is of a cache of our own, and rows are vLLM's: "
                 f"leave it out; options of a selection are {', '.join(sorted(_OPTIONS))}"
             )
     if isinstance(options, ParisConfig):
-        if options.center and "center" in asked:
+        if options.center and "center" in given:
             raise ValueError(
                 f"{VARIABLE}={text!r}: a mean key is that of one request, and blocks are shared: "
                 "leave center out"

@@ -1,7 +1,7 @@
 """vLLM's FlashAttention backend, selecting: our kernels read its pages in place. Not run on a GPU.
 
 A page has the rows of a head one after the other, key and value side by side, which is what
-``PagedRows`` reads; a layout that mixes heads is not asked for.
+``PagedRows`` reads; a layout that mixes heads is not offered.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Which index belongs to which request of vLLM, told by the blocks that hold the request's rows.
+"""Which index belongs to which request of vLLM, by the blocks that hold the request's rows.
 
-vLLM's attention is not told of requests. It sees block tables, and blocks are shared by requests
+vLLM's attention knows no requests. It sees block tables, and blocks are shared by requests
 with a common prefix, given back when a request is preempted or ends, and used again. A block that
 is used anew gets a token at its first place, which is counted here: blocks and counts together name
 the tokens that lie there.

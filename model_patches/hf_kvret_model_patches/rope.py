@@ -45,7 +45,7 @@ class Rope:
         attention_factor: multiplies the rotated elements; 1 but for YaRN.
         layout: one of ``LAYOUTS``; ``"none"`` if and only if there are no frequencies.
         last: whether the last R elements are rotated, in place of the first: in rows of latent
-            attention, and in queries that meet them, absorbed or not.
+            attention, and in their queries, absorbed or not.
 
     Raises:
         ValueError: an unknown layout.
@@ -181,7 +181,7 @@ def _text_config(config: PreTrainedConfig, layer: int) -> PreTrainedConfig:
 
 
 def _rotates(text: PreTrainedConfig, layer: int) -> bool:
-    """Whether queries and keys of the layer are rotated, as far as the configuration tells."""
+    """Whether queries and keys of the layer are rotated, as far as the configuration says."""
     if _parameters(text, layer)[0] is None:
         return False
     rope_layers = getattr(text, "no_rope_layers", None)
@@ -267,7 +267,7 @@ def _layout(text: PreTrainedConfig) -> str:
             "where you know it"
         ) from error
     turned = _quarter_turn(rotation)
-    # A pair (x, y) becomes (-y, x): the first two elements tell who their partners are. The second
+    # A pair (x, y) becomes (-y, x): the first two elements name their partners. The second
     # list is of a rotation that moves pairs of neighbours into two halves while it turns them.
     if turned[:2] in ([-4.0, -5.0], [-1.0, -3.0]):
         return "half"

@@ -58,7 +58,7 @@ class WrappedFunction:
         if mark is None:
             home[self._name] = _wrap(home[self._name], self._slot)
         else:
-            # After this module was loaded anew, the wrapper in place is of the older one.
+            # After this module was loaded again, the wrapper in place is of the older one.
             self._slot = mark.slot
         self._slot.hook = hook
 
