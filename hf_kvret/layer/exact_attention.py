@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import torch
 
-from hf_kvret.contracts.chunks import chunk_len
 from hf_kvret.contracts.index import ColdTokens, Scoring
 from hf_kvret.contracts.store import AttentionResult, all_of
 from hf_kvret.layer.flash import attend_flash, fits
 from hf_kvret.layer.layer_kv import LayerKV
 from hf_kvret.layer.queries import AttentionCall
+from hf_kvret.stores.chunks import chunk_len
 from hf_kvret_kernels.merge import merge_partials
 from hf_kvret_kernels.prompt_attention import prompt_attention
 

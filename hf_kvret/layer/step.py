@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from hf_kvret.contracts.chunks import chunk_len
 from hf_kvret.contracts.index import ColdTokens, Index, blamed_on
 from hf_kvret.contracts.store import AttentionResult
 from hf_kvret.layer.exact_attention import attend_cold, merge
 from hf_kvret.layer.layer_kv import LayerKV
 from hf_kvret.layer.queries import AttentionCall
 from hf_kvret.layer.record import StepRecord, Subscriber
+from hf_kvret.stores.chunks import chunk_len
 from hf_kvret_kernels import host_step
 from hf_kvret_kernels._dispatch import PREFERRED
 from hf_kvret_kernels.ids import WrongIdError

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from hf_kvret.contracts.chunks import finish_reading
+from hf_kvret.stores.chunks import finish_reading
 
 # Linux on x86 and most ARM machines; where they have another size, this is only an alignment.
 _HUGE_PAGE = 2 << 20

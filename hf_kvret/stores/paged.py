@@ -14,9 +14,9 @@ from typing import Self
 import torch
 
 from hf_kvret.contracts.block import TokenBlock
-from hf_kvret.contracts.chunks import BUS_PROGRAMS, read_ahead, reading_stream
 from hf_kvret.contracts.state import Tensors, part
 from hf_kvret.contracts.store import PAGES, AttentionResult, Store
+from hf_kvret.stores.chunks import BUS_PROGRAMS, read_ahead, reading_stream
 from hf_kvret.stores.memory import PageMemory
 from hf_kvret_kernels.chunks import select
 from hf_kvret_kernels.gather_attention import gather_partials, gather_scores

@@ -220,7 +220,7 @@ def _beyond_rows(model: PreTrainedModel, length: int, chunk: int | None) -> int:
 def test_what_a_chunk_takes_does_not_grow_with_the_prompt(
     llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hf_kvret.contracts.chunks._LEAST_LEN", 128)
+    monkeypatch.setattr("hf_kvret.stores.chunks._LEAST_LEN", 128)
     short, long = (_beyond_rows(llama, length, 128) for length in (512, 1536))
     # Token ids, positions, and marks of what is a sink: nothing that grows is a row wide.
     assert long - short <= 1024 * 64
@@ -234,7 +234,7 @@ def test_what_a_chunk_takes_does_not_grow_with_the_prompt(
 def test_a_layer_has_one_chunk_of_rows_at_a_time(
     llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hf_kvret.contracts.chunks._LEAST_LEN", 64)
+    monkeypatch.setattr("hf_kvret.stores.chunks._LEAST_LEN", 64)
     chunks: list[StorageWeakRef] = []
     before: list[int] = []
 

@@ -13,11 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from hf_kvret.contracts import chunks
 from hf_kvret.methods.flat.index import FlatIndex
 from hf_kvret.methods.paris.index import ParisIndex
 from hf_kvret.replay import recorders
-from hf_kvret.stores import cpu, memory
+from hf_kvret.stores import chunks, cpu, memory
 from hf_kvret.stores.paged import PagedStore
 
 from ..simulated_gpu import streams

@@ -11,8 +11,15 @@ import pytest
 import torch
 
 from hf_kvret import FlatKVCache, TokenBlock
-from hf_kvret.contracts import chunks
-from hf_kvret.stores import CpuStore, PagedStore, QuantizedStore, ResidentStore, host_memory, paged
+from hf_kvret.stores import (
+    CpuStore,
+    PagedStore,
+    QuantizedStore,
+    ResidentStore,
+    chunks,
+    host_memory,
+    paged,
+)
 from hf_kvret.stores.memory import DeviceMemory, HostMemory, PageMemory, SplitMemory
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
 from hf_kvret.testing.scenario import prompt

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from hf_kvret.contracts.chunks import chunk_len, read_ahead
+from hf_kvret.stores.chunks import chunk_len, read_ahead
 
 
 def _like(batch: int, heads: int, dim: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
