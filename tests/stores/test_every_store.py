@@ -87,7 +87,7 @@ CASES = {
     "disk": Case(lambda: DiskStore(CPU, gettempdir()), (12, 20), most=80),
     **{
         f"resident-{slots}": Case(
-            lambda slots=slots: ResidentStore(CPU, slots), steps=120, most_ids=16
+            lambda slots=slots: ResidentStore(CPU, slots), most_ids=16
         )
         for slots in (1.0, 2.0, 17)
     },
