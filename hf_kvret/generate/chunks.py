@@ -21,7 +21,6 @@ from hf_kvret.models.exact_chunks import Span, depends_on_length, why_whole
 from hf_kvret.models.versions import CACHE_NAMES, CHUNKS_COUNT_PAST, DummyLayer
 from hf_kvret.options.config import RetrievalConfig
 from hf_kvret.shelf.entry import BLOCK
-from hf_kvret.stores.free_memory import free_bytes
 
 _log = logging.getLogger(__name__)
 
