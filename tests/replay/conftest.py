@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from hf_kvret import DecodeGraph, registry
+from hf_kvret import DecodeGraph
+from hf_kvret.generate import call
 
 
 @pytest.fixture
@@ -19,5 +20,5 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[DecodeGraph]:
             super().__init__(*args)
             graphs.append(self)
 
-    monkeypatch.setattr(registry, "DecodeGraph", Listed)
+    monkeypatch.setattr(call, "DecodeGraph", Listed)
     return graphs
