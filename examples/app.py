@@ -103,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 1
     close_environment()
-    # Late: it takes seconds, and is not needed to be told of a mistake.
+    # This takes seconds, and a mistake is named without it.
     from app_parts.server import serve
 
     try:

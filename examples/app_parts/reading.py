@@ -15,6 +15,7 @@ from app_parts.languages import Language, Tokens
 from hf_kvret import Shelf
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.lab.evaluate.caches import choose_cache
+from hf_kvret.lab.evaluate.measurement import out_of_memory
 from hf_kvret.lab.evaluate.reader import Reader
 from hf_kvret.lab.evaluate.subject import Subject
 from hf_kvret.observe.observers import Selection, observe
@@ -57,20 +58,12 @@ def memory_named(task: str) -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        if not _out_of_memory(error):
+        if not out_of_memory(error):
             raise
         raise MemoryError(
             f"{task}: out of memory. Give a shorter document, or start the app with a smaller "
             "--model or --dtype bfloat16; --max-tokens sets how long a document may be"
         ) from error
-
-
-def _out_of_memory(error: Exception) -> bool:
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    # torch has no class of its own for a host that can't allocate, nor for CUDA's libraries.
-    signs = ("DefaultCPUAllocator", "ALLOC_FAILED", "out of memory")
-    return any(sign in str(error) for sign in signs)
 
 
 class Reading:

@@ -15,135 +15,69 @@ from __future__ import annotations
 
 import math
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
 import torch
-from ablation import (
-    CellResults,
-    Plot,
-    Table,
-    caches_option,
-    layers_of,
-    layers_table,
-    lines_of,
-    made,
-    parts_option,
-    rows_tables,
-    shown,
+from ablation import Ablation, caches_option, check_needles, made, needle_tokens, parts_option
+from aqua_variants import (
+    EXPLAINED,
+    FEW_BITS,
+    FULL,
+    PLOTS,
+    PRUNED,
+    SHARES,
+    SIDES,
+    TABLES,
+    Variant,
+    ablation_variants,
+    bit_variants,
 )
-from calibrated import CalibratedAblation
 from tqdm import tqdm
 
 from hf_kvret.artifacts import CalibrationArtifact
+from hf_kvret.artifacts.files import DESCRIPTION
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.contracts.block import TokenBlock
 from hf_kvret.contracts.store import FirstRows
 from hf_kvret.lab.calibrate.aqua import AquaCalibration, AquaStudy
-from hf_kvret.lab.calibrate.runner import learn_at_once
+from hf_kvret.lab.calibrate.corpus import Corpus
+from hf_kvret.lab.calibrate.runner import calibrate, learn_at_once
+from hf_kvret.lab.calibrate.sources import cut, needle_documents, text_file
 from hf_kvret.lab.calibrate.study import Calibration, Carried, LayerFindings, Progress
 from hf_kvret.lab.evaluate.caches import CacheChoice, choose_cache
 from hf_kvret.lab.evaluate.reader import Reader
 from hf_kvret.lab.evaluate.subject import Subject
-from hf_kvret.lab.program.arguments import length, number
-from hf_kvret.lab.program.common_options import budget_option, context_option, count_option
+from hf_kvret.lab.evaluate.task import Choices
+from hf_kvret.lab.evaluate.texts import describe_file
+from hf_kvret.lab.program.arguments import file_path, length, number
+from hf_kvret.lab.program.common_options import (
+    budget_option,
+    context_option,
+    count_option,
+    text_option,
+)
 from hf_kvret.lab.program.options import option
 from hf_kvret.lab.program.scripts import run_script
-from hf_kvret.lab.report.plots import plot_groups, plot_lines
 from hf_kvret.lab.report.results import Cell
-from hf_kvret.lab.report.tables import markdown_table
 from hf_kvret.methods.aqua import AquaConfig, AquaKVCache, AquaStore
 from hf_kvret.methods.h2o import H2OConfig, H2OIndex
 from hf_kvret.stores import PagedStore, StoreChoice
 from hf_kvret_model_patches.rope import Rope
 
-FULL, USUAL = "full", "aqua"
-_SIDES = ("key", "value")
-_SHARES = ("kept", "needed")
-BITS = (2, 3, 4)
-# Bits of the paper's table 1, which the ablations of this command use too.
-_FEW = 2
 # The share of cold tokens that H2O keeps in the part "pruned".
 _KEPT = 0.2
-
-
-@dataclass(frozen=True)
-class Variant:
-    """One row of a table.
-
-    Attributes:
-        learned: changes to the calibration of the artifact; None where nothing is predicted.
-        cache: changes to the options of ``aqua``.
-        other: another cache, as ``--caches`` names it; then there is neither of these.
-        paper: perplexity of Llama 3.2 3B on WikiText-2 (tables 1 and 5); None where there is none.
-    """
-
-    learned: Mapping[str, Any] | None = field(default_factory=dict)
-    cache: Mapping[str, Any] = field(default_factory=dict)
-    other: str | None = None
-    paper: float | None = None
-
-
-_AQUA = Variant({"bits": _FEW}, {"bits": _FEW}, paper=7.03)
-_FULL = Variant(None, other=FULL, paper=6.98)
-_AGNOSTIC = {"bits": 16, "first_bits": 16}
-
-
-def _changed(paper: float | None = None, *, cache: Any = None, **learned: Any) -> Variant:
-    """The usual variant with its calibration, and maybe its cache, changed."""
-    return Variant({"bits": _FEW, **learned}, {"bits": _FEW, **(cache or {})}, paper=paper)
-
-
-ABLATIONS: dict[str, dict[str, Variant]] = {
-    "first layer": {
-        "16 bits": _changed(7.03, first_bits=16),
-        "4 bits": _AQUA,
-        "3 bits": _changed(7.03, first_bits=3),
-        "2 bits": _changed(7.05, first_bits=2),
-        "4 bits, mean taken off": _changed(anchor_mean=True),
-    },
-    "sinks": {
-        "0": _changed(7.15, sinks=0, cache={"sink": 0}),
-        "4": _AQUA,
-        "64": _changed(7.01, sinks=64, cache={"sink": 64}),
-    },
-    "keys": {"before RoPE": _AQUA, "after RoPE": _changed(7.05, space="after")},
-    "inputs": {
-        "values from keys and values": _AQUA,
-        "no predictors (HIGGS)": Variant(None, {"bits": _FEW, "predictor": "none"}, paper=7.47),
-    },
-    "calibrated": {
-        "with 2 bits": _AQUA,
-        "without a codec": _changed(7.13, cache={"first_bits": 4}, **_AGNOSTIC),
-    },
-}
-"""By what is varied. The usual variant stands in each group, and is measured once."""
-
-EXPLAINED: dict[str, Mapping[str, Any]] = {
-    "exact": _AGNOSTIC,
-    **{f"{bits} bits": {"bits": bits} for bits in reversed(BITS)},
-}
-"""By what predictors read: the layer below as it is, or as so many bits leave it."""
-
-# Perplexities of Llama 3.1 8B (table 2).
-PAPER_8B = {
-    "full": 5.61,
-    **{"aqua, 2 bits": 5.72, "aqua, 3 bits": 5.64, "aqua, 4 bits": 5.61},
-    **{"higgs, 2 bits": 5.89, "higgs, 3 bits": 5.66, "higgs, 4 bits": 5.62},
-    **{"kivi, 2 bits": 7.37, "kivi, 3 bits": 6.04, "kivi, 4 bits": 5.64},
-}
-
-PRUNED: dict[str, tuple[Mapping[str, Any], float]] = {
-    "h2o": ({"bits": 16, "predictor": "none"}, 38.82),
-    "h2o + higgs, 2 bits": ({"bits": 2, "predictor": "none"}, 37.02),
-    "h2o + aqua, 2 bits": ({"bits": 2}, 38.43),
-    "h2o + aqua, 3 bits": ({"bits": 3}, 38.76),
-    "h2o + aqua, 4 bits": ({"bits": 4}, 38.85),
-}
-"""Options of ``PrunedCache``, and LongBench of Llama 3.2 3B (tables 3 and 12, 20% of tokens)."""
+# This share of the calibration's text is held out for figures of quality.
+_HELD_OUT = 0.1
+# Small models have few KV heads, so one pass of a text serves so many layers.
+_LAYERS_AT_ONCE = 8
+# Contexts have other seeds than the calibration.
+_CONTEXTS = 1_000
 
 
 class DecodedRows(PagedStore):
@@ -196,7 +130,7 @@ class TwoLayerStudy(AquaStudy):
 
     def finish(self, progress: Progress, carried: Carried | None = None) -> LayerFindings:
         findings = super().finish(progress, carried)
-        older = {f"{name} below": (carried or {}).get(name) for name in _SIDES}
+        older = {f"{name} below": (carried or {}).get(name) for name in SIDES}
         kept = {name: x for name, x in older.items() if x is not None}
         return replace(findings, carried={**(findings.carried or {}), **kept})
 
@@ -214,248 +148,20 @@ class TwoLayerCalibration(AquaCalibration):
         return TwoLayerStudy(self, layer, rope, device)
 
 
-def bit_variants() -> dict[str, Variant]:
-    """The rows of table 2 by name, ``METHOD, N bits``."""
-    results = {FULL: _FULL}
-    for bits in BITS:
-        results[f"{USUAL}, {bits} bits"] = Variant({"bits": bits}, {"bits": bits})
-        results[f"higgs, {bits} bits"] = Variant(None, {"bits": bits, "predictor": "none"})
-    return results
-
-
-def ablation_variants() -> dict[str, Variant]:
-    """The rows of table 1 by name: ``full``, ``aqua``, and ``GROUP: VARIANT`` of all others."""
-    rows = {cell: ABLATIONS[group][name] for group, name, cell, _ in ablation_rows()}
-    return {FULL: _FULL, USUAL: _AQUA, **rows}
-
-
-def ablation_rows() -> list[tuple[str, str, str, float | None]]:
-    """``(group, variant, name of its cell, paper's perplexity)``, the usual one in each group."""
-    return [
-        (group, name, USUAL if variant is _AQUA else f"{group}: {name}", variant.paper)
-        for group, variants in ABLATIONS.items()
-        for name, variant in variants.items()
-    ]
-
-
-# Shares of the rise in HIGGS's perplexity that are left, by the paper's table 2.
-_PAPER_SHARES = "the paper: 10% on 3B, 39% on 8B, 35% on 70B"
-
-
-def _by_place(cells: CellResults) -> dict[tuple[str, int], dict[str, dict[str, Any]]]:
-    """By cache and length, then by variant."""
-    places: dict[tuple[str, int], dict[str, dict[str, Any]]] = {}
-    for cell, result in cells:
-        places.setdefault((cell["cache"], cell["length"]), {})[cell["variant"]] = result
-    return places
-
-
-def _rise_of(found: dict[str, Any] | None, full: dict[str, Any] | None) -> float | None:
-    """How much higher a perplexity is than that of full attention, as a share of it."""
-    return None if found is None or full is None else found["ppl"] / full["ppl"] - 1
-
-
-def _percent(found: dict[str, Any] | None, full: dict[str, Any] | None) -> float | None:
-    rise = _rise_of(found, full)
-    return None if rise is None else 100 * rise
-
-
-def _shown_rise(found: dict[str, Any], full: dict[str, Any] | None) -> str:
-    """The rise, with its standard error where there are several windows: they were all the same."""
-    rise = _rise_of(found, full)
-    if rise is None or full is None:
-        return "-"
-    pairs = zip(found["window_nats"], full["window_nats"], strict=True)
-    differences = [ours - theirs for ours, theirs in pairs]
-    if len(differences) < 2:
-        return f"{rise:+.2%}"
-    error = (1 + rise) * stdev(differences) / math.sqrt(len(differences))
-    return f"{rise:+.2%} ± {error:.2%}"
-
-
-def _bits_table(cells: CellResults) -> str:
-    """The rows of table 2."""
-    rows, lines = [], []
-    for (cache, context), results in _by_place(cells).items():
-        full = results.get(FULL)
-        for name, result in results.items():
-            method, _, bits = name.partition(", ")
-            rise, published = _rise_of(result, full), PAPER_8B.get(name)
-            share = _share(rise, _rise_of(results.get(f"higgs, {bits}"), full))
-            width = bits.partition(" ")[0] or f"{result['full_bits']:g}"
-            row = [cache, str(context), method, width, f"{result['bits']:.3f}"]
-            row += [
-                f"{result['held_ratio']:.1%}",
-                f"{result['ppl']:.3f}",
-                _shown_rise(result, full),
-            ]
-            paper = shown(published and published / PAPER_8B[FULL] - 1, "+.1%")
-            rows.append([*row, shown(share, ".0%"), paper])
-        for count in BITS:
-            names = (f"{method}, {count} bits" for method in (USUAL, "higgs"))
-            share = _share(*(_rise_of(results.get(name), full) for name in names))
-            if share is not None and share <= 0:
-                lines.append(f"{cache}, {context}: at {count} bits only higgs's perplexity rises.")
-            elif share is not None:
-                note = f" (aim: at most 40%; {_PAPER_SHARES})" if count == BITS[0] else ""
-                lines.append(
-                    f"{cache}, {context}: at {count} bits {USUAL}'s perplexity rises by "
-                    f"{share:.0%} of what higgs's does{note}."
-                )
-    header = ["cache", "context", "method", "bits", "bits a value", "bytes / full K,V"]
-    header += ["perplexity", "rise", "of higgs's", "rise in the paper, 8B"]
-    return "\n\n".join([markdown_table(header, rows), *lines])
-
-
-def _share(rise: float | None, of: float | None) -> float | None:
-    """None where HIGGS costs nothing that could be saved."""
-    return None if rise is None or of is None or of <= 0 else rise / of
-
-
-def _parts_table(cells: CellResults) -> str:
-    """The rows of tables 1 and 5."""
-    rows = []
-    for (cache, context), results in _by_place(cells).items():
-        full = results.get(FULL)
-        listed = [("full attention", "", FULL, 6.98), *ablation_rows()]
-        known = {variant for _, _, variant, _ in listed}
-        # Results of 0.1.0 have variants that are no longer there.
-        for variant in sorted(results.keys() - known):
-            group, _, name = variant.partition(": ")
-            listed.append((group, name, variant, None))
-        for group, name, variant, published in listed:
-            result = results.get(variant)
-            if result is None:
-                continue
-            name = f"{name} (usual)" if variant == USUAL else name
-            size = f"{result['predictor_bytes'] / 2**10:.0f}"
-            row = [cache, str(context), group, name, f"{result['bits']:.3f}", size]
-            row += [f"{result['ppl']:.3f}", _shown_rise(result, full), shown(published, ".2f")]
-            rows.append(row)
-    header = ["cache", "context", "what", "how", "bits a value", "predictors, KiB"]
-    return markdown_table([*header, "perplexity", "rise", "in the paper, 3B"], rows)
-
-
-def _variance_tables(cells: CellResults) -> str:
-    """Explained variance by layer (figure 5), and what is missed with predictors and without."""
-    titles = {"key": "keys explained, layer", "value": "values explained, layer"}
-    tables = [layers_table(title, _explained_by(cells, side)) for side, title in titles.items()]
-    return "\n\n".join([*tables, layers_table("error, layer", _errors(cells), ".4f")])
-
-
-def _pruned_table(cells: CellResults) -> str:
-    """The rows of table 3."""
-    rows = []
-    for (cache, context), results in _by_place(cells).items():
-        for name, result in results.items():
-            row = [cache, str(context), name, *(shown(result.get(x), ".1%") for x in _SHARES)]
-            row += [f"{result['ppl']:.3f}", _shown_rise(result, results.get(FULL))]
-            rows.append([*row, f"{PRUNED[name][1] if name in PRUNED else 44.61:.2f}"])
-    header = ["cache", "context", "method", "tokens that a head keeps", "rows that predictors need"]
-    table = markdown_table([*header, "perplexity", "rise", "LongBench in the paper, 3B"], rows)
-    return f"{table}\n\nAfter the context this table's tokens enter one a forward pass."
-
-
-def _depth_tables(cells: CellResults) -> str:
-    """What one layer below predicts, and two (table 5, "Inputs from layers")."""
-    titles = {f"{side}_{x}": f"{side}s: {x}" for x in ("explained", "error") for side in _SIDES}
-    return rows_tables(cells[0][1], titles)
-
-
-def _explained_by(cells: CellResults, side: str) -> dict[str, dict[int, float]]:
-    """By variant and layer. Results of 0.1.0 also vary what values alone are predicted from."""
-    return {
-        cell["variant"]: _figure(result, f"{side}_explained")
-        for cell, result in cells
-        if side == "value" or not cell["variant"].startswith("from ")
-    }
-
-
-def _errors(cells: CellResults) -> dict[str, dict[int, float]]:
-    """Mean squares of what is missed, in units of the variance, at each number of bits."""
-    results = {}
-    for cell, result in cells:
-        if cell["variant"].endswith(" bits"):
-            for side in _SIDES:
-                for name, figure in (("", "error"), (", nothing predicted", "error_unpredicted")):
-                    title = f"{side}s, {cell['variant']}{name}"
-                    results[title] = _figure(result, f"{side}_{figure}")
-    return results
-
-
-def _figure(result: dict[str, Any], name: str) -> dict[int, float]:
-    layers = result["layers"]
-    return {one["layer"]: one[name] for one in layers if one.get(name) is not None}
-
-
-def _plot_bits(path: Path, cells: CellResults) -> None:
-    """Rise of perplexity over the bits that a value really takes."""
-    lines: dict[str, tuple[list[float], list[float]]] = {}
-    places = _by_place(cells)
-    for (cache, context), results in places.items():
-        for name, result in results.items():
-            rise = _rise_of(result, results.get(FULL))
-            if name == FULL or rise is None:
-                continue
-            method = name.partition(", ")[0]
-            line = f"{cache}, {context}: {method}" if len(places) > 1 else method
-            xs, ys = lines.setdefault(line, ([], []))
-            xs.append(result["bits"])
-            # A logarithmic axis has no place for a fall.
-            ys.append(100 * rise if rise > 0 else float("nan"))
-    title, y = "AQUA-KV and others", "rise of perplexity, %"
-    plot_lines(path, lines, title=title, x="bits a value", y=y, log_y=True)
-
-
-def _plot_parts(path: Path, cells: CellResults) -> None:
-    listed = [(f"{group}: {name}", variant) for group, name, variant, _ in ablation_rows()]
-    measured = {cell["variant"] for cell, _ in cells}
-    groups = [name for name, variant in listed if variant in measured]
-    bars: dict[str, list[float | None]] = {}
-    for (cache, context), results in _by_place(cells).items():
-        rises = [results.get(variant) for _, variant in listed if variant in measured]
-        bars[f"{cache}, {context}"] = [_percent(one, results.get(FULL)) for one in rises]
-    plot_groups(path, groups, bars, title="AQUA-KV in 2 bits", y="rise of perplexity, %")
-
-
-def _both_explained(cells: CellResults) -> dict[str, dict[int, float]]:
-    return {
-        f"{side}s, {variant}": shares
-        for side in _SIDES
-        for variant, shares in _explained_by(cells, side).items()
-    }
-
-
-TABLES: dict[str, Table] = {
-    "bits": _bits_table,
-    "parts": _parts_table,
-    "variance": _variance_tables,
-    "depth": _depth_tables,
-    "pruned": _pruned_table,
-}
-PLOTS: dict[str, Plot] = {
-    "bits": _plot_bits,
-    "parts": _plot_parts,
-    "variance": layers_of(
-        _both_explained, "AQUA-KV: held-out tokens", "explained variance", high=1.0
-    ),
-    "depth": layers_of(
-        lambda cells: lines_of(cells[0][1], "key_explained"), "AQUA-KV: keys", "explained variance"
-    ),
-}
-
-
-PARTS = ("bits", "parts", "variance", "depth", "pruned")
-
-
 @dataclass(frozen=True, kw_only=True)
-class AquaAblation(CalibratedAblation):
-    """What AQUA-KV's predictors are worth."""
+class AquaAblation(Ablation):
+    """What AQUA-KV's predictors are worth.
+
+    It makes the artifacts that it needs; tokens of the calibration never come in a context. Without
+    ``calibration_text`` the first ``calibration_tokens`` of ``text`` are learned from, and contexts
+    begin after them. Documents of needles have other seeds than the calibration's.
+    """
 
     name = "aqua-ablation"
     method = "aqua"
     example = "recent=128"
     chosen = (*("artifact", "revision", "bits", "first_bits", "group", "predictor", "sink"),)
+    instead = "; --artifacts names the artifacts' folder"
     described = ("windows", "step", "calibration_tokens", "calibration_length", "ridge")
     # They look at predictors alone.
     apart = ("variance", "depth")
@@ -471,21 +177,61 @@ class AquaAblation(CalibratedAblation):
     top_k: int | float = budget_option(1.0)
     context: tuple[int, ...] = context_option((2048,), "tokens of a window")
     windows: int = count_option(3, "at most this many of each length")
-    parts: tuple[str, ...] = parts_option(PARTS)
+    parts: tuple[str, ...] = parts_option(TABLES)
     new_tokens: int = count_option(128, "after a window, one a pass: of the part pruned")
     step: int = count_option(32, "tokens a forward pass, from the first one on")
+    artifacts: Path | None = option(
+        None,
+        "keep the artifacts here, or find them; default: they are gone in the end",
+        kind=file_path,
+        metavar="DIR",
+    )
+    calibration_text: Path | None = text_option(
+        "learn from this; default: the start of --text, contexts begin after it", required=False
+    )
+    calibration_tokens: int = option(32_768, "the last tenth is held out", kind=length)
     calibration_length: int = option(2048, "most tokens of a sequence", kind=length)
     ridge: float = option(AquaCalibration().ridge, "in mean variances of an input", kind=number(0))
 
-    def details(self) -> dict[str, Any]:
-        # Named where they are not the usual ones, so that other parts can be added to old results.
-        usual = self.new_tokens == type(self).new_tokens
-        return super().details() | ({} if usual else {"new_tokens": self.new_tokens})
+    def __post_init__(self) -> None:
+        if self.calibration_text is not None and self.text is None:
+            raise ValueError(
+                f"--calibration-text {self.calibration_text}: give --text too, the contexts to "
+                "measure on come from it"
+            )
+        if self.text is not None and self.calibration_text == self.text:
+            raise ValueError(
+                f"--calibration-text {self.text} is --text, too: leave it out, and contexts begin "
+                "after the tokens that are learned from"
+            )
+        if self.artifacts is not None and ":" in str(self.artifacts.absolute()):
+            raise ValueError(
+                f"--artifacts {self.artifacts}: a colon in the path would end the option of a "
+                "cache; give another folder"
+            )
 
-    @property
-    def usual(self) -> AquaCalibration:
-        """Of all artifacts, before changes."""
-        return AquaCalibration(ridge=self.ridge)
+    @cached_property
+    def _learned(self) -> dict[str, CalibrationArtifact]:
+        return {}
+
+    @cached_property
+    def _temporary(self) -> tempfile.TemporaryDirectory[str]:
+        return tempfile.TemporaryDirectory(prefix="hf-kvret-artifacts-")
+
+    def folders(self) -> dict[str, Path]:
+        return {} if self.artifacts is None else {"--artifacts": self.artifacts}
+
+    def check_cells(self, cells: Sequence[Cell], subject: Subject, choices: Choices) -> None:
+        # Caches are not tried: their artifacts may not be there yet.
+        self.check_contexts(cells, subject)
+
+    def details(self) -> dict[str, Any]:
+        other = describe_file("--calibration-text", self.calibration_text)
+        usual = "the start of --text" if self.text else "needle language"
+        # Named where they are not the usual ones, so that other parts can be added to old results.
+        is_usual = self.new_tokens == type(self).new_tokens
+        more = {} if is_usual else {"new_tokens": self.new_tokens}
+        return {**super().details(), "calibration_text": other or usual, **more}
 
     def variants(self, part: str) -> Sequence[str]:
         return list(_variants(part))
@@ -518,7 +264,7 @@ class AquaAblation(CalibratedAblation):
     def depths(self, subject: Subject) -> dict[str, list[dict[str, Any]]]:
         """Figures by layer of predictors that read one layer or two, exact ones or in 2 bits."""
         learned: dict[str, Calibration] = {}
-        for bits, name in ((16, "exact"), (_FEW, f"{_FEW} bits")):
+        for bits, name in ((16, "exact"), (FEW_BITS, f"{FEW_BITS} bits")):
             for layers, cls in (("1 layer", AquaCalibration), ("2 layers", TwoLayerCalibration)):
                 calibration = cls(bits=bits, first_bits=max(4, bits), ridge=self.ridge)
                 learned[f"{layers}, {name}"] = calibration
@@ -534,8 +280,10 @@ class AquaAblation(CalibratedAblation):
             return choose_cache(FULL, device=str(subject.device))
         options = {"top_k": _KEPT, **PRUNED[name][0]}
         if "predictor" not in options:
-            folder = self.own_folder(subject) or self.artifact({"bits": _FEW}, subject)[0]
-            options["artifact"] = str(folder)
+            own = Path(subject.model.config._name_or_path) / self.method
+            is_there = (own / DESCRIPTION).is_file()
+            learned = own if is_there else self.artifact({"bits": FEW_BITS}, subject)[0]
+            options["artifact"] = str(learned)
         return made(name, PrunedCache, base.replace(**options))
 
     def artifact(
@@ -543,13 +291,42 @@ class AquaAblation(CalibratedAblation):
     ) -> tuple[str, CalibrationArtifact]:
         """The folder of an artifact that was learned with ``changes``, and what is in it.
 
-        Its name says what differs from the usual options.
+        Its name says what differs from the usual options. What is there is used where it was made
+        of the same model, text and options, and refused with a ValueError otherwise; an interrupted
+        calibration goes on.
         """
-        learned, usual = replace(self.usual, **changes), self.usual.options()
-        named = {field.name: getattr(learned, field.name) for field in fields(learned)}
-        parts = [f"{name}-{value}" for name, value in named.items() if value != usual[name]]
-        folder = "_".join(parts) or "usual"
-        return str(self.path(folder)), self.find(folder, learned, subject)
+        usual = AquaCalibration(ridge=self.ridge)
+        calibration, options = replace(usual, **changes), usual.options()
+        learned = {field.name: getattr(calibration, field.name) for field in fields(calibration)}
+        parts = [f"{name}-{value}" for name, value in learned.items() if value != options[name]]
+        name = "_".join(parts) or "usual"
+        folder = (self.artifacts or Path(self._temporary.name)).absolute() / name
+        if name not in self._learned:
+            self._learned[name] = self._find(folder, calibration, subject)
+        return str(folder), self._learned[name]
+
+    def _find(
+        self, folder: Path, calibration: AquaCalibration, subject: Subject
+    ) -> CalibrationArtifact:
+        corpus, model = self.corpus(subject), subject.model
+        if not (folder / DESCRIPTION).is_file():
+            tqdm.write(f"calibrating: {folder}", file=sys.stderr)
+            return calibrate(model, corpus, calibration, folder, layers_at_once=_LAYERS_AT_ONCE)
+        result = CalibrationArtifact.from_pretrained(folder, method=calibration.method)
+        result.check(model.config)
+        result.check_weights(model)
+        previous = {**result.options, **result.data}
+        changed = [
+            f"{key} was {previous.get(key)!r}, now {value!r}"
+            for key, value in (calibration.options() | corpus.description).items()
+            if previous.get(key) != value
+        ]
+        if changed:
+            raise ValueError(
+                f"{folder} holds an artifact of another calibration ({'; '.join(changed)}): give "
+                "another --artifacts, or delete that folder"
+            )
+        return result
 
     def _choice(
         self, variant: Variant, name: str, subject: Subject, base: AquaConfig
@@ -560,6 +337,59 @@ class AquaAblation(CalibratedAblation):
         if variant.learned is not None:
             options["artifact"] = self.artifact(variant.learned, subject)[0]
         return made(name, AquaKVCache, base.replace(**options))
+
+    def corpus(self, subject: Subject) -> Corpus:
+        """What is learned from, with its end held out.
+
+        Raises:
+            ValueError: too little text, or none and another language than that of needles.
+        """
+        tokens, most = self.calibration_tokens, self.calibration_length
+        description: dict[str, Any] = {"tokens": tokens, "length": most, "seed": self.seed}
+        description["dtype"] = str(subject.model.dtype).removeprefix("torch.")
+        path = self.calibration_text or self.text
+        if path is None:
+            check_needles(subject)
+            sequences = list(needle_documents(tokens, most, self.seed))
+            description["documents"] = "needle language"
+        else:
+            ids = text_file(path, subject.need_tokenizer(self.name))
+            sequences = cut(ids, most, tokens, "--calibration-tokens")
+            description["text"] = describe_file("--text", path)
+        if len(sequences) < 2:
+            raise ValueError(
+                f"--calibration-tokens {tokens} in sequences of --calibration-length {most}: at "
+                "least two, one of them measures errors; take shorter ones"
+            )
+        held_out = max(1, round(_HELD_OUT * len(sequences)))
+        description["held_out_sequences"] = held_out
+        return Corpus(sequences, held_out, description)
+
+    def contexts(self, subject: Subject, part: str, length: int) -> list[torch.Tensor]:
+        size, count = length + self.following(part), self.windows
+        if self.text is None:
+            check_needles(subject)
+            asking, first = self.asking(part, length), self.seed + _CONTEXTS
+            return [needle_tokens(size, asking, seed) for seed in range(first, first + count)]
+        ids = self._unseen(subject)
+        result = min(count, len(ids) // size)
+        if not result:
+            raise ValueError(
+                f"--text {self.text} has {len(ids)} tokens beside those of the calibration, fewer "
+                f"than the {size} of a context: give a shorter --context, fewer "
+                "--calibration-tokens, or a longer text"
+            )
+        return list(ids[: result * size].view(result, size))
+
+    def _unseen(self, subject: Subject) -> torch.Tensor:
+        """The tokens of ``text`` without those that are learned from, BOS in front."""
+        assert self.text is not None
+        tokenizer = subject.need_tokenizer(self.name)
+        ids = text_file(self.text, tokenizer)
+        if self.calibration_text is not None:
+            return ids
+        bos = 0 if tokenizer.bos_token_id is None else 1
+        return torch.cat([ids[:bos], ids[self.calibration_tokens :]])
 
 
 def _variants(part: str) -> dict[str, Any]:
@@ -623,7 +453,7 @@ def read_through(
 
 def kept_shares(cache: PrunedCache) -> dict[str, float]:
     """``kept`` and ``needed`` of ``read_through``."""
-    shares: dict[str, list[float]] = {name: [] for name in _SHARES}
+    shares: dict[str, list[float]] = {name: [] for name in SHARES}
     above: torch.Tensor | bool = False
     for layer in reversed(cache.retrieval_layers):
         assert layer.kv is not None and isinstance(layer.kv.index, H2OIndex)

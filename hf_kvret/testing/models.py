@@ -302,7 +302,7 @@ LATENT: dict[str, Any] = {
     "moe_intermediate_size": 32,
     "num_key_value_heads": 4,
     "q_lora_rank": 32,
-    # As many as a value has: what a tensor is must not be told by its shape.
+    # As many as a value has: a shape must not say what a tensor is.
     "kv_lora_rank": 16,
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 8,

@@ -69,7 +69,7 @@ class RankOutcome:
     alike: bool = True
 
 
-Found = tuple[dict[str, torch.Tensor], int] | str
+CaseResult = tuple[dict[str, torch.Tensor], int] | str
 """Of a case in one process: values, and cold rows that were read; or an error in one line."""
 
 
@@ -91,45 +91,45 @@ def run_on_ranks(
         folder = Path(scratch)
         model.save_pretrained(folder / _MODEL)
         (folder / _CASES).write_text(json.dumps([asdict(case) for case in cases]))
-        spawned = _spawn([sys.executable, "-m", __spec__.name, scratch], ranks, folder)
+        processes = _spawn([sys.executable, "-m", __spec__.name, scratch], ranks, folder)
         try:
             # Read from the folder too, so that settings are those of the ranks.
             alone = run_cases(_load(folder), cases, folder / "alone")
-            _wait(spawned, folder, seconds)
+            _wait(processes, folder, seconds)
         finally:
-            for process in spawned:
+            for process in processes:
                 process.kill()
         each = [torch.load(folder / f"{rank}.pt") for rank in range(ranks)]
-    return [compare(alone[i], [found[i] for found in each]) for i in range(len(cases))]
+    return [compare(alone[i], [results[i] for results in each]) for i in range(len(cases))]
 
 
 def _spawn(command: list[str], ranks: int, folder: Path) -> list[subprocess.Popen[bytes]]:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
     shared = {"WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    spawned = []
+    processes = []
     for rank in range(ranks):
         own = {**shared, "RANK": rank, "LOCAL_RANK": rank, "OMP_NUM_THREADS": 1}
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
         environment |= {name: str(value) for name, value in own.items()}
         with (folder / f"{rank}.log").open("wb") as log:
             process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
-        spawned.append(process)
-    return spawned
+        processes.append(process)
+    return processes
 
 
-def _wait(spawned: list[subprocess.Popen[bytes]], folder: Path, seconds: float) -> None:
+def _wait(processes: list[subprocess.Popen[bytes]], folder: Path, seconds: float) -> None:
     """Wait for all; RuntimeError with what was said by those that failed."""
     end, faults = time.monotonic() + seconds, []
-    for rank, process in enumerate(spawned):
+    for rank, process in enumerate(processes):
         try:
             how = f"ended with {process.wait(max(1.0, end - time.monotonic()))}"
         except subprocess.TimeoutExpired:
             how = "did not end"
         if process.returncode != 0:
-            said = (folder / f"{rank}.log").read_text(errors="replace")[-2000:]
-            faults.append(f"rank {rank} {how}: {said}")
+            output = (folder / f"{rank}.log").read_text(errors="replace")[-2000:]
+            faults.append(f"rank {rank} {how}: {output}")
     if faults:
         raise RuntimeError(f"ranks failed: {' '.join(faults)}")
 
@@ -144,7 +144,7 @@ def run_cases(
     cases: Sequence[RankCase],
     folder: Path,
     finish: Callable[[], object] = lambda: None,
-) -> list[Found]:
+) -> list[CaseResult]:
     """What each case gives with ``model``, in this process.
 
     Args:
@@ -153,11 +153,11 @@ def run_cases(
         folder: for modes that write files.
         finish: called after each case.
     """
-    found = []
+    results = []
     for number, case in enumerate(cases):
-        found.append(_run_case(model, case, folder / str(number)))
+        results.append(_run_case(model, case, folder / str(number)))
         finish()
-    return found
+    return results
 
 
 def _mode(name: str, folder: Path) -> Mode:
@@ -168,7 +168,7 @@ def _mode(name: str, folder: Path) -> Mode:
     return Mode(function, partial(play, folder=folder), direct=False)
 
 
-def _run_case(model: PreTrainedModel, case: RankCase, folder: Path) -> Found:
+def _run_case(model: PreTrainedModel, case: RankCase, folder: Path) -> CaseResult:
     mode, is_ours = _mode(case.mode, folder), case.method != _FOREIGN
 
     def make_cache() -> Any:
@@ -192,16 +192,16 @@ def _cold_rows(cache: Any) -> int:
     return cold_rows_read(cache) + without
 
 
-def compare(alone: Found, each: Sequence[Found]) -> RankOutcome:
+def compare(alone: CaseResult, each: Sequence[CaseResult]) -> RankOutcome:
     """What ``each`` process gave, compared with one that had the model ``alone``."""
-    errors = [found for found in each if isinstance(found, str)]
+    errors = [result for result in each if isinstance(result, str)]
     if errors:
         same = len(errors) == len(each) and len(set(errors)) == 1
         return RankOutcome(False, f"refused: {errors[0]}" if same else f"raised: {errors}", same)
     if isinstance(alone, str):
         return RankOutcome(False, f"one process raised {alone}, and the ranks did not")
-    values = [found[0] for found in each if not isinstance(found, str)]
-    read = sum(found[1] for found in each if not isinstance(found, str))
+    values = [result[0] for result in each if not isinstance(result, str)]
+    read = sum(result[1] for result in each if not isinstance(result, str))
     alike = all(first_difference(Outcome(x), Outcome(values[0]), 0.0) is None for x in values)
     for rank, own in enumerate(values):
         difference = first_difference(Outcome(own), Outcome(alone[0]), LOGIT_TOLERANCE)
@@ -216,8 +216,8 @@ def _main(folder: Path) -> None:
     distributed.init_process_group("gloo", timeout=timedelta(seconds=_COLLECTIVE_SECONDS))
     model = _load(folder, tp_plan="auto")
     cases = [RankCase(**case) for case in json.loads((folder / _CASES).read_text())]
-    found = run_cases(model, cases, folder / "ranks", distributed.barrier)
-    torch.save(found, folder / f"{distributed.get_rank()}.pt")
+    results = run_cases(model, cases, folder / "ranks", distributed.barrier)
+    torch.save(results, folder / f"{distributed.get_rank()}.pt")
     distributed.destroy_process_group()
 
 

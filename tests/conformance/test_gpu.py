@@ -9,18 +9,10 @@ import torch
 from transformers import CONFIG_MAPPING
 
 from hf_kvret import NativeKVCache
-from hf_kvret.testing import (
-    COVERING_OPTIONS,
-    GEMMA4_MODELS,
-    LATENT_MODELS,
-    MODELS,
-    MODES,
-    Case,
-    run_case,
-)
+from hf_kvret.testing import GEMMA4_MODELS, LATENT_MODELS, MODELS, MODES
 from hf_kvret.testing.indexed_models import known_indexed
 
-from .cases import RESTS, ArtifactOptions, caches, can_go_back, expect_passed, options_for
+from .cases import RESTS, ArtifactOptions, caches, can_go_back, check_case, is_served
 
 pytestmark = [
     pytest.mark.gpu,
@@ -37,16 +29,11 @@ OTHERS = [
 ]
 
 
-def _is_served(case: dict[str, Any]) -> bool:
-    method, store = case.get("method"), case.get("store", "device")
-    if method == "aqua" and (
-        store not in ("device", "host", "split") or case.get("rest", "nothing") != "nothing"
-    ):
-        return False
-    return can_go_back(case)
+def _possible(case: dict[str, Any]) -> bool:
+    return is_served(case) and can_go_back(case)
 
 
-@pytest.mark.allowed(when=_is_served)
+@pytest.mark.allowed(when=_possible)
 @pytest.mark.factor("rest", list(RESTS))
 @pytest.mark.factor("store", STORES)
 @pytest.mark.factor("method", list(CACHES))
@@ -54,7 +41,8 @@ def _is_served(case: dict[str, Any]) -> bool:
 def test_a_llama_gives_the_text_of_full_attention(
     mode: str, method: str, store: str, rest: str, artifact_options: ArtifactOptions
 ) -> None:
-    _check(Case("llama", mode), method, store, artifact_options, RESTS[rest])
+    options = {**artifact_options(method, "llama"), **RESTS[rest]}
+    check_case(CACHES[method], "llama", mode, store, options, device="cuda")
 
 
 @pytest.mark.allowed(when=can_go_back)
@@ -65,27 +53,12 @@ def test_a_llama_gives_the_text_of_full_attention(
 def test_other_models_give_the_text_of_full_attention(
     model: str, mode: str, method: str, store: str, artifact_options: ArtifactOptions
 ) -> None:
-    _check(Case(model, mode), method, store, artifact_options, {})
+    options = artifact_options(method, model)
+    check_case(CACHES[method], model, mode, store, options, device="cuda")
 
 
 @pytest.mark.parametrize("store", ["device", "resident"])
 @pytest.mark.parametrize("mode", ["greedy", "second_turn", "crop_small"])
 @pytest.mark.parametrize("model", known_indexed())
 def test_models_with_an_indexer_give_their_own_text(model: str, mode: str, store: str) -> None:
-    options = {name: value for name, value in COVERING_OPTIONS.items() if name != "top_k"}
-    result = run_case(
-        Case(model, mode),
-        lambda built: NativeKVCache(built.config, **options, store=store),
-        device="cuda",
-    )
-    expect_passed(result)
-
-
-def _check(
-    case: Case, method: str, store: str, artifact_options: ArtifactOptions, more: dict[str, Any]
-) -> None:
-    options = {**options_for(store), **artifact_options(method, case.model), **more}
-    result = run_case(
-        case, lambda model: CACHES[method](config=model.config, **options), device="cuda"
-    )
-    expect_passed(result)
+    check_case(NativeKVCache, model, mode, store, {"top_k": None}, device="cuda")

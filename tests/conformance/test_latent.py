@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from itertools import cycle
 from typing import Any
 
@@ -10,13 +10,22 @@ import pytest
 import torch
 import transformers
 
-from hf_kvret import LatentKVCache, ParisKVCache, RetrievalCache, attach
+from hf_kvret import LatentKVCache, ParisKVCache, attach
 from hf_kvret.testing import COVERING_OPTIONS, LATENT_MODELS, MODES, Case, run_case
-from hf_kvret.testing.conformance import Result, no_proof
+from hf_kvret.testing.conformance import no_proof
 from hf_kvret.testing.models import LONG_LATENT_MODEL
 
 from ..pairs import pairwise
-from .cases import RESTS, STORES, ArtifactOptions, caches, expect_passed, name_of
+from .cases import (
+    RESTS,
+    STORES,
+    ArtifactOptions,
+    caches,
+    check_case,
+    expect_passed,
+    is_served,
+    name_of,
+)
 
 LEARNED = caches("a2ats", "aqua")
 CACHES = caches("flat", "paris", "lrqk", "ctkvr", "h2o")
@@ -30,20 +39,13 @@ def cases(models: Iterable[str], methods: Iterable[str]) -> list[dict[str, Any]]
     """Every pair of two factors once."""
     factors = {"model": models, "mode": MODES, "method": methods, "store": STORES}
     factors["rest"] = tuple(RESTS)
-    return pairwise({name: list(values) for name, values in factors.items()}, _is_served)
-
-
-def _is_served(case: dict[str, Any]) -> bool:
-    method = case.get("method", "flat")
-    if method == "aqua" and case.get("store", "device") not in ("device", "host"):
-        return False
-    return case.get("rest", "nothing") == "nothing" or method != "aqua"
+    return pairwise({name: list(values) for name, values in factors.items()}, is_served)
 
 
 def few_of_all() -> list[dict[str, Any]]:
     """Cases of methods that learn: all their stores, both models."""
     factors = {"model": list(DEFAULT), "method": list(LEARNED), "store": list(STORES)}
-    pairs = pairwise(factors, _is_served)
+    pairs = pairwise(factors, is_served)
     return [{"mode": mode, **pair} for mode, pair in zip(list(MODES)[::2], pairs, strict=False)]
 
 
@@ -55,19 +57,13 @@ def check(
     store: str,
     rest: str = "nothing",
 ) -> None:
-    options = COVERING_OPTIONS | {"store": store} | RESTS[rest]
-    options |= artifact_options(method, model)
-
-    def make(built: Any) -> RetrievalCache:
-        return ALL_CACHES[method](config=built.config, **options)
-
-    expect(run_case(Case(model, mode), make), model)
+    options = {**RESTS[rest], **artifact_options(method, model)}
+    check_case(ALL_CACHES[method], model, mode, store, options, may_skip(model))
 
 
-def expect(result: Result, model: str) -> None:
-    # Few modes may be skipped, or something vanished in silence.
-    may_skip = MODES if model in RECURRENT else {"early_exit", "guidance"}
-    expect_passed(result, may_skip)
+def may_skip(model: str) -> Container[str]:
+    """Few modes, or something would vanish in silence."""
+    return MODES if model in RECURRENT else {"early_exit", "guidance"}
 
 
 @pytest.mark.parametrize("case", cases(DEFAULT, CACHES), ids=name_of)
@@ -84,10 +80,9 @@ def test_methods_that_learn_are_the_same(
 
 @pytest.mark.parametrize(("model", "mode"), zip(cycle(DEFAULT), MODES))
 def test_absorbed_attention_to_all_is_the_same(model: str, mode: str) -> None:
-    def make(built: Any) -> RetrievalCache:
-        return LatentKVCache(config=built.config)
-
-    expect(run_case(Case(model, mode), make, proof=no_proof), model)
+    case = Case(model, mode)
+    result = run_case(case, lambda built: LatentKVCache(config=built.config), proof=no_proof)
+    expect_passed(result, may_skip(model))
 
 
 @pytest.mark.slow

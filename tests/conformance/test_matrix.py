@@ -17,11 +17,11 @@ from hf_kvret import A2ATSCache, AquaKVCache, CTkvrCache, FlatKVCache, LRQKCache
 from hf_kvret.methods.a2ats import A2ATSConfig
 from hf_kvret.methods.ctkvr import CTkvrConfig
 from hf_kvret.methods.lrqk import LRQKConfig
-from hf_kvret.testing import COVERING_OPTIONS, MODELS, MODES, Case, run_case
+from hf_kvret.testing import COVERING_OPTIONS, MODELS, MODES
 from hf_kvret.testing.scenario import prompt
 
 from ..pairs import pairwise
-from .cases import RELEASE, STORES, ArtifactOptions, caches, expect_passed
+from .cases import RELEASE, STORES, ArtifactOptions, caches, check_case, is_served
 from .cases import RESTS as USUAL_RESTS
 
 CACHES: dict[str, Callable[..., RetrievalCache]] = {
@@ -57,20 +57,10 @@ IMPOSSIBLE: dict[str, dict[str, set[str]]] = {
 }
 
 
-def _stores(method: str) -> tuple[str, ...]:
-    """AQUA-KV's rows are its own codes, here at 16 bits."""
-    return ("device", "host") if method.startswith("aqua") else STORES
-
-
 def _possible(case: dict[str, Any]) -> bool:
     """Whether a method keeps rows in such a store, and transformers' own cache has the mode."""
-    if "method" in case and case.get("store", "device") not in _stores(case["method"]):
-        return False
-    if case.get("method", "").startswith("aqua") and case.get("rest", "nothing") != "nothing":
-        # It leaves nothing out, and says so.
-        return False
     impossible = IMPOSSIBLE.get(RELEASE, {})
-    return case.get("mode") not in impossible.get(case.get("model", ""), ())
+    return is_served(case) and case.get("mode") not in impossible.get(case.get("model", ""), ())
 
 
 RESTS: dict[str, dict[str, Any]] = {
@@ -105,13 +95,11 @@ def test_same_as_full_attention(
     rest: str,
     artifact_options: ArtifactOptions,
 ) -> None:
-    case = Case(model, mode)
     # The codec alone has no use for an artifact.
-    learned = {} if method == "aqua_codec" else artifact_options(method.split("_")[0], case.model)
-    options = {"store": store, **learned, **COVERING_OPTIONS, **RESTS[rest]}
-    result = run_case(case, lambda model: CACHES[method](config=model.config, **options))
+    learned = {} if method == "aqua_codec" else artifact_options(method.split("_")[0], model)
     impossible = IMPOSSIBLE.get(RELEASE)
-    expect_passed(result, None if impossible is None else impossible.get(case.model, ()))
+    may_skip = None if impossible is None else impossible.get(model, ())
+    check_case(CACHES[method], model, mode, store, {**learned, **RESTS[rest]}, may_skip)
 
 
 def test_a_model_that_served_a_retrieval_cache_gives_the_same_text_without_one() -> None:

@@ -9,9 +9,9 @@ import pytest
 from hf_kvret import registered_methods
 from hf_kvret.layer import prompt_groups
 from hf_kvret.layer.prompt_groups import PromptPass
-from hf_kvret.testing import COVERING_OPTIONS, MODES, Case, run_case
+from hf_kvret.testing import MODES
 
-from .cases import STORES, expect_passed
+from .cases import STORES, check_case
 
 RECIPE = {"above": 0, "floor": 0, "exact": 0, "probes": 3}
 # A cap on logits, learned sinks, sliding layers, pictures, latents that heads share.
@@ -44,8 +44,6 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_all_blocks_are_full_attention(
     mode: str, model: str, method: str, store: str, chosen: list[int]
 ) -> None:
-    options = {**COVERING_OPTIONS, "store": store, "prompt": RECIPE}
-    cache_class = registered_methods()[method]
-    result = run_case(Case(model, mode), lambda model: cache_class(config=model.config, **options))
-    expect_passed(result, {"early_exit", "guidance"})
+    may_skip = {"early_exit", "guidance"}
+    check_case(registered_methods()[method], model, mode, store, {"prompt": RECIPE}, may_skip)
     assert min(chosen) > 0

@@ -14,9 +14,8 @@ from hf_kvret import RetrievalCache, registered_methods
 from hf_kvret.contracts.store import FirstRows
 from hf_kvret.stores import PagedStore, Store
 from hf_kvret.stores.memory import SplitMemory
-from hf_kvret.testing import COVERING_OPTIONS, Case, run_case
 
-from .cases import TELLING_MODES, ArtifactOptions, can_go_back, expect_passed
+from .cases import TELLING_MODES, ArtifactOptions, can_go_back, check_case
 
 METHODS = ("flat", "paris", "lrqk", "ctkvr", "a2ats", "h2o")
 # Plain rope; soft cap and sliding; sinks and experts; a linear hybrid.
@@ -52,11 +51,8 @@ def test_same_as_full_attention(
 ) -> None:
     stores: list[PagedStore] = []
     cache_class = _split_cache(method, stores)
-    options = {**COVERING_OPTIONS, **artifact_options(method, model), "store": "split"}
-    result = run_case(
-        Case(model, mode), lambda model: cache_class(model.config, device_budget="1GB", **options)
-    )
-    expect_passed(result)
+    options = {**artifact_options(method, model), "device_budget": "1GB"}
+    check_case(cache_class, model, mode, "split", options)
     filled = [store for store in stores if len(store)]
     assert filled and all(0.0 < store.bus_share < 1.0 for store in filled)
     assert all(store.nbytes() > store.host_nbytes() > 0 for store in filled)

@@ -42,7 +42,6 @@ def leave_alone(model: PreTrainedModel) -> None:
 
 
 PLAIN: dict[str, Any] = {"prepare": leave_alone, "proof": no_proof}
-run_plain = partial(run_case, **PLAIN)
 
 
 class Faulty(DynamicCache):

@@ -140,7 +140,7 @@ def waiting(
 
 
 def _card(dry: bool) -> str:
-    """The name of the GPU, by which rows are told apart."""
+    """The name of the GPU, by which rows differ."""
     return "CPU (dry)" if dry else torch.cuda.get_device_name()
 
 

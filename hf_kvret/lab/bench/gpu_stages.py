@@ -303,11 +303,16 @@ class _SameToken(Decode):
 
 
 def _timed(bench: Bench, cell: Cell, cls: type[ModelMeasurement] = Decode, **options: Any) -> Row:
+    """The row of a measurement; artifacts that a cache lacks are made of random tokens."""
     if cell.get("token") == "same":
         cls = _SameToken
     measurement = bench.measurement(cls, cell, **options)
     size = {name: cell[name] for name in ("cache", "context", "batch")}
-    return measurement.rows([size], _SILENT)[0]
+    with TemporaryDirectory() as folder:
+        model, choices = bench.subject.model, measurement.choices.values()
+        few = {"tokens": _DRY_TOKENS} if bench.dry else {}
+        make_stand_ins([model], choices, Path(folder), bench.seed, **few)
+        return measurement.rows([size], _SILENT)[0]
 
 
 class _NoBar:
@@ -322,16 +327,6 @@ _SILENT = Progress(_NoBar())
 def _steps(warmup: int, count: int, limit: float = 5.0, **more: Any) -> Callable[..., Row]:
     options = {"warmup": warmup, "steps": count, "limit": limit, **more}
     return lambda bench, cell: _timed(bench, cell, **options)
-
-
-def _systems_row(bench: Bench, cell: Cell) -> Row:
-    """A step of one of the five systems; an artifact that it lacks is made of random tokens."""
-    measurement = bench.measurement(Decode, cell, warmup=4, steps=8, limit=5.0)
-    with TemporaryDirectory() as folder:
-        model, choices = bench.subject.model, measurement.choices.values()
-        few = {"tokens": _DRY_TOKENS} if bench.dry else {}
-        make_stand_ins([model], choices, Path(folder), bench.seed, **few)
-        return measurement.rows([cell], _SILENT)[0]
 
 
 def _rest_row(bench: Bench, cell: Cell) -> Row:
@@ -428,7 +423,7 @@ STAGES = (
         lambda dry: sized(
             "paris:top_k=1024 lrqk:top_k=1024 ctkvr:top_k=1024 a2ats:top_k=1024 aqua", "64K"
         ),
-        _systems_row,
+        _steps(4, 8),
     ),
     Stage(
         "prompts",

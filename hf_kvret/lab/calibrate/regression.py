@@ -51,46 +51,46 @@ class Rows:
             yield self.at(slice(start, start + BLOCK))
 
 
-class Moments:
-    """Means and centred second moments of rows, in fp64.
-
-    Attributes:
-        input_mean, target_mean: ``[in]``, ``[out]``.
-        gram: ``[in, in]``, the covariance of inputs.
-        cross: ``[in, out]``, that of inputs with targets.
-    """
-
-    def __init__(self, rows: Rows) -> None:
-        inputs, outputs = rows.width, rows.targets.shape[1]
-        shapes = ((inputs,), (outputs,), (inputs, inputs), (inputs, outputs))
-        sums = [torch.zeros(n, dtype=torch.float64, device=rows.device) for n in shapes]
-        for x, y in rows.blocks():
-            x, y = x.double(), y.double()
-            terms = x.sum(0), y.sum(0), x.mT @ x, x.mT @ y
-            for total, term in zip(sums, terms, strict=True):
-                total += term
-        self.input_mean, self.target_mean, gram, cross = (total / len(rows) for total in sums)
-        self.gram = gram - torch.outer(self.input_mean, self.input_mean)
-        self.cross = cross - torch.outer(self.input_mean, self.target_mean)
-
-
-def _ridged(gram: torch.Tensor, ridge: float) -> torch.Tensor:
-    """The Gram matrix with ``ridge`` times its mean diagonal added to its diagonal."""
-    size = gram.diagonal().mean().clamp_min(torch.finfo(torch.float32).tiny)
-    return gram + (ridge * size) * torch.eye(len(gram)).to(gram)
-
-
 def fit_linear(rows: Rows, *, ridge: float) -> dict[str, torch.Tensor]:
     """``weight`` bf16 and ``bias`` fp32 by ridge regression, on the CPU; the bias is not shrunk.
 
     Args:
         rows: what to learn from.
         ridge: in units of the mean variance of an input, more than 0.
+
+    Raises:
+        ValueError: inputs that are not finite, or go together too closely for the ridge.
     """
-    moments = Moments(rows)
-    weight = _solution(moments, _ridged(moments.gram, ridge)).bfloat16()
-    bias = moments.target_mean - weight.double() @ moments.input_mean
+    input_mean, target_mean, gram, cross = _moments(rows)
+    size = gram.diagonal().mean().clamp_min(torch.finfo(torch.float32).tiny)
+    gram = gram + (ridge * size) * torch.eye(len(gram)).to(gram)
+    factor, info = torch.linalg.cholesky_ex(gram)
+    if info or not gram.isfinite().all():
+        raise ValueError(
+            "a predictor's inputs have NaN or infinity, or go together too closely for this ridge: "
+            "load the model in bfloat16 or float32, or give a larger ridge (1e-3 is usual)"
+        )
+    weight = torch.cholesky_solve(cross, factor).mT.bfloat16()
+    bias = target_mean - weight.double() @ input_mean
     return {"weight": weight.cpu().contiguous(), "bias": bias.float().cpu()}
+
+
+def _moments(rows: Rows) -> tuple[torch.Tensor, ...]:
+    """Means ``[in]`` of inputs and ``[out]`` of targets, then covariances, all in fp64.
+
+    Those are ``[in, in]`` of inputs, and ``[in, out]`` of inputs with targets.
+    """
+    inputs, outputs = rows.width, rows.targets.shape[1]
+    shapes = ((inputs,), (outputs,), (inputs, inputs), (inputs, outputs))
+    sums = [torch.zeros(n, dtype=torch.float64, device=rows.device) for n in shapes]
+    for x, y in rows.blocks():
+        x, y = x.double(), y.double()
+        terms = x.sum(0), y.sum(0), x.mT @ x, x.mT @ y
+        for total, term in zip(sums, terms, strict=True):
+            total += term
+    input_mean, target_mean, gram, cross = (total / len(rows) for total in sums)
+    gram = gram - torch.outer(input_mean, input_mean)
+    return input_mean, target_mean, gram, cross - torch.outer(input_mean, target_mean)
 
 
 def predict(tensors: Mapping[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
@@ -104,14 +104,3 @@ def predict(tensors: Mapping[str, torch.Tensor], x: torch.Tensor) -> torch.Tenso
     if "weight" not in tensors:
         return tensors["bias"].expand(*x.shape[:-1], -1)
     return F.linear(x.float(), tensors["weight"].float(), tensors["bias"])
-
-
-def _solution(moments: Moments, gram: torch.Tensor) -> torch.Tensor:
-    """``[out, in]``."""
-    factor, info = torch.linalg.cholesky_ex(gram)
-    if info or not gram.isfinite().all():
-        raise ValueError(
-            "a predictor's inputs have NaN or infinity, or go together too closely for this ridge: "
-            "load the model in bfloat16 or float32, or give a larger ridge (1e-3 is usual)"
-        )
-    return torch.cholesky_solve(moments.cross, factor).mT

@@ -39,7 +39,7 @@ def _aqua(config: PreTrainedConfig) -> Calibration:
 
 
 def _puts_images(config: PreTrainedConfig) -> bool:
-    """Whether positions have three parts, which attention isn't told."""
+    """Whether positions have three parts, which attention does not get."""
     rotation = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
     return "mrope_section" in rotation
 

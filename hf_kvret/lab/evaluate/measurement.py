@@ -216,7 +216,7 @@ def attempt(work: Callable[[], Any]) -> tuple[Any, Row]:
     except CheckFailed as error:
         why = {FAILED: str(error)}
     except (MemoryError, RuntimeError) as error:
-        if not _out_of_memory(error):
+        if not out_of_memory(error):
             raise
         message = next(iter(str(error).strip().splitlines()), "no memory left")
         why = {"out_of_memory": f"out of memory ({message})"}
@@ -301,7 +301,8 @@ def _waits(results: Results, cell: Cell) -> bool:
     return row is None or FAILED in row
 
 
-def _out_of_memory(error: Exception) -> bool:
+def out_of_memory(error: Exception) -> bool:
+    """Whether an error says that memory ran out."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     # torch has no class of its own for a host that can't allocate, for pinned memory, and for what

@@ -1,7 +1,7 @@
 """``hf-kvret bench machine-code --cache``: what a simulated GPU launches is in the cache.
 
-As a program it fills one with a step, moves it, and looks the launches up there. By default kernels
-get no code, which takes the most time: Triton makes their keys before.
+As a program it fills one with a step, moves it, and looks the launches up there. One step has
+kernels without code, which takes the most time: Triton makes their keys before.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def launches_of(text: str, shape: str, folder: Path, patch: pytest.MonkeyPatch) 
     from ...simulated_gpu import launches
     from ...simulated_gpu.device import simulated, to_device
 
-    noted, note, generator = set(), launches._note_specialisation, torch.Generator
+    kernels, note, generator = set(), launches._note_specialisation, torch.Generator
 
     def plain(value: Any) -> Any:
         if isinstance(value, tuple):
@@ -65,7 +65,7 @@ def launches_of(text: str, shape: str, folder: Path, patch: pytest.MonkeyPatch) 
 
     def note_too(gpu: Any, kernel: Any, constants: Any, named: Any, given: Any) -> None:
         arguments = {name: plain(value) for name, value in (given | named).items()}
-        noted.add(pickle.dumps((kernel.__module__, kernel.__name__, arguments)))
+        kernels.add(pickle.dumps((kernel.__module__, kernel.__name__, arguments)))
         note(gpu, kernel, constants, named, given)
 
     patch.setattr(launches, "_note_specialisation", note_too)
@@ -78,15 +78,13 @@ def launches_of(text: str, shape: str, folder: Path, patch: pytest.MonkeyPatch) 
     with simulated():
         to_device(model)
         take_steps(model, choice, 30, 1)
-    return [pickle.loads(one) for one in noted]
+    return [pickle.loads(one) for one in kernels]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "options"),
-    [
-        (f"{METHODS[0]}:{WINDOW}", ["without code"]),
-        *(pytest.param(text, [], marks=pytest.mark.slow) for text in STEPS),
-    ],
+    [(f"{METHODS[0]}:{WINDOW}", ["without code"]), *((text, []) for text in STEPS)],
 )
 def test_every_launch_of_a_simulated_step_is_found_in_a_moved_cache(
     text: str, options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -44,6 +44,7 @@ def test_a_study_is_named_as_its_results_are_and_describes_itself(title: str) ->
     assert parser.get_default("caches") in (study.method, None)
 
 
+@pytest.mark.slow
 def test_a_script_runs_by_itself() -> None:
     place = [sys.executable, str(ROOT / "examples" / SCRIPTS["eval assumptions"]), "--help"]
     ran = subprocess.run(place, capture_output=True, text=True, check=True)

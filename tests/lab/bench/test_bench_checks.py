@@ -85,8 +85,10 @@ def use_index(monkeypatch: pytest.MonkeyPatch, index: type[FlatIndex]) -> None:
     monkeypatch.setattr(FlatKVCache, "make_index", classmethod(lambda cls, options, layer: index()))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("fill", ["prefill", "random"])
+@pytest.mark.parametrize(
+    ("dtype", "fill"),
+    [(torch.float32, "prefill"), (torch.bfloat16, "random"), (torch.float16, "prefill")],
+)
 def test_an_index_that_loses_tokens_is_refused(
     dtype: torch.dtype, fill: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

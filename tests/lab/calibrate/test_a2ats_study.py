@@ -224,8 +224,8 @@ def test_codes_are_the_nearest_words_as_saved_in_new_and_old_artifacts(
         # As artifacts were before there was a choice.
         del options["codeword_dtype"]
     named = {f"layers.0.{name}": x for name, x in result.tensors.items()}
-    told = {**options, "layers": {"0": result.settings}}
-    CalibrationArtifact("a2ats", identity, named, options=told).save_pretrained(tmp_path)
+    settings = {**options, "layers": {"0": result.settings}}
+    CalibrationArtifact("a2ats", identity, named, options=settings).save_pretrained(tmp_path)
     learned = learned_layer(shared_artifact(str(tmp_path), None, "a2ats"), 0, torch.device("cpu"))
     words, factor = result.tensors["codewords"].float(), result.tensors["metric"]
     assert learned.words.dtype == getattr(torch, dtype)

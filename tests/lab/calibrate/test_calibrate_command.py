@@ -259,8 +259,8 @@ def test_the_page_names_the_options_of_the_commands(capsys: pytest.CaptureFixtur
         calls = re.findall(rf"hf-kvret {' '.join(command)}[^\n`]*", page)
         used = set(re.findall(r"--[\w-]+", " ".join(calls)))
         assert calls and used <= offered
-        told = set(re.findall(r"`(--[\w-]+)", page)) | used
-        assert not offered - told, "options that the page does not name"
+        named = set(re.findall(r"`(--[\w-]+)", page)) | used
+        assert not offered - named, "options that the page does not name"
 
 
 def test_a_command_makes_the_predictors_of_the_model(

@@ -19,7 +19,7 @@ from hf_kvret.testing.scenario import prompt
 from ...artifacts.artifact_folder import save_model, write_text
 
 SHORT = ("--tokens", "400", "--length", "100", "--uuid-tokens", "100")
-# What each is told, and what makes it exact.
+# Options of each calibration, and those that make its cache exact.
 METHODS: dict[str, tuple[Any, tuple[str, ...], dict[str, Any]]] = {
     "a2ats": (A2ATSCache, ("--codewords", "8", "--distance", "64", "--rounds", "3"), {}),
     "aqua": (AquaKVCache, ("--bits", "4"), {"bits": 16, "first_bits": 16}),

@@ -106,8 +106,8 @@ def test_every_full_attention_layer_is_shown_every_token_once(name: str, tmp_pat
 def test_layers_without_rope_are_known(tmp_path: Path) -> None:
     model = MODELS["smollm3"].build()
     artifact = calibrate(model, corpus(40), SMALL, tmp_path, progress=False)
-    told = artifact.options["layers"]
-    assert [told[str(n)]["layout"] for n in range(3)] == ["half", "none", "half"]
+    settings = artifact.options["layers"]
+    assert [settings[str(n)]["layout"] for n in range(3)] == ["half", "none", "half"]
     assert artifact.tensors["layers.1.inv_freq"].shape == (0,)
     loaded = CalibrationArtifact.from_pretrained(tmp_path, method="a2ats")
     assert loaded.tensors["layers.1.inv_freq"].shape == (0,)

@@ -23,6 +23,7 @@ from hf_kvret.lab.calibrate.study import LayerFindings
 SMALL = A2ATSCalibration(codewords=8, distance=32, rounds=3)
 TEXTS = Corpus(list(torch.arange(1, 101).view(2, 50)), 0, {"text": "numbers"})
 REPO = "alice/river"
+TEXT = ["--text", __file__]
 MODELS_CONFIG = b'{"model_type": "llama"}'
 FOREIGN = {
     "model": MODELS_CONFIG,
@@ -89,37 +90,44 @@ def test_only_an_artifact_of_the_same_method_is_replaced(
     assert again.tensors.keys() == result.tensors.keys() != artifact.tensors.keys()
 
 
-@pytest.mark.parametrize("method", ["a2ats", "aqua"])
-def test_the_command_looks_at_the_folder_before_the_model(
-    method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "config.json").write_bytes(MODELS_CONFIG)
-    # A model that is not there: it would be missed if it were looked for.
-    where = ["--model", str(tmp_path / "none"), "--out", str(tmp_path)]
-    assert main(["calibrate", method, *where, "--text", __file__]) == 2
-    assert f"give a new folder, for instance MODEL/{method}" in capsys.readouterr().err
-    assert (tmp_path / "config.json").read_bytes() == MODELS_CONFIG
-
-
 @pytest.mark.parametrize(
-    ("more", "words"),
+    ("method", "more", "words"),
     [
-        (["--text", "no.txt"], "--text no.txt: no such file"),
-        ([], "give one of --text FILE and --dataset ID"),
-        (["--dataset", "a/b"], "--dataset a/b needs datasets: pip install datasets"),
+        (
+            "a2ats",
+            [*TEXT, "--out", "FOREIGN"],
+            "a new folder, for instance MODEL/a2ats",
+        ),
+        ("aqua", [*TEXT, "--out", "FOREIGN"], "a new folder, for instance MODEL/aqua"),
+        (
+            "aqua",
+            [*TEXT, "--push-to-hub", REPO],
+            "a new repository, for instance USER/",
+        ),
+        ("a2ats", ["--text", "no.txt"], "--text no.txt: no such file"),
+        ("a2ats", [], "give one of --text FILE and --dataset ID"),
+        ("a2ats", ["--dataset", "a/b"], "--dataset a/b needs datasets: pip install datasets"),
     ],
 )
 def test_the_command_looks_at_its_options_before_the_model(
+    method: str,
     more: list[str],
     words: str,
+    hub: Any,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_alice")
     monkeypatch.setitem(sys.modules, "datasets", None)
+    hub.add(REPO, {"config.json": MODELS_CONFIG})
+    (tmp_path / "config.json").write_bytes(MODELS_CONFIG)
+    more = [word.replace("FOREIGN", str(tmp_path)) for word in more]
+    # A model that is not there: it would be missed if it were looked for.
     where = ["--model", str(tmp_path / "none"), "--out", str(tmp_path / "out")]
-    assert main(["calibrate", "a2ats", *where, *more]) == 2
+    assert main(["calibrate", method, *where, *more]) == 2
     assert words in capsys.readouterr().err
+    assert (tmp_path / "config.json").read_bytes() == MODELS_CONFIG
 
 
 @pytest.mark.parametrize("content", FOREIGN.values(), ids=FOREIGN)
@@ -173,16 +181,6 @@ def test_a_hub_that_does_not_answer_is_an_error(hub: Any, monkeypatch: pytest.Mo
     )
     with pytest.raises(FileNotFoundError):
         check_repository(REPO, "a2ats")
-
-
-def test_the_command_looks_at_the_repository_before_the_model(
-    hub: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("HF_TOKEN", "hf_alice")
-    hub.add(REPO, {"config.json": MODELS_CONFIG})
-    where = ["--model", str(tmp_path / "none"), "--out", str(tmp_path / "out")]
-    assert main(["calibrate", "aqua", *where, "--text", __file__, "--push-to-hub", REPO]) == 2
-    assert "give a new repository, for instance USER/MODEL-aqua" in capsys.readouterr().err
 
 
 def test_out_is_a_path_of_any_kind(
