@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import importlib.util
+import inspect
 import os
 import signal
 import sys
@@ -160,6 +161,14 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if config.getoption("markexpr") != "fast" or collection_path.parent != tests:
         return None
     return True if collection_path.name not in FAST else None
+
+
+def pytest_pycollect_makeitem(collector: pytest.Collector, obj: object) -> list[Any] | None:
+    """Cases of slow tests are made only where slow tests are asked for: they are thousands."""
+    if collector.config.getoption("markexpr") not in ("not slow", "fast"):
+        return None
+    marks = getattr(obj, "pytestmark", []) if inspect.isfunction(obj) else []
+    return [] if any(mark.name == "slow" for mark in marks) else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
