@@ -152,13 +152,6 @@ def test_a_saved_indexer_of_other_tokens_is_refused(model: PreTrainedModel) -> N
         twin.load_state_dict(state, torch.device("cpu"))
 
 
-def test_a_pass_that_broke_off_leaves_no_keys_of_the_indexer(model: PreTrainedModel) -> None:
-    layer = NativeKVCache(model.config, **OPTIONS).layers[0]
-    keys = torch.randn(1, 5, 16)
-    for _ in range(2):
-        assert torch.equal(layer.update_indexer(keys), keys)
-
-
 def test_a_base_without_a_mask_of_four_dims_is_refused() -> None:
     arguments: dict[str, Any] = {"batch_size": 1, "q_length": 4, "kv_length": 4, "q_offset": 0}
     carrier = retrieval_mask(**arguments, attention_mask=None, device="cpu")

@@ -10,12 +10,11 @@ import pytest
 import torch
 from transformers import cache_utils
 
-from hf_kvret.lab.bench import limits, model_measurement
+from hf_kvret.lab.bench import limits
 from hf_kvret.lab.bench.checks import Checker
 from hf_kvret.lab.bench.opponents import PreallocatedCache, choose_bench_caches
 from hf_kvret.lab.bench.passes import Decode
 from hf_kvret.lab.bench.shapes import load_shape, random_model
-from hf_kvret.lab.evaluate.caches import CacheChoice
 from hf_kvret.lab.evaluate.measurement import attempt
 from hf_kvret.lab.report.results import Results
 
@@ -178,15 +177,6 @@ def test_mistakes_are_refused(
     words = [word.replace("SIX_LAYERS", str(six_layers)) for word in arguments]
     with pytest.raises(ValueError, match=message):
         bench("decode", *words)
-
-
-def test_a_captured_step_is_no_way_to_read_a_prompt(
-    bench: Callable[..., int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    graph = {"dense-graph": CacheChoice("dense-graph", PreallocatedCache)}
-    monkeypatch.setattr(model_measurement, "choose_bench_caches", lambda *arguments: graph)
-    with pytest.raises(ValueError, match="dense-graph is a way to decode"):
-        bench("prefill", "--caches", "dense-graph")
 
 
 def test_all_caches_take_turns_in_every_round(bench: Callable[..., int], watch: Watch) -> None:

@@ -13,14 +13,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_kvret.artifacts import CalibrationArtifact
 from hf_kvret.cli import main
-from hf_kvret.lab.calibrate.aqua import AquaCalibration, AquaStudy
+from hf_kvret.lab.calibrate.aqua import AquaCalibration
 from hf_kvret.lab.calibrate.command import make_corpus
 from hf_kvret.lab.calibrate.command_options import A2ATSOptions, AquaOptions
-from hf_kvret.lab.calibrate.study import Carried, LayerFindings, Progress
 from hf_kvret.lab.evaluate.subject import load_subject
 from hf_kvret.lab.program.options import add_options, read_options
 
-from ...artifacts.artifact_folder import files_of, save_model, write_text
+from ...artifacts.artifact_folder import save_model, write_text
 
 PAGE = Path(__file__).parents[3] / "docs" / "calibration.md"
 SMALL = ("--codewords", "8", "--distance", "64", "--rounds", "3")
@@ -177,30 +176,18 @@ def test_the_held_out_text_is_the_end_of_the_text(model_dir: Path, text: Path) -
 
 
 def test_mistakes_are_one_line_each(
-    arguments: list[str],
-    model_dir: Path,
-    text: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    where = ["calibrate", "a2ats", "--model", str(model_dir), "--out", str(tmp_path / "out")]
     (tmp_path / "file").write_text("x")
-    both = "give one of --text FILE and --dataset ID"
     for more, message in (
         (["--out", str(tmp_path / "file")], r"--out: no file can be written to .*file \("),
-        (["--dataset", "a/b"], both),
         (["--tokens", "1M"], r"--tokens 1048576: the text has \d+ tokens; give more text"),
-        (["--text", str(tmp_path / "no.txt")], r"--text .*no\.txt: no such file"),
         (["--codewords", "40000"], r"codewords=40000 must be at least 1 and at most 32768"),
         (
             ["--length", "2K", "--uuid-tokens", "2K", "--held-out", "0"],
             r"2048 tokens, but the model has 1024 pos",
         ),
         (["--length", "400"], r"--held-out 0\.1 of one sequence with 400 tokens: .* two sequences"),
-        (
-            ["--codewords", "401", "--uuid-tokens", "0"],
-            r"codewords=401 of 300 tokens: give more --tokens or fewer --codewords",
-        ),
         (["--push-to-hub", "a/b/c"], r"--push-to-hub a/b/c: no hub id, write user/name"),
         (["--private"], r"--private is of what --push-to-hub uploads"),
         (["--model", str(tmp_path / "none")], r"no such folder, and no hub id either"),
@@ -208,7 +195,6 @@ def test_mistakes_are_one_line_each(
         assert re.search(message, failing(capsys, [*arguments, *more])), more
         # No text was read for it.
         assert not (tmp_path / "out" / ".parts").exists()
-    assert both in failing(capsys, where)
     if not torch.cuda.is_available():
         assert "no CUDA device here" in failing(capsys, [*arguments, "--device", "cuda"])
     # Found out when tokens were read, and not in the way of a command that goes well.
@@ -298,29 +284,6 @@ def test_every_option_reaches_the_calibration() -> None:
     ]
     assert aqua_options(*line).calibration().options() == ALL_OTHER
     assert aqua_options("--first-bits", "16").first_bits == 16
-
-
-def test_the_same_command_goes_on_after_an_interruption(
-    aqua_arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    finish, finished = AquaStudy.finish, []
-
-    def counted(
-        self: AquaStudy, progress: Progress, carried: Carried | None = None
-    ) -> LayerFindings:
-        if self.layer == 1 and not finished[1:]:
-            finished.append(self.layer)
-            raise KeyboardInterrupt
-        finished.append(self.layer)
-        return finish(self, progress, carried)
-
-    monkeypatch.setattr(AquaStudy, "finish", counted)
-    with pytest.raises(KeyboardInterrupt):
-        main(aqua_arguments)
-    assert main(aqua_arguments) == 0
-    assert finished == [0, 1, 1, 2]
-    assert main([*aqua_arguments, "--out", str(tmp_path / "whole")]) == 0
-    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
 
 
 def test_mistakes_with_predictors_are_one_line_each(

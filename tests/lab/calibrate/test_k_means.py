@@ -131,12 +131,6 @@ def test_points_near_their_codeword_get_none_of_their_own() -> None:
     assert all(len(head.unique()) < 60 for head in nearest)
 
 
-def test_a_single_point_and_equal_points_have_one_codeword() -> None:
-    for points in (torch.full((1, 1, 3), 2.5), torch.zeros(2, 9, 3)):
-        codebook = k_means(points, 4, seed=0)
-        assert torch.equal(codebook, points[:, :1].expand_as(codebook))
-
-
 def test_one_seed_gives_one_codebook() -> None:
     points = draw(2, 500, 6, seed=8)
     state = torch.get_rng_state()

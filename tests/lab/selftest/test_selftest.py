@@ -249,13 +249,6 @@ def test_a_reference_that_fails_is_a_failure(monkeypatch: pytest.MonkeyPatch) ->
     assert verdict.status == FAILED and "no memory" in verdict.detail
 
 
-def test_a_gpu_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    assert cli.main(["selftest", "--device", "cuda"]) == 2
-    assert "cuda" in capsys.readouterr().err
-
-
 def test_a_report_that_cannot_be_written_is_refused_at_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
