@@ -77,7 +77,6 @@ class RetrievalCache(Cache):
     ) -> None:
         check_config(config)
         options = self.Config.of(options, changes, type(self).__name__)
-        self._config = config
         layers: list[Any] = model_layers(config)
         options = self.options = self.options_for(options, config)
         self.model_shape = model_shape(config)
@@ -153,8 +152,8 @@ class RetrievalCache(Cache):
         """A new, empty store for the model layer number ``layer``; see ``StoreChoice.make``."""
         return stores.make(first)
 
-    def check_model(self, model: PreTrainedModel) -> None:
-        """Called by ``generate``: raise for a model that the options don't fit."""
+    def check_options(self, model: PreTrainedModel) -> None:
+        """Hook of ``check_model``: raise for a model that the options don't fit."""
 
     @property
     def retrieval_layers(self) -> list[RetrievalLayer]:
@@ -219,7 +218,7 @@ class RetrievalCache(Cache):
         self.identity = None
         self.tokens.reset()
 
-    def meet(self, model: PreTrainedModel, owner: str = "past_key_values") -> None:
+    def check_model(self, model: PreTrainedModel, owner: str = "past_key_values") -> None:
         """Record ``model`` as the one that fills the cache; ValueError if another one did.
 
         ``generate`` does it by itself; after ``attach`` so do passes of several tokens, and the
@@ -228,7 +227,11 @@ class RetrievalCache(Cache):
         Args:
             model: that is to use the cache.
             owner: the cache, in messages.
+
+        Raises:
+            ValueError: another model filled the cache, or the artifact is of another one.
         """
+        self.check_options(model)
         current = identity_of(model)
         if not self.get_seq_length():
             self.forget_origin()
@@ -244,7 +247,7 @@ class RetrievalCache(Cache):
         return self.retrieval_layers[0].layer_info.part
 
     def set_part(self, part: Part) -> None:
-        """Note which heads the tokens of the next pass have; ``meet`` does it by itself."""
+        """Note which heads the tokens of the next pass have; ``check_model`` does it by itself."""
         for layer in self.retrieval_layers:
             layer.layer_info = layer.layer_info._replace(part=part)
 
@@ -256,15 +259,15 @@ class RetrievalCache(Cache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every sequence of the batch ``repeats`` times."""
-        super().batch_repeat_interleave(repeats)
-        self.tokens.repeat(repeats)
-        self.model_state.repeat(repeats)
+        if self.get_seq_length():
+            batch = self.retrieval_layers[0].batch_size
+            self.reorder_cache(torch.arange(batch).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the sequences ``indices`` of the batch."""
-        super().batch_select_indices(indices)
-        self.tokens.reorder(indices)
-        self.model_state.reorder(indices)
+        """Keep the sequences ``indices`` (integers, or a bool mask) of the batch."""
+        if self.get_seq_length():
+            batch = self.retrieval_layers[0].batch_size
+            self.reorder_cache(torch.arange(batch)[indices.cpu()])
 
     def update_conv_state(
         self, conv_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -392,7 +395,7 @@ class RetrievalCache(Cache):
         self.stack.check_pass()
         if model is not None:
             self.identity = self.identity or identity_of(model)
-            self.meet(model, "the cache")
+            self.check_model(model, "the cache")
         persistence.save(self, place_to_save(Path(directory), self.part), overwrite)
 
     @classmethod
@@ -447,7 +450,7 @@ class LayerStack:
         self.lowest = self._attending[0]
         ours = [layer for layer in layers if isinstance(layer, RetrievalLayer)]
         for layer, below in zip(ours[1:], ours, strict=False):
-            layer.below = below
+            layer.stand_on(below)
         self._thread = threading.get_ident()
         self.forget_pass()
 

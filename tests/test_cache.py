@@ -42,11 +42,6 @@ def _ids(length: int) -> torch.Tensor:
     return torch.randint(3, 128, (1, length), generator=generator)
 
 
-@pytest.fixture(scope="module")
-def llama() -> PreTrainedModel:
-    return MODELS["llama"].build()
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_exactly_the_full_attention_layers_become_ours(name: str) -> None:
     model = MODELS[name]
@@ -98,17 +93,6 @@ def test_a_fork_does_not_keep_the_window_of_the_original(llama: PreTrainedModel)
     fork = cache.fork()
     del cache, kv
     assert window() is None and fork.get_seq_length() == 75
-
-
-def test_a_layer_that_outlives_its_cache_says_so(llama: PreTrainedModel) -> None:
-    cache = ParisKVCache(llama.config, **COVERING_OPTIONS)
-    llama.generate(_ids(2), max_new_tokens=1, past_key_values=cache)
-    kv = cache.retrieval_layers[0].kv
-    assert kv is not None and kv.store is None
-    rows = kv.window.keys.new_ones(1, *kv.window.keys.shape[1:2], 60, 16)
-    del cache
-    with pytest.raises(RuntimeError, match="the cache of this layer was dropped"):
-        kv.take_prompt(rows, rows, None)
 
 
 @pytest.mark.parametrize("name", ["flat", "paris", "lrqk", "ctkvr", "h2o"])

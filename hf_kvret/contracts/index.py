@@ -139,34 +139,23 @@ class Index(State):
         kv_heads: numbers of the layer's KV heads that this process holds; None: all of them.
         capture_obstacle: for an index that is not a ``CapturableIndex``, why its decode steps
             can't be captured in a CUDA graph, as the message says it.
-        watches: whether the class has its own ``on_forward``; set for each subclass.
-        has_upkeep: the same of ``before_search``.
-        looks_back: the same of ``after_search``.
-        recalls: whether it has a ``recall`` that belongs to its ``search``, not to a replaced one.
-        describes_search: the same of ``host_search``.
+        hooks: names of the hooks that a class has of its own, set for each subclass. ``recall`` and
+            ``host_search`` are among them where they belong to its ``search``, not to a replaced
+            one.
     """
 
     kv_heads: range | None = None
     capture_obstacle: ClassVar[str] = ""
-    watches: ClassVar[bool] = False
-    has_upkeep: ClassVar[bool] = False
-    looks_back: ClassVar[bool] = False
-    recalls: ClassVar[bool] = False
-    describes_search: ClassVar[bool] = False
+    hooks: ClassVar[frozenset[str]] = frozenset()
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        cls.watches = cls.on_forward is not Index.on_forward
-        cls.has_upkeep = cls.before_search is not Index.before_search
-        cls.looks_back = cls.after_search is not Index.after_search
-        cls.recalls = cls._has_beside_search("recall")
-        cls.describes_search = cls._has_beside_search("host_search")
-
-    @classmethod
-    def _has_beside_search(cls, name: str) -> bool:
-        """Whether a subclass defines ``name``, and none after it the ``search`` alone."""
-        newest = next(base for base in cls.__mro__ if {name, "search"} & vars(base).keys())
-        return newest is not Index and name in vars(newest)
+        hooks = ("on_forward", "before_search", "after_search", "recall", "host_search")
+        own = {name for name in hooks if getattr(cls, name) is not getattr(Index, name)}
+        for name in own & {"recall", "host_search"}:
+            newest = next(base for base in cls.__mro__ if {name, "search"} & vars(base).keys())
+            own -= set() if name in vars(newest) else {name}
+        cls.hooks = frozenset(own)
 
     @abstractmethod
     def add(self, block: TokenBlock) -> None:

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import copy
 from abc import ABC
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar, Self
 
 import torch
 
-from hf_kvret.contracts.schema import DTypes, Schema
-
 Tensors = dict[str, torch.Tensor]
+DTypes = torch.dtype | tuple[torch.dtype, ...] | None
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+"""What keys may be."""
 
 _MAPPED = "_hf_kvret_mapped"
+# In place of a key: that of the attribute.
+_NAME = "<attribute>"
 
 
 def mark_mapped(tensor: torch.Tensor) -> torch.Tensor:
@@ -27,26 +33,70 @@ def is_mapped(tensor: torch.Tensor) -> bool:
     return hasattr(tensor, _MAPPED)
 
 
-class Field:
-    """How a ``State`` treats one of its attributes; the base does nothing. See ``tensor`` etc.
+class Schema:
+    """Sizes by letter, with which saved tensors are compared before anything uses them.
+
+    Capital letters are of the layer: ``B`` sequences, ``H`` KV heads, ``Q`` query heads
+    (not always known), ``D`` and ``V`` elements of a key and a value, ``S`` sinks, ``N`` cold
+    tokens, ``T`` all tokens, ``I`` elements of a key that are its value. Other letters stand for a
+    size that the first tensor of a state decides for its others.
 
     Attributes:
-        name: of the attribute.
-        type: of a saved number.
-        is_saved: whether ``state_dict`` has it.
+        dtype: of keys and values.
     """
 
-    name: str
-    type: Callable[[Any], Any] = float
+    def __init__(self, dtype: torch.dtype, sizes: Mapping[str, int]) -> None:
+        self.dtype = dtype
+        self._sizes = dict(sizes)
 
-    def __init__(self, key: str | None = None, is_saved: bool = True) -> None:
-        self._key = key
-        self.is_saved = is_saved
+    def __getitem__(self, letter: str) -> int:
+        return self._sizes[letter]
 
-    @property
-    def key(self) -> str:
-        """Its name in ``state_dict``."""
-        return self.name.lstrip("_") if self._key is None else self._key
+    def for_state(self) -> Self:
+        """A copy for another state, without sizes of small letters."""
+        sizes = {letter: size for letter, size in self._sizes.items() if letter.isupper()}
+        return type(self)(self.dtype, sizes)
+
+    def check(self, name: str, tensor: torch.Tensor, dims: str, dtype: DTypes = None) -> None:
+        """ValueError unless ``tensor`` has these dims and (one of) these dtypes.
+
+        Args:
+            name: for the message.
+            tensor: on any device.
+            dims: letters or numbers with blanks between them, ``"B H N D"``.
+            dtype: None for that of keys.
+        """
+        allowed = (self.dtype,) if dtype is None else dtype
+        allowed = allowed if isinstance(allowed, tuple) else (allowed,)
+        letters = dims.split()
+        fits = tensor.dtype in allowed and tensor.ndim == len(letters)
+        for letter, size in zip(letters, tensor.shape, strict=False):
+            expected = int(letter) if letter.isdigit() else self._sizes.setdefault(letter, size)
+            fits &= size == expected
+        if not fits:
+            sizes = [int(x) if x.isdigit() else self._sizes.get(x, x) for x in letters]
+            types = " or ".join(str(one).removeprefix("torch.") for one in allowed)
+            raise ValueError(
+                f"{name} is {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}, not "
+                f"{types} {sizes}: the file is damaged, or of another model; save the cache again"
+            )
+
+
+@dataclass(eq=False, kw_only=True)
+class Field:
+    """How a ``State`` treats one of its attributes; the base does nothing.
+
+    Args:
+        key: its name in ``state_dict``; the attribute's without leading underscores by default.
+        saved: whether ``state_dict`` has it.
+    """
+
+    key: str = _NAME
+    saved: bool = True
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        if self.key == _NAME:
+            self.key = name.lstrip("_")
 
     def initial(self) -> Any:
         """The value in a new state."""
@@ -72,12 +122,12 @@ class Field:
 
     def is_in(self, state: Tensors) -> bool:
         """Whether ``state`` contains it, or a part of it."""
-        return self.is_saved and self.key in state
+        return self.saved and self.key in state
 
     def check(self, value: Any, state: Tensors, schema: Schema) -> None:
         """ValueError for a tensor of ``state`` with other dims; ``value`` is of a new state."""
 
-    def saved(self, value: Any) -> Tensors:
+    def to_save(self, value: Any) -> Tensors:
         """Tensors of the value, by name."""
         return {}
 
@@ -86,22 +136,23 @@ class Field:
         return value
 
 
+@dataclass(eq=False, kw_only=True)
 class TensorField(Field):
-    """See ``tensor``."""
+    """A small tensor ``[B, ...]``, None until it is assigned.
 
-    def __init__(
-        self,
-        key: str | None,
-        is_saved: bool,
-        optional: bool,
-        batched: bool,
-        shared: bool,
-        dims: str | None,
-        dtype: DTypes,
-    ) -> None:
-        super().__init__(key, is_saved)
-        self.optional, self.batched, self.shared = optional, batched, shared
-        self.dims, self.dtype = dims, dtype
+    Args:
+        optional: it may be missing where other fields were saved.
+        batched: its first dimension is the batch.
+        shared: it is never written in place, so that forks need no copy.
+        dims: of a saved one, see ``Schema``; None: any.
+        dtype: of a saved one with ``dims``; None for that of keys.
+    """
+
+    optional: bool = False
+    batched: bool = True
+    shared: bool = False
+    dims: str | None = None
+    dtype: DTypes = None
 
     def check(self, value: Any, state: Tensors, schema: Schema) -> None:
         if self.dims is not None and self.is_in(state):
@@ -118,26 +169,32 @@ class TensorField(Field):
     def nbytes(self, value: torch.Tensor | None) -> int:
         return 0 if value is None else value.nbytes
 
-    def saved(self, value: torch.Tensor | None) -> Tensors:
-        return {} if value is None or not self.is_saved else {self.key: value.contiguous()}
+    def to_save(self, value: torch.Tensor | None) -> Tensors:
+        return {} if value is None or self.key is None else {self.key: value.contiguous()}
 
     def loaded(
         self, value: torch.Tensor | None, state: Tensors, device: torch.device | None
     ) -> torch.Tensor | None:
-        if not self.is_saved or (self.optional and self.key not in state):
+        if self.optional and self.key not in state:
             return None
         source = state[self.key].to(device)
         return source if self.shared else source.clone()
 
 
+@dataclass(eq=False)
 class NumberField(Field):
-    """See ``number``."""
+    """A plain number, of the type of ``default``.
 
-    def __init__(
-        self, default: float, key: str | None, is_saved: bool, reset_on_fork: bool
-    ) -> None:
-        super().__init__(key, is_saved)
-        self.default, self.type, self.reset_on_fork = default, type(default), reset_on_fork
+    Numbers with the same key are saved in one tensor, in their order.
+
+    Args:
+        default: in a new state.
+        reset_on_fork: a fork starts with the default, for example counters of a report.
+    """
+
+    default: bool | int | float
+    _: KW_ONLY
+    reset_on_fork: bool = False
 
     def initial(self) -> float:
         return self.default
@@ -146,37 +203,48 @@ class NumberField(Field):
         return self.default if self.reset_on_fork else value
 
 
+@dataclass(eq=False, kw_only=True)
 class TransientField(Field):
-    """See ``transient``."""
+    """What one call leaves to the next one, of any type, or None.
 
-    def __init__(self) -> None:
-        super().__init__(is_saved=False)
+    It is None in a new state, in a fork, and after ``reset`` and ``reorder``; it is not saved.
+    """
+
+    saved: bool = False
 
     def reordered(self, value: Any, rows: torch.Tensor) -> None:
-        """None."""
+        return None
 
     def forked(self, value: Any) -> None:
-        """None."""
+        return None
 
 
+@dataclass(eq=False)
 class PartField(Field):
-    """See ``part``."""
+    """A part that is a ``State`` itself, whose tensors are saved as ``key.name``.
 
-    def __init__(
-        self,
-        make: Callable[[], State] | None,
-        key: str | None,
-        is_saved: bool,
-        optional: bool,
-        may_be_empty: bool,
-    ) -> None:
-        super().__init__(key, is_saved)
-        if optional and is_saved and make is None:
+    With the key ``""`` their names are those of the part alone.
+
+    Args:
+        make: makes an empty one; None where ``__init__`` assigns it.
+        optional: None until it is assigned, and after ``reset``.
+        may_be_empty: it may hold nothing where other fields were saved.
+
+    Raises:
+        ValueError: an optional part that is saved, without ``make``.
+    """
+
+    make: Callable[[], State] | None = None
+    _: KW_ONLY
+    optional: bool = False
+    may_be_empty: bool = False
+
+    def __post_init__(self) -> None:
+        if self.optional and self.saved and self.make is None:
             raise ValueError(
                 "part(optional=True) can't be made when a state that has it is loaded: pass make, "
                 "as its class, or saved=False"
             )
-        self.make, self.optional, self.may_be_empty = make, optional, may_be_empty
 
     @property
     def prefix(self) -> str:
@@ -213,35 +281,33 @@ class PartField(Field):
         if value is None:
             assert self.make is not None, "a part that is saved can be made"
             value = self.make()
-        try:
+        with self._named():
             value.check_saved(self._of_part(state), schema)
-        except ValueError as error:
-            raise ValueError(f"{self.prefix}{error}") from error
 
     def is_in(self, state: Tensors) -> bool:
         if self.prefix or self.make is None:
-            return self.is_saved and any(name.startswith(self.prefix) for name in state)
-        return self.is_saved and any(field.is_in(state) for field in self.make().fields.values())
+            return self.saved and any(name.startswith(self.prefix) for name in state)
+        return self.saved and any(field.is_in(state) for field in self.make().fields.values())
 
-    def saved(self, value: State | None) -> Tensors:
-        if value is None or not self.is_saved:
+    def to_save(self, value: State | None) -> Tensors:
+        if value is None:
             return {}
         return {f"{self.prefix}{name}": x for name, x in value.state_dict().items()}
 
     def loaded(
         self, value: State | None, state: Tensors, device: torch.device | None
     ) -> State | None:
-        if not self.is_saved or (self.optional and not self.is_in(state)):
-            return value
         mine = self._of_part(state)
+        if (self.optional and not self.is_in(state)) or (self.may_be_empty and not mine):
+            return value
         if value is None:
             if self.make is None:
                 raise RuntimeError(
-                    f"the part {self.name} was not made: assign it in __init__, or declare it as "
+                    f"the part {self.key} was not made: assign it in __init__, or declare it as "
                     "part(make) with what makes an empty one"
                 )
             value = self.make()
-        if mine or not self.may_be_empty:
+        with self._named():
             value.load_state_dict(mine, device)
         return value
 
@@ -252,79 +318,22 @@ class PartField(Field):
             name.removeprefix(prefix): x for name, x in state.items() if name.startswith(prefix)
         }
 
-
-def tensor(
-    *,
-    key: str | None = None,
-    saved: bool = True,
-    optional: bool = False,
-    batched: bool = True,
-    shared: bool = False,
-    dims: str | None = None,
-    dtype: DTypes = None,
-) -> Any:
-    """Declare a small tensor ``[B, ...]``, None until it is assigned.
-
-    Args:
-        key: its name in ``state_dict``; the field's without leading underscores by default.
-        saved: whether it is saved.
-        optional: it may be missing where other fields were saved.
-        batched: its first dimension is the batch.
-        shared: it is never written in place, so that forks need no copy.
-        dims: of a saved one, see ``Schema``; None: any.
-        dtype: of a saved one with ``dims``; None for that of keys.
-    """
-    return TensorField(key, saved, optional, batched, shared, dims, dtype)
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Errors of the part's tensors name the part, too."""
+        try:
+            yield
+        except KeyError as missing:
+            raise KeyError(f"{self.prefix}{missing.args[0]}") from missing
+        except ValueError as error:
+            raise ValueError(f"{self.prefix}{error}") from error
 
 
-def number(
-    default: bool | int | float,
-    *,
-    key: str | None = None,
-    saved: bool = True,
-    reset_on_fork: bool = False,
-) -> Any:
-    """Declare a plain number, of the type of ``default``.
-
-    Args:
-        default: in a new state.
-        key: as of ``tensor``; numbers with the same key are saved in one tensor, in this order.
-        saved: whether it is saved.
-        reset_on_fork: a fork starts with the default, for example counters of a report.
-    """
-    return NumberField(default, key, saved, reset_on_fork)
-
-
-def transient() -> Any:
-    """Declare what one hook of a pass leaves to the next one, of any type, or None.
-
-    It is None in a new state, in a fork, and after ``reset`` and ``reorder``; it is not saved.
-    """
-    return TransientField()
-
-
-def part(
-    make: Callable[[], State] | None = None,
-    *,
-    key: str | None = None,
-    saved: bool = True,
-    optional: bool = False,
-    may_be_empty: bool = False,
-) -> Any:
-    """Declare a part that is a ``State`` itself.
-
-    Args:
-        make: makes an empty one; None where ``__init__`` assigns it.
-        key: its tensors are saved as ``key.name``; ``""`` for ``name`` alone.
-        saved: whether it is saved.
-        optional: None until it is assigned, and after ``reset``.
-        may_be_empty: it may hold nothing where other fields were saved.
-
-    Raises:
-        ValueError: an optional part that is saved, without ``make``.
-    """
-    return PartField(make, key, saved, optional, may_be_empty)
-
+# Declarations in the body of a class; the attribute of an instance is not the field, but its value.
+tensor: Callable[..., Any] = TensorField
+number: Callable[..., Any] = NumberField
+transient: Callable[..., Any] = TransientField
+part: Callable[..., Any] = PartField
 
 __all__ = ["State", "Tensors", "number", "part", "tensor", "transient"]
 
@@ -355,8 +364,7 @@ class State(ABC):  # noqa: B024 - contracts that derive from it have abstract me
         base_fields = [vars(base).get("fields", {}) for base in reversed(cls.__mro__[1:])]
         cls.fields = {name: field for fields in base_fields for name, field in fields.items()}
         cls.fields |= own_fields
-        for name, field in own_fields.items():
-            field.name = name
+        for name in own_fields:
             # An instance always has its own value.
             delattr(cls, name)
 
@@ -400,13 +408,14 @@ class State(ABC):  # noqa: B024 - contracts that derive from it have abstract me
         """
         tensors: Tensors = {}
         for name, field in self.fields.items():
-            tensors |= field.saved(getattr(self, name))
+            if field.saved:
+                tensors |= field.to_save(getattr(self, name))
         if not tensors:
             return {}
         for key, names in self._numbers():
             values = [getattr(self, name) for name in names]
             content = values if len(values) > 1 else values[0]
-            types = {self.fields[name].type for name in names}
+            types = {type(self.fields[name].initial()) for name in names}
             dtype = torch.float64 if float in types else torch.int64
             tensors[key] = torch.tensor(content, dtype=dtype)
         return tensors
@@ -420,12 +429,13 @@ class State(ABC):  # noqa: B024 - contracts that derive from it have abstract me
         """
         self.reset()
         for name, field in self.fields.items():
-            setattr(self, name, field.loaded(getattr(self, name), state, device))
+            if field.saved:
+                setattr(self, name, field.loaded(getattr(self, name), state, device))
         if not state:
             return
         for key, names in self._numbers():
             for name, value in zip(names, state[key].reshape(-1).tolist(), strict=True):
-                setattr(self, name, self.fields[name].type(value))
+                setattr(self, name, type(self.fields[name].initial())(value))
         self.loaded()
 
     def loaded(self) -> None:  # noqa: B027 - most states need nothing else
@@ -433,7 +443,7 @@ class State(ABC):  # noqa: B024 - contracts that derive from it have abstract me
 
     def check_saved(self, state: Tensors, schema: Schema) -> None:
         """ValueError where a saved state has a tensor of other dims or dtype than its field."""
-        schema = schema.extended({})
+        schema = schema.for_state()
         for name, field in self.fields.items():
             field.check(getattr(self, name), state, schema)
 
@@ -441,6 +451,6 @@ class State(ABC):  # noqa: B024 - contracts that derive from it have abstract me
         """Keys of saved numbers, with the fields that are saved under each."""
         keys: dict[str, list[str]] = {}
         for name, field in self.fields.items():
-            if isinstance(field, NumberField) and field.is_saved:
+            if isinstance(field, NumberField) and field.saved:
                 keys.setdefault(field.key, []).append(name)
         yield from keys.items()

@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 import torch
 
 from hf_kvret.contracts.block import TokenBlock
-from hf_kvret.contracts.schema import Schema
 from hf_kvret.contracts.state import State, Tensors
 from hf_kvret_kernels._dispatch import preferred
 from hf_kvret_kernels.host_attention import host_rank
@@ -264,18 +263,6 @@ def rows_of_pages(state: Tensors) -> Tensors:
     if "value_in_key" in state:
         return {"keys": rows, "value_in_key": state["value_in_key"]}
     return {"keys": rows[..., :key_dim], "values": rows[..., key_dim:]}
-
-
-def check_rows(state: Tensors, schema: Schema) -> None:
-    """ValueError for saved rows in full of other heads or dims than the layer's."""
-    in_key = schema["I"]
-    if PAGES in state:
-        width = schema["D"] + (0 if in_key else schema["V"])
-        schema.check(PAGES, state[PAGES], f"B c H p {width}")
-        return
-    schema.check("keys", state["keys"], "B H N D")
-    if not in_key:
-        schema.check("values", state["values"], "B H N V")
 
 
 def all_of(

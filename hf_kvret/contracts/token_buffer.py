@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Self
 
 import torch
 
-from hf_kvret.contracts.schema import DTypes, Schema
-from hf_kvret.contracts.state import PartField, State, Tensors, is_mapped
+from hf_kvret.contracts.state import DTypes, PartField, Schema, State, Tensors, is_mapped
 
 # Dropped rows at the front that may stay before the others are moved.
 _SLACK = 256
@@ -162,33 +162,29 @@ class TokenBuffer(State):
         self._memory, self._owns_memory, self._fork_end = memory, True, 0
 
 
+@dataclass(eq=False)
 class TokensField(PartField):
-    """See ``tokens`` and ``passed``."""
+    """A ``TokenBuffer`` of all cold tokens, from slot 0 on, saved as one tensor. A crop cuts it.
 
-    def __init__(
-        self,
-        make: Callable[[], TokenBuffer],
-        key: str | None,
-        cold: bool,
-        may_be_empty: bool,
-        dims: str | None,
-        dtype: DTypes,
-    ) -> None:
-        super().__init__(make, key, is_saved=True, optional=False, may_be_empty=may_be_empty)
-        self.cold, self.dims, self.dtype = cold, dims, dtype
+    Args:
+        make: makes an empty one.
+        may_be_empty: it may never have held rows where other fields were saved.
+        dims, dtype: as of ``TensorField``.
+    """
+
+    make: Callable[[], TokenBuffer] = TokenBuffer
+    _: KW_ONLY
+    dims: str | None = None
+    dtype: DTypes = None
 
     def check(self, value: Any, state: Tensors, schema: Schema) -> None:
-        if self.dims is not None and self.key in state:
+        if self.dims is not None and self.is_in(state):
             schema.check(self.key, state[self.key], self.dims, self.dtype)
-
-    def crop(self, value: Any, length: int) -> None:
-        if self.cold:
-            value.crop(length)
 
     def is_in(self, state: Tensors) -> bool:
         return self.key in state
 
-    def saved(self, value: Any) -> Tensors:
+    def to_save(self, value: Any) -> Tensors:
         return {self.key: value.rows.contiguous()} if value.is_allocated else {}
 
     def loaded(self, value: Any, state: Tensors, device: torch.device | None) -> Any:
@@ -199,38 +195,17 @@ class TokensField(PartField):
         return value
 
 
-def tokens(
-    make: Callable[[], TokenBuffer] = TokenBuffer,
-    *,
-    key: str | None = None,
-    may_be_empty: bool = False,
-    dims: str | None = None,
-    dtype: DTypes = None,
-) -> Any:
-    """Declare a ``TokenBuffer`` of all cold tokens, from slot 0 on, saved as one tensor.
-
-    A crop cuts it.
-
-    Args:
-        make: makes an empty one.
-        key: as of ``tensor``.
-        may_be_empty: it may never have held rows where other fields were saved.
-        dims, dtype: as of ``tensor``.
-    """
-    return TokensField(make, key, True, may_be_empty, dims, dtype)
-
-
-def passed(
-    make: Callable[[], TokenBuffer] = TokenBuffer,
-    *,
-    key: str | None = None,
-    may_be_empty: bool = False,
-    dims: str | None = None,
-    dtype: DTypes = None,
-) -> Any:
-    """Declare a ``TokenBuffer`` of tokens seen in forward passes, those in the window included.
+class PassedField(TokensField):
+    """A ``TokenBuffer`` of tokens seen in forward passes, those in the window included.
 
     A crop leaves it as it is, because it does not say how many tokens stay in the window: ``put``,
-    at the slot where the next pass starts, drops the others. Arguments as of ``tokens``.
+    at the slot where the next pass starts, drops the others. Arguments as of ``TokensField``.
     """
-    return TokensField(make, key, False, may_be_empty, dims, dtype)
+
+    def crop(self, value: Any, length: int) -> None:
+        """Nothing."""
+
+
+# Declarations in the body of a class, as those of ``state``.
+tokens: Callable[..., Any] = TokensField
+passed: Callable[..., Any] = PassedField

@@ -57,7 +57,6 @@ def check_call(
     take_cache(call, cache)
     if reasons := why_not(call, cache, generation_config, prepared_mask):
         raise ValueError("\n".join(reasons))
-    cache.check_model(call.model)
     outlives = is_callers(call, cache) or generation_config.return_dict_in_generate
     check_origin(call, cache, outlives, prepared_mask)
     _warn_of_top_k(call, cache, generation_config)
@@ -304,7 +303,7 @@ def keep_cache(model: Any, input_ids: torch.Tensor, arguments: dict[str, Any]) -
         if input_ids.shape[1] <= cache.get_seq_length():
             return
         cache.reset()
-        cache.meet(call.model)
+        cache.check_model(call.model)
         cache.expect(input_ids.shape[1], input_ids.shape[1])
         arguments["next_sequence_length"] = None
     arguments[CACHE_NAME] = cache

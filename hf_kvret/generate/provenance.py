@@ -43,7 +43,7 @@ def check_origin(
         outlives: the caller keeps the cache, so inputs that are no text are worth a digest.
         prepared: the attention mask as ``generate`` prepared it, which masks padding tokens.
     """
-    cache.meet(call.model)
+    cache.check_model(call.model)
     record, cache_len = cache.tokens, cache.get_seq_length()
     # A pass or a call that broke off may have recorded more.
     record.owner = None
@@ -118,7 +118,7 @@ def _begin(
         return
     is_known = cache.last_identity is not None and newest_identity(module) is cache.last_identity
     if not (is_known and (is_step or is_using(cache))):
-        cache.meet(module)
+        cache.check_model(module)
     record.checked_owner = weakref.ref(module)
 
 

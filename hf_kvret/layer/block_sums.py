@@ -9,7 +9,7 @@ import torch
 
 from hf_kvret.contracts.block import TokenBlock
 from hf_kvret.contracts.index import ColdTokens
-from hf_kvret.contracts.state import State, number, tensor
+from hf_kvret.contracts.state import State, Tensors, number, tensor, transient
 from hf_kvret.contracts.store import AttentionResult, BestResult
 from hf_kvret_kernels.mean_tokens import BlockMeans
 from hf_kvret_kernels.merge import merge_partials
@@ -40,6 +40,8 @@ class BlockSums(State):
     # [B, blocks] int64.
     _counts: torch.Tensor | None = tensor(shared=True, dims="B b", dtype=torch.int64)
     end: int = number(0)
+    # None: to be made of the sums.
+    _means: BlockMeans | None = transient()
 
     def __init__(
         self, mean_len: int | None, key_dim: int, value_dim: int, value_in_key: bool = False
@@ -50,8 +52,6 @@ class BlockSums(State):
         self._key = slice(key_dim)
         start = 0 if value_in_key else key_dim
         self._value = slice(start, start + value_dim)
-        # None: to be made of the sums. Forks with the same sums share them.
-        self._means: BlockMeans | None = None
 
     def add(self, block: TokenBlock, sink_slots: torch.Tensor | None = None) -> None:
         """Add the tokens from slot ``end`` on that are valid, and not in ``sink_slots [B, s]``."""
@@ -91,20 +91,15 @@ class BlockSums(State):
         if self._sums is not None and self._counts is not None:
             self._sums, self._counts = self._sums[:, :, :blocks], self._counts[:, :blocks]
 
-    def reorder(self, rows: torch.Tensor) -> None:
-        """As every state's; means are made anew."""
-        super().reorder(rows)
-        self._means = None
+    def state_dict(self) -> Tensors:
+        """As every state's, of a single mean: others are nearly as large as their rows.
 
-    def reset(self) -> None:
-        """As every state's; there are no means then."""
-        super().reset()
-        self._means = None
-
-    @property
-    def can_be_saved(self) -> bool:
-        """Whether there are sums, and of numbers: those of infinite rows could not be loaded."""
-        return self.end > 0 and self._sums is not None and bool(self._sums.isfinite().all())
+        Nothing, too, where rows were infinite: such sums could not be loaded.
+        """
+        sums = self._sums
+        if self.mean_len is not None or not self.end or sums is None or not sums.isfinite().all():
+            return {}
+        return super().state_dict()
 
     def nbytes(self) -> int:
         """As every state's, with the means."""

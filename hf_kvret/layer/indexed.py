@@ -12,47 +12,71 @@ from typing import Any, Self
 
 import torch
 
+from hf_kvret.contracts.state import FLOATS, PartField, Schema, State, Tensors, tensor
 from hf_kvret.contracts.store import AttentionResult
-from hf_kvret.contracts.token_buffer import TokenBuffer
+from hf_kvret.contracts.token_buffer import TokenBuffer, tokens
 from hf_kvret.layer.exact_attention import merge
 from hf_kvret.layer.latent import LatentLayer
 from hf_kvret.layer.layer import RetrievalLayer
 from hf_kvret.layer.layer_kv import LayerKV, keeps_tensors
 from hf_kvret.layer.queries import AttentionCall
-from hf_kvret.layer.record import StepRecord
+from hf_kvret.layer.step import StepRecord
 from hf_kvret_kernels.relevance import count_ids
 from hf_kvret_kernels.soft_cap import soft_cap_
 
 # Scores of the window, and marks of tokens, that are held at once.
 _ELEMENTS = 1 << 24
-_PREFIX = "indexer."
-_POSITIONS = f"{_PREFIX}positions"
+
+
+class IndexerKeys(State):
+    """What the model's own indexer keeps of a layer's tokens.
+
+    Attributes:
+        keys: of each token, ``[B, 1, T, d]``.
+        positions: ``[dims, B, T]`` int64, positions that a model keeps with one of its indexers.
+    """
+
+    keys: TokenBuffer = tokens(key="rows", may_be_empty=True, dims="B 1 T d", dtype=FLOATS)
+    positions: torch.Tensor | None = tensor(
+        optional=True, batched=False, shared=True, dims="a B T", dtype=torch.int64
+    )
+
+    def crop(self, length: int) -> None:
+        super().crop(length)
+        if self.positions is not None:
+            self.positions = self.positions[..., :length] if length else None
+
+    def reorder(self, rows: torch.Tensor) -> None:
+        super().reorder(rows)
+        if self.positions is not None:
+            self.positions = self.positions[:, rows]
+
+
+_SAVED_INDEXER = PartField(IndexerKeys, key="indexer", may_be_empty=True)
 
 
 class IndexedLayer(RetrievalLayer):
     """Attention to the tokens that the model's own indexer names.
 
     Attributes:
-        indexer: the indexer's key of each token, ``[B, 1, T, d]``.
+        indexer: what the indexer keeps; behind the layer's tokens, of a pass that broke off.
     """
 
     follows_model = True
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.indexer = TokenBuffer()
-        self._position_ids: torch.Tensor | None = None
+        self.indexer = IndexerKeys()
 
     @property
     def indexer_position_ids(self) -> torch.Tensor | None:
-        """``[dims, B, T]`` integers, positions that a model keeps with one of its indexers."""
-        positions, length = self._position_ids, self.get_seq_length()
-        # Behind those are positions of a pass that broke off.
+        """``IndexerKeys.positions`` of the tokens held."""
+        positions, length = self.indexer.positions, self.get_seq_length()
         return None if positions is None or not length else positions[..., :length]
 
     @indexer_position_ids.setter
     def indexer_position_ids(self, positions: torch.Tensor | None) -> None:
-        self._position_ids = positions
+        self.indexer.positions = positions
 
     def update_index(self, idx_k: torch.Tensor) -> torch.Tensor:
         """As ``update_indexer``, of keys ``[B, 1, n, d]`` (MiniMax-M3)."""
@@ -64,34 +88,40 @@ class IndexedLayer(RetrievalLayer):
 
         They take the place of keys from a pass that broke off.
         """
-        self.indexer.put(indexer_key_states[:, None], self.get_seq_length())
-        return self.indexer.rows[:, 0]
+        self.indexer.keys.put(indexer_key_states[:, None], self.get_seq_length())
+        return self.indexer.keys.rows[:, 0]
 
     def _attend_few(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
+        self,
+        kv: LayerKV,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        call: AttentionCall,
     ) -> torch.Tensor:
-        return self._attend_indexed(query, key, value, call, is_prompt=False)
+        return self._attend_indexed(kv, query, key, value, call, is_prompt=False)
 
     def _attend_many(
         self,
+        kv: LayerKV,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
         past: int,
         call: AttentionCall,
     ) -> torch.Tensor:
-        return self._attend_indexed(query, key, value, call, is_prompt=True)
+        return self._attend_indexed(kv, query, key, value, call, is_prompt=True)
 
     def _attend_indexed(
         self,
+        kv: LayerKV,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
         call: AttentionCall,
         is_prompt: bool,
     ) -> torch.Tensor:
-        kv, indices = self.kv, call.indices
-        assert kv is not None, "see attend"
+        indices = call.indices
         if indices is None:
             raise ValueError(
                 "the model's indexer named no tokens for this layer: this transformers passes its "
@@ -113,77 +143,46 @@ class IndexedLayer(RetrievalLayer):
         out = out.to(query.dtype)
         return call.from_rows(out) if call.makes_rows else out
 
+    @keeps_tensors
     def crop(self, tokens_to_remove: int | torch.Tensor) -> None:
         """Drop the newest tokens; pass their count as a negative number."""
         super().crop(tokens_to_remove)
-        self._forget_broken_pass()
+        self.indexer.crop(self.get_seq_length())
 
     @keeps_tensors
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Row b of the batch becomes the old row ``beam_idx[b]``."""
         super().reorder_cache(beam_idx)
-        if self.indexer.is_allocated:
-            self.indexer.reorder(beam_idx.to(self.indexer.rows.device))
-        if self._position_ids is not None:
-            self._position_ids = self._position_ids[:, beam_idx.to(self._position_ids.device)]
+        if self.kv is not None:
+            self.indexer.reorder(beam_idx.to(self.kv.window.keys.device))
 
     def reset(self) -> None:
         """Forget all tokens and counts."""
         super().reset()
         self.indexer.reset()
-        self._position_ids = None
 
     def fork(self) -> Self:
         """An independent copy that shares the cold part and the indexer's keys."""
         twin = super().fork()
-        self._forget_broken_pass()
+        self.indexer.crop(self.get_seq_length())
         twin.indexer = self.indexer.fork()
-        twin._position_ids = self._position_ids
         return twin
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
+    def state_dict(self) -> Tensors:
         """Tensors of the layer on the CPU; empty for a layer that holds nothing."""
-        self._forget_broken_pass()
-        own = {f"{_PREFIX}{name}": x.cpu() for name, x in self.indexer.state_dict().items()}
-        if (positions := self.indexer_position_ids) is not None:
-            own[_POSITIONS] = positions.cpu().contiguous()
-        return super().state_dict() | own
+        self.indexer.crop(self.get_seq_length())
+        own = _SAVED_INDEXER.to_save(self.indexer)
+        return super().state_dict() | {name: x.cpu() for name, x in own.items()}
 
     @keeps_tensors
-    def load_state_dict(self, state: dict[str, torch.Tensor], device: torch.device) -> None:
-        """Become the layer whose ``state_dict`` this is.
-
-        Raises:
-            KeyError: names a missing tensor.
-            ValueError: keys of the indexer that are not of the layer's tokens.
-        """
-        own = {name: state.pop(name) for name in list(state) if name.startswith(_PREFIX)}
+    def load_state_dict(self, state: Tensors, device: torch.device) -> None:
+        """As of every layer. One that reads another's choice has no indexer."""
         super().load_state_dict(state, device)
-        if not own:
-            # A layer that reads another's choice has no indexer.
-            return
-        rows = own[f"{_PREFIX}rows"]
-        if rows.ndim != 4 or rows.shape[:3] != (self.batch_size, 1, self.get_seq_length()):
-            raise ValueError(
-                f"the indexer has keys {list(rows.shape)}, not one for each of "
-                f"{self.batch_size} x {self.get_seq_length()} tokens"
-            )
-        self.indexer.append(rows.to(device))
-        positions = own.get(_POSITIONS)
-        if positions is None:
-            return
-        sizes = positions.shape[1:] == (self.batch_size, self.get_seq_length())
-        if positions.ndim != 3 or not sizes or positions.dtype != torch.int64:
-            raise ValueError(
-                f"the indexer's positions {positions.dtype} {list(positions.shape)} are not of "
-                f"{self.batch_size} x {self.get_seq_length()} tokens"
-            )
-        self._position_ids = positions.to(device)
-
-    def _forget_broken_pass(self) -> None:
-        """Keep the indexer's keys and positions of tokens that the layer holds."""
-        self.indexer.crop(self.get_seq_length())
-        self._position_ids = self.indexer_position_ids
+        if self.kv is not None:
+            sizes = {"B": self.batch_size, "T": self.get_seq_length()}
+            schema = Schema(self.kv.window.keys.dtype, sizes)
+            _SAVED_INDEXER.check(self.indexer, state, schema)
+            _SAVED_INDEXER.loaded(self.indexer, state, device)
 
 
 class IndexedLatentLayer(IndexedLayer, LatentLayer):
@@ -192,7 +191,7 @@ class IndexedLatentLayer(IndexedLayer, LatentLayer):
 
 def indexer_nbytes(layer: RetrievalLayer) -> int:
     """Bytes of the keys of a model's own indexer in this layer, 0 where there is none."""
-    return layer.indexer.rows_nbytes if isinstance(layer, IndexedLayer) else 0
+    return layer.indexer.keys.rows_nbytes if isinstance(layer, IndexedLayer) else 0
 
 
 def attend_to_indices(

@@ -10,7 +10,7 @@ values instead, where that takes fewer operations. Source: DeepSeek-V2, section 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 
@@ -19,25 +19,6 @@ from hf_kvret.layer.layer import HANDLE, RetrievalLayer
 from hf_kvret.layer.queries import AttentionCall
 from hf_kvret.models.projection import Affine, affine
 from hf_kvret_model_patches import latent
-
-
-class LatentHeads(Protocol):
-    """What a layer's attention makes of queries and rows."""
-
-    def absorb(self, query: torch.Tensor) -> torch.Tensor:
-        """``[B, H, Q, R + r]`` of ``query [B, H, Q, n + r]``, in its dtype."""
-
-    def leave(self, latents: torch.Tensor) -> torch.Tensor:
-        """``[B, H, Q, v]`` of means of latents ``[B, H, Q, R]``."""
-
-    def expand(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys ``[B, H, m, n + r]`` and values ``[B, H, m, v]`` of ``rows [B, 1, m, R + r]``."""
-
-    def expanded_elements(self, rows: torch.Tensor) -> int:
-        """Elements of the keys and values of one row, of all heads."""
-
-    def expands(self, queries: int) -> bool:
-        """Whether to expand rows takes fewer operations than to absorb so many queries."""
 
 
 def expanding_pays(queries: int, rank: int, head_elements: int) -> bool:
@@ -53,24 +34,83 @@ def expanding_pays(queries: int, rank: int, head_elements: int) -> bool:
     return queries * (2 * rank - head_elements) > rank * head_elements
 
 
+class ModuleHeads:
+    """What a layer's attention makes of queries and rows, in one call: weights may change.
+
+    Args:
+        module: the attention of a layer, with ``kv_b_proj`` and dims named as in transformers.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        self._rank: int = module.kv_lora_rank
+        self._nope: int = module.qk_nope_head_dim
+        self._value_dim: int = module.v_head_dim
+        self._affine_map: Affine | None = None
+
+    def absorb(self, query: torch.Tensor) -> torch.Tensor:
+        """``[B, H, Q, R + r]`` of ``query [B, H, Q, n + r]``, in its dtype."""
+        nope, rope = query[..., : self._nope], query[..., self._nope :]
+        to_keys = self._matrices(query)[:, : self._nope]
+        return torch.cat([torch.einsum("bhqn,hnr->bhqr", nope, to_keys), rope], dim=-1)
+
+    def project_values(self, latents: torch.Tensor) -> torch.Tensor:
+        """``[B, H, Q, v]`` of means of latents ``[B, H, Q, R]``."""
+        to_values = self._matrices(latents)[:, self._nope :]
+        values = torch.einsum("bhqr,hvr->bhqv", latents, to_values)
+        offset = self._affine(latents).offset
+        if offset is None:
+            return values
+        # Weights sum to one. What an offset adds to keys, it adds to all scores of a query alike.
+        return values + offset.view(-1, 1, self._nope + self._value_dim)[..., self._nope :]
+
+    def expand(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys ``[B, H, m, n + r]`` and values ``[B, H, m, v]`` of ``rows [B, 1, m, R + r]``."""
+        return self.expand_new(rows[..., : self._rank], rows[..., self._rank :])
+
+    def expand_new(
+        self, latents: torch.Tensor, rope_keys: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As ``expand``, of latents ``[B, 1, m, R]`` and rotated keys ``[B, 1, m, r]``."""
+        return latent.expand(self._module, latents, rope_keys)
+
+    def expanded_elements(self, rows: torch.Tensor) -> int:
+        """Elements of the keys and values of one row, of all heads."""
+        of_head = self._nope + rows.shape[3] - self._rank + self._value_dim
+        return self._matrices(rows).shape[0] * of_head
+
+    def expands(self, queries: int) -> bool:
+        """Whether to expand rows takes fewer operations than to absorb so many queries."""
+        return expanding_pays(queries, self._rank, self._nope + self._value_dim)
+
+    def _matrices(self, like: torch.Tensor) -> torch.Tensor:
+        """``[H, n + v, R]``: ``kv_b_proj`` for each head."""
+        return self._affine(like).matrix.reshape(-1, self._nope + self._value_dim, self._rank)
+
+    def _affine(self, like: torch.Tensor) -> Affine:
+        if self._affine_map is None:
+            self._affine_map = affine(self._module.kv_b_proj, like, self._rank)
+        return self._affine_map
+
+
 @dataclass(frozen=True, eq=False)
 class LatentCall(AttentionCall):
     """An attention call of a layer with latent attention."""
 
     makes_rows: ClassVar[bool] = True
 
-    heads: LatentHeads = field(kw_only=True)
+    heads: ModuleHeads = field(kw_only=True)
 
     def to_rows(self, query: torch.Tensor) -> torch.Tensor:
         return self.heads.absorb(query)
 
     def from_rows(self, out: torch.Tensor) -> torch.Tensor:
-        return self.heads.leave(out)
+        return self.heads.project_values(out)
 
     def expands(self, queries: int) -> bool:
         return self.heads.expands(queries)
 
-    def of_rows(self) -> AttentionCall:
+    def for_latent_queries(self) -> AttentionCall:
         return AttentionCall(self.scoring, self.prompt, self.sink_logits, self.positions)
 
     def keys_and_values(
@@ -110,57 +150,3 @@ class LatentLayer(RetrievalLayer):
             # The layer holds them already.
             rows = torch.cat((key, value), dim=-1)
         return rows, rows[..., : key.shape[3]]
-
-
-class ModuleHeads:
-    """See ``LatentHeads``; of one call: weights may change between calls.
-
-    Args:
-        module: the attention of a layer, with ``kv_b_proj`` and dims named as in transformers.
-    """
-
-    def __init__(self, module: Any) -> None:
-        self._module = module
-        self._rank: int = module.kv_lora_rank
-        self._nope: int = module.qk_nope_head_dim
-        self._value_dim: int = module.v_head_dim
-        self._affine_map: Affine | None = None
-
-    def absorb(self, query: torch.Tensor) -> torch.Tensor:
-        nope, rope = query[..., : self._nope], query[..., self._nope :]
-        to_keys = self._matrices(query)[:, : self._nope]
-        return torch.cat([torch.einsum("bhqn,hnr->bhqr", nope, to_keys), rope], dim=-1)
-
-    def leave(self, latents: torch.Tensor) -> torch.Tensor:
-        to_values = self._matrices(latents)[:, self._nope :]
-        values = torch.einsum("bhqr,hvr->bhqv", latents, to_values)
-        offset = self._affine(latents).offset
-        if offset is None:
-            return values
-        # Weights sum to one. What an offset adds to keys, it adds to all scores of a query alike.
-        return values + offset.view(-1, 1, self._nope + self._value_dim)[..., self._nope :]
-
-    def expand(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.expand_new(rows[..., : self._rank], rows[..., self._rank :])
-
-    def expand_new(
-        self, latents: torch.Tensor, rope_keys: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As ``expand``, of latents ``[B, 1, m, R]`` and rotated keys ``[B, 1, m, r]``."""
-        return latent.expand(self._module, latents, rope_keys)
-
-    def expanded_elements(self, rows: torch.Tensor) -> int:
-        of_head = self._nope + rows.shape[3] - self._rank + self._value_dim
-        return self._matrices(rows).shape[0] * of_head
-
-    def expands(self, queries: int) -> bool:
-        return expanding_pays(queries, self._rank, self._nope + self._value_dim)
-
-    def _matrices(self, like: torch.Tensor) -> torch.Tensor:
-        """``[H, n + v, R]``: ``kv_b_proj`` for each head."""
-        return self._affine(like).matrix.reshape(-1, self._nope + self._value_dim, self._rank)
-
-    def _affine(self, like: torch.Tensor) -> Affine:
-        if self._affine_map is None:
-            self._affine_map = affine(self._module.kv_b_proj, like, self._rank)
-        return self._affine_map

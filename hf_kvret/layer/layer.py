@@ -15,16 +15,14 @@ from transformers.cache_utils import CacheLayerMixin
 
 from hf_kvret.contracts.block import check_dtypes
 from hf_kvret.contracts.index import Index, Scoring
+from hf_kvret.contracts.state import Tensors
+from hf_kvret.contracts.store import FirstRows, Store
 from hf_kvret.layer.cached_rows import CachedRows
 from hf_kvret.layer.exact_attention import attend_exactly
 from hf_kvret.layer.layer_kv import LayerKV, MakeStore
 from hf_kvret.layer.prompt_groups import PromptPass
 from hf_kvret.layer.queries import AttentionCall
-from hf_kvret.layer.record import Subscriber
-from hf_kvret.layer.reference import LayerReference, new_store, store_below
-from hf_kvret.layer.retrieved import RetrievedTokens
-from hf_kvret.layer.saved_kv import kv_to_save, load_kv, saved_rows
-from hf_kvret.layer.step import attend_step
+from hf_kvret.layer.step import Subscriber, attend_step
 from hf_kvret.models.compatibility import AttentionShape
 from hf_kvret.models.compiled import not_compiled
 from hf_kvret.models.ranks import WHOLE, Part
@@ -86,7 +84,7 @@ class RetrievalLayer(CacheLayerMixin):
     registered attention function finds the handle and calls ``attend``, which takes them in.
 
     Attributes:
-        below: the retrieval layer before this one in the model; set by the cache.
+        below: the retrieval layer before this one in the model; see ``stand_on``.
         edits: goes up with everything that is done to the layer, but for a replayed step.
         final_len: tokens that were announced, held ones included; 0: none.
         past_len: tokens before those of the pass at hand, from its attention on.
@@ -95,7 +93,6 @@ class RetrievalLayer(CacheLayerMixin):
         layer_info: which layer of the model this is; set by the cache.
         subscribers: called after each step; set by the cache.
         exact_rows: rows read by exact attention of long second prompts.
-        retrieved: tokens that were read with ``prompt="retrieve"``.
     """
 
     is_sliding = False
@@ -117,7 +114,6 @@ class RetrievalLayer(CacheLayerMixin):
         self.config = config
         self.subscribers: tuple[Subscriber, ...] = ()
         self.exact_rows = 0
-        self.retrieved = RetrievedTokens()
         self.pending_attention = False
         self.below: RetrievalLayer | None = None
         self.edits = self.past_len = self.final_len = self.prompt_end = 0
@@ -131,7 +127,7 @@ class RetrievalLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Make the ``LayerKV`` for tokens shaped like these, ``[B, Hkv, *, D]``."""
-        index, store = self._make_index(), partial(new_store, LayerReference(self))
+        index, store = self._make_index(), partial(_new_store, self.make_store, self.below)
         _, shape, part = self.layer_info
         if index is not None and not (shape and shape.rank):
             index.kv_heads = part.heads(key_states.shape[1])
@@ -268,38 +264,41 @@ class RetrievalLayer(CacheLayerMixin):
         of these tensors.
         Returns ``[B, Hq, Q, Dv]`` in the query's dtype.
         """
-        if self.kv is None:
-            raise RuntimeError("attention came before any update of this layer")
+        kv = self.kv
+        assert kv is not None, "the handle is of an update"
         if (value.data_ptr(), key.shape, value.shape) != self._update_key:
             raise ValueError(
                 "this model changes keys or values between its cache and its attention, so what "
                 "was cached is not what it attends to: use cache_implementation='dynamic'"
             )
-        window = self.kv.window
+        window = kv.window
         if window.capture is not None:
             # The call's mask is of this step alone; that of ``capture`` is filled for each.
             call = dataclasses.replace(call, scoring=call.scoring.of(window.capture.slots))
         rows = self.rows_of(key, value)
         new = key.shape[2]
         past = window.start + window.length - (0 if self.pending_attention else new)
-        surplus = window.length + new - self.config.recent
-        if self.pending_attention and surplus > self.config.flush:
-            self.kv.make_room(surplus)
         if self.pending_attention:
+            surplus = window.length + new - self.config.recent
+            if surplus > self.config.flush:
+                kv.make_room(surplus)
             self.past_len = past
         if past and new <= self.config.max_draft:
-            out = self._attend_few(query, *rows, call)
+            out = self._attend_few(kv, query, *rows, call)
         else:
-            out = self._attend_many(query, *rows, past, call)
+            out = self._attend_many(kv, query, *rows, past, call)
         self.pending_attention = False
         return out
 
     def _attend_few(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
+        self,
+        kv: LayerKV,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        call: AttentionCall,
     ) -> torch.Tensor:
         """Each query retrieves."""
-        kv = self.kv
-        assert kv is not None, "see attend"
         row_query = call.to_rows(query) if call.makes_rows else query
         if self.pending_attention:
             if not kv.built:
@@ -316,6 +315,7 @@ class RetrievalLayer(CacheLayerMixin):
 
     def _attend_many(
         self,
+        kv: LayerKV,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -323,11 +323,9 @@ class RetrievalLayer(CacheLayerMixin):
         call: AttentionCall,
     ) -> torch.Tensor:
         """Every query attends to all ``past`` tokens and, causally, to the new ones."""
-        kv = self.kv
-        assert kv is not None, "see attend"
         recipe, end = self.config.prompt_recipe, max(self.prompt_end, past + key.shape[2])
         if recipe is not None and end > recipe.above:
-            return self._attend_in_groups(query, key, value, past, call, recipe, end)
+            return self._attend_in_groups(kv, query, key, value, past, call, recipe, end)
         as_it_is = not past or call.expands(query.shape[2])
         watched = self.pending_attention and kv.watches
         row_query = call.to_rows(query) if watched or not as_it_is else query
@@ -342,11 +340,12 @@ class RetrievalLayer(CacheLayerMixin):
         self.exact_rows += min(past, kv.cold_len) * len(key) * key.shape[1]
         if as_it_is:
             return attend_exactly(kv, query, key, value, past, call).to(query.dtype)
-        out = attend_exactly(kv, row_query, key, value, past, call.of_rows())
+        out = attend_exactly(kv, row_query, key, value, past, call.for_latent_queries())
         return call.from_rows(out.to(query.dtype))
 
     def _attend_in_groups(
         self,
+        kv: LayerKV,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -356,8 +355,6 @@ class RetrievalLayer(CacheLayerMixin):
         end: int,
     ) -> torch.Tensor:
         """Groups of queries attend to what their probes choose of the tokens before them."""
-        kv = self.kv
-        assert kv is not None, "see attend"
         if not call.is_causal():
             # Nothing was stored yet.
             self.pending_attention = False
@@ -374,7 +371,7 @@ class RetrievalLayer(CacheLayerMixin):
             learn = partial(self._on_forward, call.to_rows(query), key, call)
             self.exact_rows += min(past, kv.cold_len) * len(key) * key.shape[1]
             kv.take_prompt(key, value, call.scoring.valid, learn if kv.watches else None)
-            self.retrieved.add(groups.retrieved)
+            kv.retrieved.add(groups.retrieved)
         return out
 
     def _on_forward(self, query: torch.Tensor, key: torch.Tensor, call: AttentionCall) -> None:
@@ -408,8 +405,7 @@ class RetrievalLayer(CacheLayerMixin):
         if -tokens_to_remove > self.kv.length:
             raise ValueError(f"crop({tokens_to_remove}): only {self.kv.length} tokens held")
         self.edits += 1
-        self.kv.crop(-tokens_to_remove)
-        self.retrieved.crop(self.kv.length)
+        self.kv.crop(self.kv.length + tokens_to_remove)
         self.prompt_end = 0
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
@@ -421,21 +417,10 @@ class RetrievalLayer(CacheLayerMixin):
             if self._scoring is not None:
                 self._scoring = self._scoring.reordered(rows)
 
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every row ``repeats`` times."""
-        if self.kv is not None:
-            self.reorder_cache(torch.arange(self.batch_size).repeat_interleave(repeats))
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the rows ``indices`` (integers, or a bool mask)."""
-        if self.kv is not None:
-            self.reorder_cache(torch.arange(self.batch_size)[indices.cpu()])
-
     def reset(self) -> None:
         """Forget all tokens and counts."""
         self.edits += 1
         self.kv = self._scoring = None
-        self.retrieved.crop(0)
         self.is_initialized = self.pending_attention = False
         self.final_len = self.prompt_end = self.exact_rows = 0
         for subscriber in self.subscribers:
@@ -449,20 +434,21 @@ class RetrievalLayer(CacheLayerMixin):
 
     def fork(self) -> Self:
         """An independent copy that shares the cold part; counts start at 0."""
-        if self.pending_attention:
-            raise RuntimeError("fork() between update and attention: finish the forward pass first")
         options = self._make_index, self.make_store, self.needs_positions, self._value_in_key
         twin = type(self)(self.config, *options)
         twin.layer_info = self.layer_info
-        twin.retrieved.copy_spans(self.retrieved)
         self._settle()
         if self.kv is not None:
-            own = LayerReference(twin)
-            twin.kv = self.kv.fork(partial(new_store, own))
-            twin.is_initialized = True
-            if twin.kv.store is not None:
-                twin.kv.store.below = partial(store_below, own)
+            twin.kv, twin.is_initialized = self.kv.fork(), True
         return twin
+
+    def stand_on(self, below: RetrievalLayer) -> None:
+        """Have ``below`` as the retrieval layer before this one, also for the store."""
+        self.below = below
+        if self.kv is not None:
+            self.kv.make_store = partial(_new_store, self.make_store, below)
+            if self.kv.store is not None:
+                self.kv.store.below = partial(_store_of, below)
 
     def _settle(self) -> None:
         """Finish index and sums of what was taken in so far, so that no copy has to."""
@@ -474,33 +460,36 @@ class RetrievalLayer(CacheLayerMixin):
 
     def set_options(self, config: RetrievalConfig, make_index: Callable[[], Index | None]) -> None:
         """Go on with other options, which must fit the tokens held."""
-        self.retrieved.check(config)
-        self.edits += 1
-        self.config, self._make_index = config, make_index
         if self.kv is not None:
             self.kv.set_options(config)
+        self.edits += 1
+        self.config, self._make_index = config, make_index
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self.fork()
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
+    def state_dict(self) -> Tensors:
         """Tensors of the layer on the CPU; empty for a layer that holds nothing."""
-        if self.pending_attention:
-            raise RuntimeError("save between update and attention: finish the forward pass first")
         self._settle()
-        return {} if self.kv is None else kv_to_save(self.kv) | self.retrieved.state_dict()
+        return {} if self.kv is None else self.kv.state_dict()
 
-    def load_state_dict(self, state: dict[str, torch.Tensor], device: torch.device) -> None:
-        """Become the layer whose ``state_dict`` this is. KeyError names a missing tensor."""
+    def load_state_dict(self, state: Tensors, device: torch.device) -> None:
+        """Become the layer whose ``state_dict`` this is.
+
+        Raises:
+            KeyError: names a missing tensor.
+            ValueError: tensors of another model, or that don't fit one another.
+        """
         self.reset()
         if not state:
             return
-        rows = saved_rows(state, self.config.sink, self._value_in_key, device)
-        self.lazy_initialization(*rows)
-        if self.kv is not None:
-            load_kv(self.kv, state, device, self._query_heads(rows[0]))
-            self.retrieved.load_state_dict(state)
-            self.retrieved.check(self.config)
+        keys, in_key = state["window.keys"].to(device), self._value_in_key
+        values = keys[..., :in_key] if in_key else state["window.values"].to(device)
+        check_dtypes(keys=keys, values=values)
+        self.lazy_initialization(keys, values)
+        assert self.kv is not None, "made just now"
+        self.kv.load_state_dict(state, device, self._query_heads(keys))
+        self.kv.retrieved.check(self.config)
 
     def _query_heads(self, keys: torch.Tensor) -> int | None:
         """Query heads for ``keys [B, Hkv, *, D]`` of a saved layer; None where nobody knows.
@@ -522,3 +511,15 @@ class RetrievalLayer(CacheLayerMixin):
                 "another model, or damaged; save it again"
             )
         return shape.heads if heads == shape.kv_heads else None
+
+
+def _new_store(make_store: MakeStore, below: RetrievalLayer | None, first: FirstRows) -> Store:
+    """The store of a layer, which knows the one of the layer below."""
+    store = make_store(first)
+    store.below = partial(_store_of, below)
+    return store
+
+
+def _store_of(layer: RetrievalLayer | None) -> Store | None:
+    """The store of a layer; None where there is no layer, or where it is empty."""
+    return None if layer is None or layer.kv is None else layer.kv.store

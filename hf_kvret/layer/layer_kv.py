@@ -12,23 +12,25 @@ import torch
 from hf_kvret.contracts.block import UNKNOWN_POSITION, TokenBlock, check_dtypes
 from hf_kvret.contracts.index import ColdTokens, Index, Scoring, SearchCost, blamed_on
 from hf_kvret.contracts.signals import SIGNALS_WAIT
-from hf_kvret.contracts.store import FirstRows, Store, all_of
+from hf_kvret.contracts.state import Schema, State, Tensors, number, part, transient
+from hf_kvret.contracts.store import PAGES, FirstRows, Store, all_of
 from hf_kvret.contracts.token_buffer import TokenBuffer
 from hf_kvret.layer.block_sums import BlockSums, ColdTokensWithMeans
+from hf_kvret.layer.retrieved import RetrievedTokens
 from hf_kvret.layer.window import Window
 from hf_kvret.options.config import RetrievalConfig
 from hf_kvret_kernels.ids import WrongIdError
 
 MakeStore = Callable[[FirstRows], Store]
 
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
 _Owner = TypeVar("_Owner", bound=Any)
+_Params = ParamSpec("_Params")
+_Result = TypeVar("_Result")
 
 
 def keeps_tensors(
-    method: Callable[Concatenate[_Owner, _P], _R],
-) -> Callable[Concatenate[_Owner, _P], _R]:
+    method: Callable[Concatenate[_Owner, _Params], _Result],
+) -> Callable[Concatenate[_Owner, _Params], _Result]:
     """``method`` as one change of its owner, for which a signal waits.
 
     An exception leaves ``torn`` set: nobody knows what is held. Inference mode is left for it, as
@@ -36,7 +38,7 @@ def keeps_tensors(
     """
 
     @functools.wraps(method)
-    def change(self: _Owner, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+    def change(self: _Owner, *args: _Params.args, **kwargs: _Params.kwargs) -> _Result:
         SIGNALS_WAIT.depth += 1
         try:
             # One change may be a part of another.
@@ -56,7 +58,7 @@ def keeps_tensors(
     return change
 
 
-class LayerKV:
+class LayerKV(State):
     """Window, index and store of one layer, kept in step.
 
     Slots ``0 .. cold_len`` are cold: in the store and the index, whether valid or not. The rest is
@@ -73,6 +75,8 @@ class LayerKV:
 
     Attributes:
         built: whether the index was built, see ``Index.build``.
+        positions: ``[B, 1, n]`` int32 of recent tokens, where the store needs them.
+        retrieved: tokens that were read with ``prompt="retrieve"``.
         selected: rows read by selection so far, one int64; steps count in place.
         watches: whether ``on_forward`` has anything to do.
         changes: goes up whenever other tokens are cold, or other sequences are held.
@@ -81,6 +85,18 @@ class LayerKV:
         torn: whether a change of it broke off in the middle; False again with the next pass.
         compiled_len: by shape of queries, how long the layer may grow with kernels that are there.
     """
+
+    window: Window = part()
+    index: Index | None = part(may_be_empty=True)
+    positions: TokenBuffer = part(saved=False)
+    store: Store | None = part(may_be_empty=True)
+    sums: BlockSums | None = part(key="rest", may_be_empty=True)
+    retrieved: RetrievedTokens = part(RetrievedTokens, key="prompt", may_be_empty=True)
+    built: bool = number(False)
+    _retrievable: torch.Tensor | None = transient()
+    _cold: ColdTokens | None = transient()
+    # Scale and soft cap that it was made for.
+    _cold_key: tuple[float, float | None] | None = transient()
 
     @keeps_tensors
     def __init__(
@@ -96,22 +112,15 @@ class LayerKV:
         self.config = config
         self.index = index
         self.window = Window(config.sink, keys, values, value_in_key)
-        self.store: Store | None = None
-        self.sums: BlockSums | None = None
-        # [B, 1, n] int32 of recent tokens.
         self.positions = TokenBuffer(64)
         self.needs_positions = needs_positions
         self.make_store = make_store
         self.changes = 0
         self.compiled_len: dict[torch.Size, int] = {}
-        self.built = self.torn = False
+        self.torn = False
         self.selected = torch.zeros((), dtype=torch.long, device=keys.device)
-        self.watches = (index is not None and index.watches) or bool(needs_positions)
+        self.watches = (index is not None and "on_forward" in index.hooks) or bool(needs_positions)
         self._value_dim = values.shape[3]
-        self._retrievable: torch.Tensor | None = None
-        self._cold: ColdTokens | None = None
-        # Scale and soft cap that it was made for.
-        self._cold_key: tuple[float, float | None] | None = None
 
     @property
     def length(self) -> int:
@@ -279,7 +288,8 @@ class LayerKV:
         self._retrievable = self._cold = self._cold_key = None
 
     def set_options(self, config: RetrievalConfig) -> None:
-        """Go on with other options, which must fit the tokens held."""
+        """Go on with other options; ValueError where they don't fit the tokens held."""
+        self.retrieved.check(config)
         self.config = config
         self._forget_cold()
         if self.index is not None:
@@ -290,7 +300,7 @@ class LayerKV:
         """The index, built and ready to search ``cold``; None: all cold tokens are attended to."""
         if not self.built:
             self.build_index(cold)
-        elif self.index is not None and self.index.has_upkeep:
+        elif self.index is not None and "before_search" in self.index.hooks:
             try:
                 self.index.before_search(cold)
             except WrongIdError as error:
@@ -361,12 +371,12 @@ class LayerKV:
         return keys, values
 
     @keeps_tensors
-    def crop(self, count: int) -> None:
-        """Drop the newest ``count`` tokens; a deep crop pulls cold rows back into the window."""
-        deeper = self.window.drop_newest(count)
-        if not deeper or self.store is None:
+    def crop(self, length: int) -> None:
+        """Forget tokens from slot ``length`` on; a deep crop pulls rows back into the window."""
+        self.window.crop(length)
+        self.retrieved.crop(length)
+        if self.store is None or length >= self.cold_len:
             return
-        length = len(self.store) - deeper
         cold = length - min(length, self.config.recent)
         device, heads = self.window.keys.device, self.window.keys.shape[1]
         ids = torch.arange(cold, length, dtype=torch.int32, device=device)
@@ -383,25 +393,78 @@ class LayerKV:
 
     @keeps_tensors
     def reorder(self, rows: torch.Tensor) -> None:
-        """Row b of the batch becomes the old row ``rows[b]``; rows may repeat or be left out."""
-        for state in (self.window, self.positions, self.index, self.sums, self.store):
-            if state is not None:
-                state.reorder(rows)
-        self._forget_cold()
+        super().reorder(rows)
         self.changes += 1
 
     @keeps_tensors
-    def fork(self, make_store: MakeStore) -> Self:
-        """An independent copy that shares the cold part; ``make_store`` as for a new one."""
-        index = None if self.index is None else self.index.fork()
-        keys, values = self.window.keys, self.window.values
-        options = self.needs_positions, self.window.value_in_key
-        twin = type(self)(self.config, index, make_store, keys, values, *options)
-        twin.window, twin.positions = self.window.fork(), self.positions.fork()
-        twin.store = None if self.store is None else self.store.fork()
-        twin.sums = None if self.sums is None else self.sums.fork()
-        twin.built, twin._retrievable = self.built, self._retrievable
+    def fork(self) -> Self:
+        """An independent copy that shares the cold part; counts start at 0."""
+        twin = super().fork()
+        twin.selected, twin.compiled_len = torch.zeros_like(self.selected), {}
+        twin.torn = False
         return twin
+
+    def state_dict(self) -> Tensors:
+        """Tensors on the CPU, named ``window.*``, ``index.*``, ``store.*``, ``rest.*``, ``built``.
+
+        Positions lie beside the index.
+        """
+        state = super().state_dict()
+        if self.positions.is_allocated:
+            state["index.positions"] = self.positions.rows[:, 0].contiguous()
+            state["index.start"] = torch.tensor(self.positions.first)
+        return {name: x.cpu() for name, x in state.items()}
+
+    @keeps_tensors
+    def load_state_dict(
+        self, state: Tensors, device: torch.device | None = None, query_heads: int | None = None
+    ) -> None:
+        """Become the layer whose ``state_dict`` this is, made for the rows of its window.
+
+        Args:
+            state: the tensors.
+            device: of the queries.
+            query_heads: of the layer; None where they are not known.
+
+        Raises:
+            KeyError: names a missing tensor.
+            ValueError: a tensor does not fit the others.
+        """
+        device = device or self.window.keys.device
+        rows_bytes = sum(x.nbytes for name, x in state.items() if name.startswith("store."))
+        if rows_bytes:
+            tokens = int(state["window.start"])
+            self.store = self.make_store(FirstRows(device, rows_bytes, tokens))
+        # Sums of coded rows are made from what the store reads back.
+        if (
+            self.store is not None
+            and not self.store.codes_rows
+            and self.config.rest is not None
+            and self.config.rest_blocks is None
+        ):
+            self.sums = self.new_sums()
+        absent = (("index.", self.index), ("rest.", self.sums))
+        unread = tuple(prefix for prefix, own in absent if own is None)
+        parts = {name: x for name, x in state.items() if not name.startswith(unread)}
+        if not rows_bytes:
+            parts["built"] = torch.tensor(False)
+        schema = self._schema(state, query_heads)
+        self.check_saved(parts, schema)
+        if self.store is not None and not self.store.codes_rows and "store.codes" not in state:
+            _check_rows(state, schema)
+        super().load_state_dict(parts, device)
+        if self.needs_positions:
+            positions, start = state["index.positions"], int(state["index.start"])
+            self.positions.put(positions.to(device)[:, None], start)
+
+    def _schema(self, state: Tensors, query_heads: int | None) -> Schema:
+        """The sizes of a layer with these rows, whose state is ``state``."""
+        keys, start = self.window.keys, int(state["window.start"])
+        sizes = {"B": self.batch_size, "H": keys.shape[1], "D": keys.shape[3]}
+        sizes |= {"V": self._value_dim, "S": self.config.sink, "I": self.window.value_in_key}
+        recent = state["window.keys"].shape[2] - self.config.sink
+        sizes |= {"N": start, "T": start + recent}
+        return Schema(keys.dtype, sizes if query_heads is None else {**sizes, "Q": query_heads})
 
     def new_sums(self) -> BlockSums:
         """Empty sums of tokens like these."""
@@ -434,3 +497,15 @@ class LayerKV:
             self.index.add(block)
         self._forget_cold()
         self.changes += 1
+
+
+def _check_rows(state: Tensors, schema: Schema) -> None:
+    """ValueError for saved rows in full of other heads or dims than the layer's."""
+    in_key, pages = schema["I"], f"store.{PAGES}"
+    if pages in state:
+        width = schema["D"] + (0 if in_key else schema["V"])
+        schema.check(pages, state[pages], f"B c H p {width}")
+        return
+    schema.check("store.keys", state["store.keys"], "B H N D")
+    if not in_key:
+        schema.check("store.values", state["store.values"], "B H N V")

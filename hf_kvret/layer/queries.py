@@ -49,7 +49,7 @@ class AttentionCall:
         """Whether so many queries attend exactly to ``keys_and_values``, as they are."""
         return False
 
-    def of_rows(self) -> AttentionCall:
+    def for_latent_queries(self) -> AttentionCall:
         """The same call for queries that went through ``to_rows``."""
         return self
 

@@ -7,10 +7,11 @@ from typing import Any, NamedTuple, Self
 
 import torch
 
+from hf_kvret.contracts.state import State, Tensors
 from hf_kvret.options.config import RetrievalConfig
 
 SPANS = "prompt.spans"
-"""Tensor ``[n, 2]`` int64 of a saved layer: where the spans begin, and where they end."""
+"""Tensor of a saved layer: where the spans begin, and where they end."""
 
 
 class Group(NamedTuple):
@@ -26,17 +27,25 @@ class Group(NamedTuple):
     lost_mass: torch.Tensor
 
 
-class RetrievedTokens:
+class RetrievedTokens(State):
     """Tokens whose layer attended to a part of what came before them.
 
     Attributes:
         spans: first token and the one behind the last of each run of them, in order.
-        groups: of queries that this process read, in order.
+        groups: of queries that this process read, in order; a fork begins with none.
     """
 
     def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
         self.spans: list[tuple[int, int]] = []
         self.groups: list[Group] = []
+
+    def fork(self) -> Self:
+        twin = super().fork()
+        twin.spans, twin.groups = list(self.spans), []
+        return twin
 
     def __len__(self) -> int:
         return sum(end - first for first, end in self.spans)
@@ -51,7 +60,6 @@ class RetrievedTokens:
             self.groups.append(group)
 
     def crop(self, length: int) -> None:
-        """Forget all from token ``length`` on."""
         self.spans = [(first, min(end, length)) for first, end in self.spans if first < length]
         self.groups = [group for group in self.groups if group.first < length]
 
@@ -67,18 +75,12 @@ class RetrievedTokens:
             return {}
         return {"prompt_retrieved": len(self), "prompt_lost_mass": self.lost_mass()}
 
-    def copy_spans(self, other: Self) -> None:
-        """Have the spans of ``other``."""
-        self.spans = list(other.spans)
+    def state_dict(self) -> Tensors:
+        """The ``spans [n, 2]`` int64; nothing where there are no such tokens."""
+        return {"spans": torch.tensor(self.spans, dtype=torch.int64)} if self.spans else {}
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Tensors to be saved; none where there are no such tokens."""
-        return {SPANS: torch.tensor(self.spans, dtype=torch.int64)} if self.spans else {}
-
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Take over the spans in ``state``."""
-        if SPANS in state:
-            self.spans = [(first, end) for first, end in state[SPANS].tolist()]
+    def load_state_dict(self, state: Tensors, device: torch.device | None = None) -> None:
+        self.spans = [(first, end) for first, end in state["spans"].tolist()]
 
     def check(self, config: RetrievalConfig) -> None:
         """ValueError where options want exact rows, and some were read by retrieval."""

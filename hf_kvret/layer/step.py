@@ -8,8 +8,9 @@ who count and watch, get a ``StepRecord`` after the step.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -18,7 +19,6 @@ from hf_kvret.contracts.store import AttentionResult
 from hf_kvret.layer.exact_attention import attend_cold, merge
 from hf_kvret.layer.layer_kv import LayerKV
 from hf_kvret.layer.queries import AttentionCall
-from hf_kvret.layer.record import StepRecord, Subscriber
 from hf_kvret.stores.chunks import chunk_len
 from hf_kvret_kernels import host_step
 from hf_kvret_kernels._dispatch import PREFERRED
@@ -27,6 +27,46 @@ from hf_kvret_kernels.merge import Partials
 from hf_kvret_kernels.prompt_attention import prompt_partials
 from hf_kvret_kernels.relevance import count_ids
 from hf_kvret_kernels.step_attention import step_unchecked
+
+
+class StepRecord(NamedTuple):
+    """A step of a layer with cold tokens, for its subscribers.
+
+    Attributes:
+        number: of the layer in the model.
+        kv: of the layer, after the step.
+        query: ``[B, Hq, Q, Dk]`` of the search.
+        call: of the attention.
+        cold: the tokens that were searched.
+        ids: ``[B, H, Q, K]`` int32 that the query attended to, -1 for none; None: all of them.
+    """
+
+    number: int
+    kv: LayerKV
+    query: torch.Tensor
+    call: AttentionCall
+    cold: ColdTokens
+    ids: torch.Tensor | None
+
+
+class Subscriber(ABC):
+    """Called with the record of every step of a layer.
+
+    Attributes:
+        capture_obstacle: why it can't be called in a captured step, whose Python code does not run
+            again when it is replayed; None: all that it does is work of the device, or is counted.
+    """
+
+    capture_obstacle: ClassVar[str | None] = None
+
+    @abstractmethod
+    def __call__(self, record: StepRecord) -> None:
+        """Take in a step; what is raised breaks off the forward pass."""
+
+    @abstractmethod
+    def reset(self) -> None:
+        """The layer forgets all tokens."""
+
 
 # The output of ``attend_step``, and the ids of a ``StepRecord``.
 Result = tuple[torch.Tensor, torch.Tensor | None]
@@ -99,14 +139,14 @@ def _attend_on_host(
         assert index is not None and host_cold is not None, "only an index names tokens"
         method = "search" if isinstance(host_cold.search, host_step.GivenIds) else "host_search"
         raise blamed_on(index, method, error) from error
-    if index is not None and index.looks_back:
+    if index is not None and "after_search" in index.hooks:
         kv.after_search(ids)
     return out, ids
 
 
 def _host_search(index: Index, query: torch.Tensor, cold: ColdTokens) -> host_step.HostSearch:
     """What the library has to know to search; the ids where only the index can."""
-    if index.describes_search and "search" not in vars(index):
+    if "host_search" in index.hooks and "search" not in vars(index):
         description = index.host_search(query, cold)
         if description is not None:
             return description
@@ -122,13 +162,13 @@ def _attend_by_search(
     launched before its result is needed.
     """
     try:
-        if index.recalls and cold.store.ranks_elsewhere:
+        if "recall" in index.hooks and cold.store.ranks_elsewhere:
             candidates = index.recall(query, cold)
             if candidates is not None:
                 return _attend_to_best(kv, query, call, cold, index, candidates)
         ids = index.search(query, cold)
         finish = cold.begin(query, ids)
-        if index.looks_back:
+        if "after_search" in index.hooks:
             kv.after_search(ids)
         if isinstance(finish, Partials):
             # Launched already: one launch more does all that is left.
@@ -168,7 +208,7 @@ def _attend_to_best(
     far_out, far_lse, ids = finish()
     out, _ = merge([near, (far_out, far_lse)], call.sink_logits, query.dtype)
     count_ids(ids, kv.selected)
-    if index.looks_back:
+    if "after_search" in index.hooks:
         kv.after_search(ids)
     return out, ids
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Self
 
 import torch
 
 from hf_kvret.contracts.block import TokenBlock
-from hf_kvret.contracts.state import State, Tensors, number, tensor
+from hf_kvret.contracts.state import State, Tensors, number, tensor, transient
 from hf_kvret_kernels.host_step import HostWindow
 
 _STEP = 64
@@ -62,6 +61,7 @@ class Window(State):
     start: int = number(0)
     length: int = number(0, saved=False)
     sinks_full: bool = number(False, saved=False)
+    host: HostWindow | None = transient()
 
     def __init__(
         self, sink: int, keys: torch.Tensor, values: torch.Tensor, value_in_key: int = 0
@@ -76,7 +76,6 @@ class Window(State):
         self.sink_slots = torch.full((batch, sink), -1, dtype=torch.long, device=keys.device)
         self.sinks_full = sink == 0
         self.capture: Capture | None = None
-        self.host: HostWindow | None = None
 
     @property
     def values(self) -> torch.Tensor:
@@ -233,25 +232,13 @@ class Window(State):
         host.valid = None if valid is None and self.sinks_full else self.validity(valid)
         return host
 
-    def drop_newest(self, count: int) -> int:
-        """Drop the newest ``count`` tokens; returns how many of them lie in the store instead."""
-        window_count = min(count, self.length)
-        self.length -= window_count
-        return count - window_count
+    def crop(self, length: int) -> None:
+        """Drop recent tokens from slot ``length`` on; sinks, which are older, stay."""
+        self.length = max(0, min(self.length, length - self.start))
 
     def __getstate__(self) -> dict[str, object]:
         """Without what the library knew: a pickled view of a buffer is a buffer of its own."""
         return {**vars(self), "host": None}
-
-    def fork(self) -> Self:
-        """As every state's; what the library knew is of the other's buffers."""
-        twin = super().fork()
-        twin.host = None
-        return twin
-
-    def reorder(self, rows: torch.Tensor) -> None:
-        super().reorder(rows)
-        self.host = None
 
     def state_dict(self) -> Tensors:
         """As for every state, without spare capacity."""

@@ -279,12 +279,6 @@ class ModelState:
         if self._shifts is not None:
             self._shifts = self._shifts[rows.to(self._shifts.device)]
 
-    def repeat(self, repeats: int) -> None:
-        """Repeat every row ``repeats`` times."""
-        if self.shift is not None:
-            rows = torch.arange(len(self.shift), device=self.shift.device)
-            self.reorder(rows.repeat_interleave(repeats))
-
     def crop(self, length: int) -> None:
         """Go back to what was kept when the cache held ``length`` tokens."""
         if not length:

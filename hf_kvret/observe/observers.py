@@ -11,7 +11,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from hf_kvret.layer.layer import RetrievalLayer
-from hf_kvret.layer.record import StepRecord, Subscriber
+from hf_kvret.layer.step import StepRecord, Subscriber
 from hf_kvret.observe.recall import RecallMeter
 from hf_kvret.options.config import RetrievalConfig
 

@@ -9,7 +9,7 @@ import torch
 
 from hf_kvret.contracts.index import ColdTokens
 from hf_kvret.layer.queries import AttentionCall
-from hf_kvret.layer.record import StepRecord, Subscriber
+from hf_kvret.layer.step import StepRecord, Subscriber
 from hf_kvret.layer.window import Window
 from hf_kvret_kernels.ids import check_id_range
 from hf_kvret_kernels.relevance import group_relevance

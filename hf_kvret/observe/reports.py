@@ -133,10 +133,9 @@ def layer_stats(layer: RetrievalLayer) -> dict[str, Any]:
         "lost_mass": None,
     }
     if layer.kv is not None:
-        for part in (layer.kv.index, layer.kv.store):
+        for part in (layer.kv.index, layer.kv.store, layer.kv.retrieved):
             stats |= {} if part is None else part.stats()
     recall = subscriber(layer, RecallMeter)
-    stats |= layer.retrieved.stats()
     return stats if recall is None else stats | recall.means()
 
 

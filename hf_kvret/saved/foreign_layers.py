@@ -1,7 +1,7 @@
 """Cache layers of transformers in a saved cache: only known attributes, of known types.
 
-A file never says which attribute is set: what is here does, by class. A layer with an attribute
-that is not listed can't be saved.
+A file never says which attribute is set: what is here does. A layer with an attribute that is not
+listed can't be saved.
 """
 
 from __future__ import annotations
@@ -30,47 +30,36 @@ _STATES, _BY_STATE = "tensor by state", "plain value by state"
 # A new layer has the first from the model, so that they are compared, and makes the second itself.
 _MODEL, _MADE = "of the model", "made anew"
 
-_DYNAMIC = {
+_ATTRIBUTES = {
     "keys": _TENSOR,
     "values": _TENSOR,
-    "is_initialized": _PLAIN,
-    "dtype": _DTYPE,
-    "device": _MADE,
-}
-_SLIDING = _DYNAMIC | {
-    "sliding_window": _MODEL,
-    "cumulative_length": _PLAIN,
-    "_sliding_window_tensor": _MADE,
-    "record_past": _PLAIN,
-}
-_INDEXED = _DYNAMIC | {
     "indexer_keys": _TENSOR,
     "indexer_position_ids": _TENSOR,
+    "is_initialized": _PLAIN,
     "is_indexer_initialized": _PLAIN,
+    "cumulative_length": _PLAIN,
+    "record_past": _PLAIN,
+    "dtype": _DTYPE,
     "indexer_dtype": _DTYPE,
-    "indexer_device": _MADE,
-}
-_LINEAR = {
-    "number_of_states": _MODEL,
     "conv_states": _STATES,
     "recurrent_states": _STATES,
     "is_conv_states_initialized": _BY_STATE,
     "is_recurrent_states_initialized": _BY_STATE,
     "has_previous_state": _BY_STATE,
     "conv_kernel_size": _BY_STATE,
+    "sliding_window": _MODEL,
+    "number_of_states": _MODEL,
     "device": _MADE,
-    "dtype": _DTYPE,
-    "record_past": _PLAIN,
+    "indexer_device": _MADE,
+    "_sliding_window_tensor": _MADE,
 }
-
-
-_ATTRIBUTES: dict[type, dict[str, str]] = {
-    DynamicSlidingWindowLayer: _SLIDING,
-    DynamicIndexedLayer: _INDEXED,
-    LinearAttentionLayer: _LINEAR,
-    LinearAttentionAndFullAttentionLayer: _DYNAMIC | _LINEAR,
-    LinearAttentionAndSlidingWindowAttentionLayer: _SLIDING | _LINEAR,
-    DummyLayer: {"keys": _TENSOR, "values": _TENSOR, "is_initialized": _PLAIN},
+_LAYERS = {
+    DynamicSlidingWindowLayer,
+    DynamicIndexedLayer,
+    LinearAttentionLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    DummyLayer,
 }
 
 
@@ -80,11 +69,15 @@ def layer_state(layer: Any) -> tuple[Tensors, dict[str, Any]]:
     Raises:
         TypeError: a layer, or an attribute of it, that is not known.
     """
-    attributes = _attributes(layer)
+    if type(layer) not in _LAYERS:
+        raise TypeError(
+            f"cannot save a {type(layer).__name__}, which this hf_kvret does not know: "
+            "upgrade hf_kvret"
+        )
     tensors: Tensors = {}
     values: dict[str, Any] = {}
     for name, value in vars(layer).items():
-        type_ = attributes.get(name)
+        type_ = _ATTRIBUTES.get(name)
         if type_ is None:
             raise TypeError(
                 f"cannot save the attribute {name} of a {type(layer).__name__}, which this "
@@ -108,17 +101,28 @@ def restore(
 ) -> None:
     """Give a new ``layer`` what ``layer_state`` took from one.
 
+    Args:
+        layer: changed in place.
+        values: by name.
+        tensors: by name; others are left alone.
+        device: of the tensors of the layer.
+
     Raises:
-        KeyError: names a missing value.
         ValueError: a layer of another model.
     """
     states = range(int(getattr(layer, "number_of_states", 0)))
-    moved = {name: tensor.to(device) for name, tensor in tensors.items()}
-    for name, type_ in _attributes(layer).items():
+    moved = {
+        name: tensor.to(device)
+        for name, tensor in tensors.items()
+        if name.partition(".")[0] in _ATTRIBUTES
+    }
+    for name, type_ in _ATTRIBUTES.items():
         if type_ == _TENSOR and (name in vars(layer) or name in moved):
             setattr(layer, name, moved.get(name))
-        elif type_ == _STATES:
+        elif type_ == _STATES and states:
             setattr(layer, name, {i: moved.get(f"{name}.{i}") for i in states})
+        elif name not in values:
+            continue
         elif type_ == _BY_STATE:
             setattr(layer, name, dict(enumerate(values[name])))
         elif type_ == _MODEL and values[name] != getattr(layer, name):
@@ -126,7 +130,7 @@ def restore(
                 f"{name} is {values[name]}, and this model's is {getattr(layer, name)}: the cache "
                 "is of another model"
             )
-        elif type_ == _DTYPE and name in values:
+        elif type_ == _DTYPE:
             setattr(layer, name, None if values[name] is None else _DTYPES[values[name]])
         elif type_ == _PLAIN:
             setattr(layer, name, values[name])
@@ -139,22 +143,6 @@ def restore(
             setattr(layer, f"{prefix}device", device)
     if isinstance(layer, DynamicSlidingWindowLayer):
         layer._sliding_window_tensor = layer._sliding_window_tensor.to(device)
-
-
-def pop_tensors(layer: Any, state: Tensors) -> Tensors:
-    """Take the tensors that belong to ``layer`` by their names out of ``state``."""
-    names = [name for name in state if name.partition(".")[0] in _attributes(layer)]
-    return {name: state.pop(name) for name in names}
-
-
-def _attributes(layer: Any) -> dict[str, str]:
-    attributes = _ATTRIBUTES.get(type(layer))
-    if attributes is None:
-        raise TypeError(
-            f"cannot save or load a {type(layer).__name__}, which this hf_kvret does not know: "
-            "upgrade hf_kvret"
-        )
-    return attributes
 
 
 def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:

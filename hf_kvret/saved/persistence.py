@@ -126,7 +126,7 @@ def load(
         path = place_to_load(directory, part, model)
         cache, digest = _load(cls, path, config, device, part, changes, mapped)
         if model is not None and cache.identity is not None:
-            cache.meet(model, f"the cache in {path}")
+            cache.check_model(model, f"the cache in {path}")
         note_saved(cache, path, digest)
         return cache
 
@@ -211,13 +211,10 @@ def _fill(
         values = content["layers"][number]["values"]
         state = tensors.with_prefix(f"layers.{number}.")
         try:
-            part, own = foreign.get(number), state
-            if part is not None and part is not layer:
-                own = foreign_layers.pop_tensors(part, state)
             if isinstance(layer, RetrievalLayer):
                 layer.load_state_dict(state, device)
-            if part is not None:
-                foreign_layers.restore(part, values, own, device)
+            if number in foreign:
+                foreign_layers.restore(foreign[number], values, state, device)
         except KeyError as missing:
             raise ValueError(
                 f"{directory} has no layers.{number}.{missing.args[0]}: it is damaged or from "

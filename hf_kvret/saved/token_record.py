@@ -119,13 +119,6 @@ class TokenRecord(State):
         with torch.inference_mode(False):
             super().reorder(rows.to(self._ids.rows.device))
 
-    def repeat(self, repeats: int) -> None:
-        """Every sequence of the batch ``repeats`` times."""
-        self.write_noted()
-        if self._ids.is_allocated:
-            rows = torch.arange(len(self._ids.rows), device=self._ids.rows.device)
-            self.reorder(rows.repeat_interleave(repeats))
-
     def write(self, ids: torch.Tensor, start: int) -> None:
         """Write ``ids`` ``[B, n]`` of the tokens from ``start`` on; earlier gaps are unknown."""
         self.noted.append((start, ids))

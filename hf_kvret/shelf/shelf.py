@@ -228,7 +228,7 @@ class Shelf:
         _check_tokens(cache, ids, model)
         # The caller's own keeps no trace of it.
         cache = _without_newest(cache, cache.get_seq_length() - len(ids))
-        cache.meet(model, "the cache")
+        cache.check_model(model, "the cache")
         key, chain = _key(cache, model), chain_of(ids)
         name = name_of(key, len(ids), chain)
         self.check_writable()

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from hf_kvret import FlatKVCache
 from hf_kvret.contracts.index import ColdTokens
 from hf_kvret.methods.flat import FlatIndex
-from hf_kvret.testing import COVERING_OPTIONS, MODELS, run_conformance
+from hf_kvret.testing import COVERING_OPTIONS, run_conformance
 from hf_kvret_kernels import host_step
 from hf_kvret_kernels._dispatch import prefer
 from hf_kvret_kernels.ids import WrongIdError
@@ -69,11 +69,6 @@ def generate(
     ids = torch.randint(3, 128, (2, 40), generator=torch.Generator().manual_seed(4))
     cache = Cache(model.config, **OPTIONS, store=store)
     model.generate(ids, past_key_values=cache, max_new_tokens=4, do_sample=False)
-
-
-@pytest.fixture(scope="module")
-def llama() -> PreTrainedModel:
-    return MODELS["llama"].build()
 
 
 @pytest.mark.factor("wrong", list(WRONG))

@@ -225,8 +225,8 @@ def test_an_index_says_why_its_steps_are_not_captured() -> None:
         def search(self, query: torch.Tensor, cold: Any) -> torch.Tensor:
             return query
 
-    class Told(Plain):
-        capture_obstacle = "told draws random numbers"
+    class Random(Plain):
+        capture_obstacle = "it draws random numbers"
 
     class Captured(CapturableIndex, Plain):
         """Its steps launch the same work each time."""
@@ -234,5 +234,5 @@ def test_an_index_says_why_its_steps_are_not_captured() -> None:
     assert capture_obstacle_of(Plain()) == (
         "the index Plain does not say that its steps can be captured"
     )
-    assert capture_obstacle_of(Told()) == "told draws random numbers"
+    assert capture_obstacle_of(Random()) == "it draws random numbers"
     assert capture_obstacle_of(Captured()) is None

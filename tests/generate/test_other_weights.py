@@ -68,7 +68,7 @@ def test_a_step_with_the_same_model_compares_nothing(
     cache, ids = filled(llama)
     with torch.no_grad():
         llama(ids[:, 53:60], past_key_values=cache)
-        monkeypatch.setattr(RetrievalCache, "meet", pytest.fail)
+        monkeypatch.setattr(RetrievalCache, "check_model", pytest.fail)
         for one in (cache, cache.fork(), copy.deepcopy(cache)):
             llama(ids[:, 60:61], past_key_values=one)
             llama.model(ids[:, 61:62], past_key_values=one)
@@ -191,7 +191,7 @@ def test_a_text_model_between_leaves_the_tower_that_filled_it() -> None:
     model = MODELS["qwen2_vl"].build()
     cache, ids = filled(model)
     other = copy.deepcopy(model)
-    cache.meet(copy.deepcopy(model.model.language_model))
+    cache.check_model(copy.deepcopy(model.model.language_model))
     with torch.no_grad():
         for parameter in other.model.visual.parameters():
             parameter.mul_(1.5)
@@ -204,7 +204,7 @@ def test_a_tower_that_can_not_be_read_is_a_warning(caplog: pytest.LogCaptureFixt
     cache, _ = filled(model)
     other = copy.deepcopy(model)
     other.model.visual.to("meta")
-    cache.meet(other)
+    cache.check_model(other)
     assert " digests of weights of the model that filled it could not be compared" in caplog.text
 
 
@@ -215,7 +215,7 @@ def test_many_small_changes_are_compared_with_what_filled_it(llama: Any) -> None
         for _ in range(20):
             for parameter in llama.parameters():
                 parameter.mul_(1.005)
-            cache.meet(llama)
+            cache.check_model(llama)
 
 
 def test_a_default_device_is_not_that_of_comparisons(llama: Any, tmp_path: Path) -> None:
@@ -253,7 +253,7 @@ def test_a_step_inside_peft_compares_nothing(llama: Any, monkeypatch: pytest.Mon
     cache = hf_kvret.FlatKVCache(llama.config, **COVERING_OPTIONS)
     hf_kvret.attach(model)
     answer = model.generate(input_ids=prompt(1, 50), past_key_values=cache, **RUN)
-    monkeypatch.setattr(RetrievalCache, "meet", pytest.fail)
+    monkeypatch.setattr(RetrievalCache, "check_model", pytest.fail)
     with torch.no_grad():
         for slot in range(cache.get_seq_length(), answer.shape[1]):
             model(answer[:, slot : slot + 1], past_key_values=cache)

@@ -4,173 +4,81 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
 
-from hf_kvret import (
-    AquaKVCache,
-    CTkvrCache,
-    FlatKVCache,
-    H2OCache,
-    LRQKCache,
-    ParisKVCache,
-    RetrievalCache,
-)
+from hf_kvret import AquaKVCache, FlatKVCache, RetrievalCache
 from hf_kvret.contracts.block import TokenBlock
 from hf_kvret.contracts.index import ColdTokens, Scoring
 from hf_kvret.layer.block_sums import BlockSums
-from hf_kvret.layer.layer import RetrievalLayer
-from hf_kvret.layer.queries import AttentionCall
 from hf_kvret.methods.latent import LatentConfig
 from hf_kvret.stores.memory import DeviceMemory
 from hf_kvret.stores.paged import PagedStore
 from hf_kvret_kernels import host_step
 from hf_kvret_kernels._dispatch import prefer
 
-HEADS, GROUP, DIM = 2, 3, 16
-SIZES: dict[str, Any] = {
-    "sink": 2, "recent": 8, "flush": 4, "max_draft": 4, "top_k": 12, "dense_below": 0
-}  # fmt: skip
-METHODS: dict[str, tuple[type[RetrievalCache], dict[str, Any]]] = {
-    "flat": (FlatKVCache, {}),
-    "paris": (ParisKVCache, {}),
-    "lrqk": (LRQKCache, {"rank": 8}),
-    "lrqk, published": (LRQKCache, {"rank": 8, "factors": "als"}),
-    "ctkvr": (CTkvrCache, {}),
-    "h2o": (H2OCache, {"top_k": 12}),
-}
+from .driver import CONFIG, ERROR, GROUP, HEADS, METHODS, SCALE, Driver, step_by_step
+
 STORES = ("device", "host", "cpu", "resident", "higgs")
-ERROR = 2e-5
-CONFIG = LlamaConfig(
-    hidden_size=HEADS * GROUP * DIM,
-    num_hidden_layers=1,
-    num_attention_heads=HEADS * GROUP,
-    num_key_value_heads=HEADS,
-)
 # Triton's interpreter is slow; its kernels have small tests of their own.
 PLACES = ["library", "torch", pytest.param("triton", marks=pytest.mark.slow)]
 
 
-class Driver:
-    """Passes made-up tokens through the one layer of a cache, and knows what must come out.
+def expected(driver: Driver, blocks: int | None = None) -> torch.Tensor:
+    """The last pass in fp64, from all rows held and the ids that were selected."""
+    kv = driver.kv
+    assert driver.ids is not None
+    window, cold, new = kv.window, kv.cold_len, driver.query.shape[2]
+    query = driver.query.double()
+    coded = [rows.double() for rows in next(iter(kv.store.chunks()))[1:]]
+    held = [rows.double() for rows in kv.rows(kv.length)]
+    # Sinks are exact, whatever the store does to its rows.
+    sinks = [rows[:, :, : window.sink].double() for rows in (window.keys, window.values)]
+    tokens = [
+        torch.cat([old, all_rows[:, :, cold:], first], dim=2)
+        for old, all_rows, first in zip(coded, held, sinks, strict=True)
+    ]
+    free = torch.cat([driver.mask[:, :cold], torch.zeros(2, 1, dtype=torch.bool)], dim=1)
+    free = free.scatter(1, window.sink_slots.where(window.sink_slots >= 0, cold), False)
+    free = free[:, None, None, :cold].expand(2, HEADS * GROUP, new, cold)
+    chosen = torch.zeros(*free.shape[:3], cold + 1, dtype=torch.bool)
+    ids = driver.ids.repeat_interleave(HEADS * GROUP // driver.ids.shape[1], dim=1).long()
+    chosen = chosen.scatter(-1, ids.where(ids >= 0, cold), True)[..., :cold]
+    recent = torch.ones(new, kv.length - cold, dtype=torch.bool)
+    recent = recent.tril(recent.shape[1] - new) & driver.mask[:, None, None, cold:]
+    near = torch.cat([recent, (window.sink_slots >= 0)[:, None, None].expand(2, 1, new, -1)], -1)
+    seen = torch.cat([chosen, near.expand(-1, HEADS * GROUP, -1, -1)], dim=-1)
+    keys, values = (side.repeat_interleave(GROUP, dim=1) for side in tokens)
+    keys, values = keys.unsqueeze(2), values.unsqueeze(2).expand(-1, -1, new, -1, -1)
+    logs = [torch.zeros(seen.shape).double().masked_fill(~seen, float("-inf"))]
+    keys = [keys.expand(-1, -1, new, -1, -1)]
+    values = [values]
+    span = blocks or cold
+    for first in range(0, cold, span):
+        mine = torch.zeros(cold, dtype=torch.bool)
+        mine[first : first + span] = True
+        left = free & ~chosen & mine
+        of = (free & mine).double()
+        weights = (of / of.sum(-1, keepdim=True).clamp(min=1)).unsqueeze(-2)
+        keys.append(weights @ keys[0][..., :cold, :])
+        values.append(weights @ values[0][..., :cold, :])
+        logs.append(left.sum(-1, keepdim=True).double().log())
+    scores = (torch.cat(keys, dim=3) @ query.unsqueeze(-1)).squeeze(-1) * SCALE
+    if driver.softcap is not None:
+        scores = driver.softcap * torch.tanh(scores / driver.softcap)
+    scores = scores + torch.cat(logs, dim=-1)
+    if driver.sink_logits is not None:
+        own = driver.sink_logits.double().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, own], dim=-1)
+        values.append(torch.zeros_like(values[0][..., :1, :]))
+    return (scores.softmax(-1).unsqueeze(-2) @ torch.cat(values, dim=3)).squeeze(-2)
 
-    Attributes:
-        mask: ``[B, T]`` bool of all tokens held.
-        ids: what the index selected in the last pass; None: it was not asked.
-    """
 
-    def __init__(
-        self,
-        kind: type[RetrievalCache] = FlatKVCache,
-        softcap: float | None = None,
-        sinks: bool = False,
-        **options: Any,
-    ) -> None:
-        self.cache = kind(CONFIG, **{**SIZES, **options})
-        self.softcap = softcap
-        self.generator = torch.Generator().manual_seed(0)
-        self.sink_logits = torch.randn(HEADS * GROUP, generator=self.generator) if sinks else None
-        self.mask = torch.ones(2, 0, dtype=torch.bool)
-        self.ids: torch.Tensor | None = None
-        self.query = torch.empty(0)
-
-    @property
-    def layer(self) -> RetrievalLayer:
-        (layer,) = self.cache.layers
-        assert isinstance(layer, RetrievalLayer)
-        return layer
-
-    def forward(self, count: int, padded: int = 0) -> torch.Tensor:
-        """Attention of ``count`` new tokens, of which row 1 has ``padded`` of padding first."""
-        batch = len(self.mask)
-        new = torch.ones(batch, count, dtype=torch.bool)
-        new[-1, :padded] = False
-        self.mask = torch.cat([self.mask, new], dim=1)
-        query, key, value = (
-            torch.randn(batch, heads, count, DIM, generator=self.generator)
-            for heads in (HEADS * GROUP, HEADS, HEADS)
-        )
-        # Means that are not 0.
-        key, value = key + 0.5, value + 1.0
-        scoring = Scoring(None if self.mask.all() else self.mask, 0.5, self.softcap)
-        self.ids, self.query = None, query
-        key, value = self.cache.update(key, value, 0)
-        call = AttentionCall(scoring, lambda: torch.zeros_like(query), self.sink_logits)
-        with self._watching():
-            return self.layer.attend(query, key, value, call)
-
-    @contextmanager
-    def _watching(self) -> Iterator[None]:
-        kv = self.layer.kv
-        index = None if kv is None else kv.index
-        with pytest.MonkeyPatch.context() as patch:
-            if index is not None:
-                after_search = index.after_search
-
-                def watch(ids: torch.Tensor) -> None:
-                    self.ids = ids.clone()
-                    after_search(ids)
-
-                patch.setattr(index, "after_search", watch)
-                patch.setattr(index, "looks_back", True)
-            yield
-
-    def expected(self, blocks: int | None = None) -> torch.Tensor:
-        """The last pass in fp64, from all rows held and the ids that were selected."""
-        kv = self.layer.kv
-        assert kv is not None and self.ids is not None and kv.store is not None
-        window, cold, new = kv.window, kv.cold_len, self.query.shape[2]
-        query = self.query.double()
-        coded = [rows.double() for rows in next(iter(kv.store.chunks()))[1:]]
-        held = [rows.double() for rows in kv.rows(kv.length)]
-        # Sinks are exact, whatever the store does to its rows.
-        sinks = [rows[:, :, : window.sink].double() for rows in (window.keys, window.values)]
-        tokens = [
-            torch.cat([old, all_rows[:, :, cold:], first], dim=2)
-            for old, all_rows, first in zip(coded, held, sinks, strict=True)
-        ]
-        free = torch.cat([self.mask[:, :cold], torch.zeros(2, 1, dtype=torch.bool)], dim=1)
-        free = free.scatter(1, window.sink_slots.where(window.sink_slots >= 0, cold), False)
-        free = free[:, None, None, :cold].expand(2, HEADS * GROUP, new, cold)
-        chosen = torch.zeros(*free.shape[:3], cold + 1, dtype=torch.bool)
-        ids = self.ids.repeat_interleave(HEADS * GROUP // self.ids.shape[1], dim=1).long()
-        chosen = chosen.scatter(-1, ids.where(ids >= 0, cold), True)[..., :cold]
-        recent = torch.ones(new, kv.length - cold, dtype=torch.bool)
-        recent = recent.tril(recent.shape[1] - new) & self.mask[:, None, None, cold:]
-        near = torch.cat(
-            [recent, (window.sink_slots >= 0)[:, None, None].expand(2, 1, new, -1)], -1
-        )
-        seen = torch.cat([chosen, near.expand(-1, HEADS * GROUP, -1, -1)], dim=-1)
-        keys, values = (side.repeat_interleave(GROUP, dim=1) for side in tokens)
-        keys, values = keys.unsqueeze(2), values.unsqueeze(2).expand(-1, -1, new, -1, -1)
-        logs = [torch.zeros(seen.shape).double().masked_fill(~seen, float("-inf"))]
-        keys = [keys.expand(-1, -1, new, -1, -1)]
-        values = [values]
-        span = blocks or cold
-        for first in range(0, cold, span):
-            mine = torch.zeros(cold, dtype=torch.bool)
-            mine[first : first + span] = True
-            left = free & ~chosen & mine
-            of = (free & mine).double()
-            weights = (of / of.sum(-1, keepdim=True).clamp(min=1)).unsqueeze(-2)
-            keys.append(weights @ keys[0][..., :cold, :])
-            values.append(weights @ values[0][..., :cold, :])
-            logs.append(left.sum(-1, keepdim=True).double().log())
-        scores = (torch.cat(keys, dim=3) @ query.unsqueeze(-1)).squeeze(-1) * 0.5
-        if self.softcap is not None:
-            scores = self.softcap * torch.tanh(scores / self.softcap)
-        scores = scores + torch.cat(logs, dim=-1)
-        if self.sink_logits is not None:
-            own = self.sink_logits.double().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-            scores = torch.cat([scores, own], dim=-1)
-            values.append(torch.zeros_like(values[0][..., :1, :]))
-        return (scores.softmax(-1).unsqueeze(-2) @ torch.cat(values, dim=3)).squeeze(-2)
-
-    def check(self, out: torch.Tensor, **kinds: Any) -> None:
-        torch.testing.assert_close(out.double(), self.expected(**kinds), rtol=1e-5, atol=ERROR)
+def check(driver: Driver, out: torch.Tensor, blocks: int | None = None) -> None:
+    torch.testing.assert_close(out.double(), expected(driver, blocks), rtol=1e-5, atol=ERROR)
 
 
 @contextmanager
@@ -181,76 +89,41 @@ def on(place: str) -> Iterator[None]:
             pytest.skip("the library is not compiled")
         yield
         return
-    with pytest.MonkeyPatch.context() as patch, prefer("naive" if place == "torch" else "triton"):
-        patch.setattr(host_step, "why_not", lambda: "switched off by a test")
+    with step_by_step(), prefer("naive" if place == "torch" else "triton"):
         yield
 
 
-FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "mean": ({"rest": "mean"}, {}),
-    "blocks": ({"rest": "mean", "rest_blocks": 24}, {"blocks": 24}),
-}
-
-
-def live(driver: Driver, **kinds: Any) -> None:
-    """All that may happen to a cache between steps, each step checked."""
-    driver.forward(90, padded=11)
-    for count in (*[1] * 6, 4):
-        driver.check(driver.forward(count), **kinds)
-    driver.cache.crop(-3)
-    driver.mask = driver.mask[:, :-3]
-    driver.check(driver.forward(2), **kinds)
-    driver.cache.reorder_cache(torch.tensor([1, 0]))
-    driver.mask = driver.mask[[1, 0]]
-    driver.check(driver.forward(1), **kinds)
-    # Into the cold tokens.
-    driver.cache.crop(-40)
-    driver.mask = driver.mask[:, :-40]
-    for _ in range(6):
-        driver.check(driver.forward(1), **kinds)
-    fork = driver.cache.fork()
-    driver.forward(30)
-    driver.check(driver.forward(1), **kinds)
-    driver.cache, driver.mask = fork, driver.mask[:, : fork.get_seq_length()]
-    for _ in range(3):
-        driver.check(driver.forward(1), **kinds)
-
-
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("blocks", [None, 24])
 @pytest.mark.parametrize("by", PLACES)
-def test_the_rest_counts_as_defined(by: str, form: str) -> None:
-    options, kinds = FORMS[form]
+def test_what_is_not_selected_counts_by_its_mean(by: str, blocks: int | None) -> None:
+    """With capped scores, learned sinks and groups of heads, too."""
     with on(by):
-        live(Driver(**options), **kinds)
+        for more in ({}, {"softcap": 2.0, "sinks": True}):
+            driver = Driver(**more, rest="mean", rest_blocks=blocks)
+            driver.forward(60, padded=11)
+            for count in (1, 3):
+                check(driver, driver.forward(count), blocks)
 
 
-@pytest.mark.factor("form", FORMS)
+@pytest.mark.factor("blocks", [None, 24])
 @pytest.mark.factor("by", ["library", "torch"])
 @pytest.mark.factor("store", STORES)
 @pytest.mark.factor("method", METHODS)
-def test_every_method_and_store(method: str, store: str, by: str, form: str) -> None:
-    kind, more = METHODS[method]
-    options, kinds = FORMS[form]
+def test_it_does_with_every_method_and_store(
+    method: str, store: str, by: str, blocks: int | None
+) -> None:
+    kind, options = METHODS[method]
     with on(by):
-        live(Driver(kind, store=store, **options, **more), **kinds)
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("by", PLACES)
-def test_capped_scores_learned_sinks_and_groups_of_heads(by: str, form: str) -> None:
-    options, kinds = FORMS[form]
-    with on(by):
-        driver = Driver(softcap=2.0, sinks=True, **options)
-        driver.forward(60)
-        driver.check(driver.forward(1), **kinds)
-        driver.check(driver.forward(3), **kinds)
+        driver = Driver(kind, store=store, rest="mean", rest_blocks=blocks, **options)
+        for out in driver.life():
+            check(driver, out, blocks)
 
 
 @pytest.mark.parametrize("by", PLACES)
-@pytest.mark.parametrize("form", FORMS)
-def test_nothing_changes_where_nothing_is_left_out(by: str, form: str) -> None:
+@pytest.mark.parametrize("blocks", [None, 24])
+def test_nothing_changes_where_nothing_is_left_out(by: str, blocks: int | None) -> None:
     outs = []
-    for options in ({}, FORMS[form][0]):
+    for options in ({}, {"rest": "mean", "rest_blocks": blocks}):
         with on(by):
             driver = Driver(top_k=10**6, **options)
             driver.forward(90, padded=11)
@@ -260,7 +133,7 @@ def test_nothing_changes_where_nothing_is_left_out(by: str, form: str) -> None:
         torch.testing.assert_close(plain, rested, rtol=1e-5, atol=ERROR)
 
 
-def test_switched_on_in_a_fork_and_after_loading(tmp_path: Any) -> None:
+def test_a_fork_and_a_load_switch_it_on(tmp_path: Path) -> None:
     driver = Driver()
     driver.forward(90, padded=11)
     driver.forward(1)
@@ -268,9 +141,9 @@ def test_switched_on_in_a_fork_and_after_loading(tmp_path: Any) -> None:
     fork = driver.cache.fork(rest="mean")
     loaded = FlatKVCache.from_pretrained(tmp_path, CONFIG, rest="mean", rest_blocks=24)
     mask = driver.mask
-    for cache, kinds in ((fork, {}), (loaded, {"blocks": 24})):
+    for cache, blocks in ((fork, None), (loaded, 24)):
         driver.cache, driver.mask = cache, mask
-        driver.check(driver.forward(1), **kinds)
+        check(driver, driver.forward(1), blocks)
 
 
 def test_means_of_a_million_rows() -> None:
@@ -290,39 +163,6 @@ def test_means_of_a_million_rows() -> None:
         torch.testing.assert_close(
             mean[0, 0, 0].double(), rows[0, 0].double().mean(0), rtol=3e-7, atol=0.0
         )
-
-
-def test_means_follow_their_rows() -> None:
-    generator = torch.Generator().manual_seed(0)
-    keys, values = torch.randn(2, 2, 3, 40, 8, generator=generator).unbind()
-    store = PagedStore(DeviceMemory(torch.device("cpu")))
-    store.append(TokenBlock(keys, values, 0))
-    valid = torch.rand(2, 40, generator=generator) < 0.7
-    sums = BlockSums(None, 8, 8)
-    sums.catch_up(ColdTokens(store, Scoring(valid, 1.0), 1), 3, 0)
-    before = sums.means()
-    sums.reorder(torch.tensor([1, 0]))
-    after = sums.means()
-    for name in ("keys", "values", "counts"):
-        assert torch.equal(getattr(after, name), getattr(before, name)[[1, 0]])
-
-
-@pytest.mark.parametrize("count", [1, 3, 20])
-def test_layers_that_share_keys_attend_as_the_first_does(
-    count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A step, a draft and a second prompt: the second call of a pass sees the same past."""
-    driver = Driver()
-    driver.forward(90)
-    attend = driver.layer.attend
-
-    def twice(*args: Any) -> torch.Tensor:
-        first = attend(*args)
-        torch.testing.assert_close(attend(*args), first)
-        return first
-
-    monkeypatch.setattr(driver.layer, "attend", twice)
-    driver.forward(count)
 
 
 def test_a_crop_gives_what_never_having_seen_the_tokens_gives() -> None:
@@ -373,3 +213,72 @@ def test_bad_options_say_what_to_do(
 def test_dense_latents_leave_nothing_out() -> None:
     with pytest.raises(ValueError, match="rest='mean' has no meaning"):
         LatentConfig(rest="mean")
+
+
+def test_loaded_sums_are_not_made_of_the_rows_again(tmp_path: Path) -> None:
+    driver = Driver(rest="mean")
+    driver.forward(90, padded=11)
+    driver.forward(1)
+    driver.cache.save_pretrained(tmp_path)
+    saved = driver.kv.sums
+    driver.cache = FlatKVCache.from_pretrained(tmp_path, CONFIG)
+    loaded = driver.kv.sums
+    assert loaded.end == saved.end == driver.kv.cold_len > 0
+    for name in ("keys", "values", "counts"):
+        assert torch.equal(getattr(loaded.means(), name), getattr(saved.means(), name))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BlockSums, "add", lambda *_: pytest.fail("rows were added again"))
+        check(driver, driver.forward(1))
+
+
+@pytest.mark.parametrize("gone", [20, 60])
+def test_sums_that_a_crop_cut_are_saved(tmp_path: Path, gone: int) -> None:
+    driver = Driver(rest="mean")
+    driver.forward(90)
+    driver.crop(gone)
+    driver.cache.save_pretrained(tmp_path)
+    driver.cache = FlatKVCache.from_pretrained(tmp_path, CONFIG)
+    check(driver, driver.forward(1))
+    # Loaded, and cropped before any pass.
+    driver.cache.save_pretrained(tmp_path)
+    driver.cache = FlatKVCache.from_pretrained(tmp_path, CONFIG)
+    driver.crop(20)
+    driver.cache.save_pretrained(tmp_path)
+    driver.cache = FlatKVCache.from_pretrained(tmp_path, CONFIG)
+    check(driver, driver.forward(1))
+
+
+@pytest.mark.parametrize("before", ["device", "higgs"])
+def test_sums_are_of_what_the_store_reads_back(tmp_path: Path, before: str) -> None:
+    """Coded rows are others than those that were summed, so a load sums them again."""
+    driver = Driver(rest="mean", store=before)
+    driver.forward(90, padded=11)
+    driver.forward(1)
+    driver.cache.save_pretrained(tmp_path)
+    driver.cache = FlatKVCache.from_pretrained(tmp_path, CONFIG, store="higgs")
+    check(driver, driver.forward(1))
+
+
+def test_sums_of_infinite_rows_are_not_saved(tmp_path: Path) -> None:
+    driver = Driver(rest="mean")
+    driver.forward(90)
+    sums = driver.kv.sums
+    sums._sums = sums._sums / 0.0
+    assert not any(name.startswith("rest.") for name in driver.layer.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda x: x[:, :1], "sums is"),
+        (lambda x: x.float(), "sums is float32"),
+    ],
+)
+def test_sums_that_do_not_fit_are_refused(change: Any, message: str) -> None:
+    driver = Driver(rest="mean")
+    driver.forward(90, padded=11)
+    state = driver.layer.state_dict()
+    assert "built" in state
+    state["rest.sums"] = change(state["rest.sums"])
+    with pytest.raises(ValueError, match=message):
+        Driver(rest="mean").layer.load_state_dict(state, torch.device("cpu"))

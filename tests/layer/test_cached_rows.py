@@ -6,45 +6,38 @@ import copy
 import io
 import operator
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
 import hf_kvret
-from hf_kvret.testing import COVERING_OPTIONS, MODELS
+from hf_kvret.testing import COVERING_OPTIONS
 from hf_kvret.testing.scenario import prompt
 
 METHODS = ("flat", "paris", "lrqk", "ctkvr", "h2o")
 STORES = ("device", "host", "resident", "cpu")
 
 
-@pytest.fixture(scope="module")
-def llama() -> PreTrainedModel:
-    return MODELS["llama"].build()
+def _read(model: PreTrainedModel, ids: torch.Tensor, cache: Any) -> Any:
+    """``cache`` behind a prompt and a step."""
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        model(ids[:, :1], past_key_values=cache)
+    return cache
 
 
 def _filled(
-    model: PreTrainedModel,
-    ids: torch.Tensor,
-    method: str = "flat",
-    store: str = "device",
+    model: PreTrainedModel, ids: torch.Tensor, method: str = "flat", store: str = "device"
 ) -> hf_kvret.RetrievalCache:
-    options = {**COVERING_OPTIONS, "store": store}
-    cache = hf_kvret.registered_methods()[method](model.config, **options)
     hf_kvret.attach(model)
-    with torch.no_grad():
-        model(ids, past_key_values=cache)
-        model(ids[:, :1], past_key_values=cache)
-    return cache
+    options = {**COVERING_OPTIONS, "store": store}
+    return _read(model, ids, hf_kvret.registered_methods()[method](model.config, **options))
 
 
 def _dynamic(model: PreTrainedModel, ids: torch.Tensor) -> DynamicCache:
-    cache = DynamicCache(config=model.config)
-    with torch.no_grad():
-        model(ids, past_key_values=cache)
-        model(ids[:, :1], past_key_values=cache)
-    return cache
+    return _read(model, ids, DynamicCache(config=model.config))
 
 
 @pytest.mark.parametrize(
@@ -91,15 +84,6 @@ def test_shape_dtype_and_device_read_nothing(
         keys.sum()
 
 
-def test_rows_become_arrays_and_lists(llama: PreTrainedModel) -> None:
-    keys = _filled(llama, prompt(1, 30)).layers[0].keys
-    plain = keys.clone()
-    assert keys.numpy().tolist() == keys.cpu().numpy().tolist() == plain.tolist() == keys.tolist()
-    target = torch.empty_like(plain)
-    target.copy_(keys)
-    assert torch.equal(target, plain)
-
-
 @pytest.mark.parametrize(
     "write",
     [
@@ -128,14 +112,16 @@ def test_assigning_is_refused(llama: PreTrainedModel, name: str) -> None:
     assert cache.get_seq_length() == 31
 
 
-def test_rows_are_saved_and_copied_as_tensors(llama: PreTrainedModel) -> None:
+def test_rows_become_arrays_lists_files_and_copies(llama: PreTrainedModel) -> None:
     keys = _filled(llama, prompt(1, 30)).layers[0].keys
-    file = io.BytesIO()
+    plain, target, file = keys.clone(), torch.empty(keys.shape), io.BytesIO()
+    assert keys.numpy().tolist() == keys.cpu().numpy().tolist() == plain.tolist() == keys.tolist()
+    target.copy_(keys)
     torch.save([(keys, keys)], file)
     file.seek(0)
     ((one, other),) = torch.load(file)
-    for twin in (one, other, copy.deepcopy(keys)):
-        assert type(twin) is torch.Tensor and torch.equal(twin, keys.clone())
+    for twin in (one, other, copy.deepcopy(keys), target):
+        assert type(twin) is torch.Tensor and torch.equal(twin, plain)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,8 @@ from hf_kvret.methods.flat.index import FlatIndex
 from hf_kvret.stores import PagedStore
 from hf_kvret.stores.memory import DeviceMemory
 
+from .driver import full_attention
+
 BATCH, HEADS, GROUP, DIM, PAST, NEW = 2, 2, 2, 8, 60, 9
 SCALE = 0.6
 # fp32 sums of some tens of tokens; values are around 1.
@@ -42,29 +44,6 @@ def filled(valid: torch.Tensor | None) -> tuple[LayerKV, torch.Tensor, torch.Ten
     return kv, keys, values
 
 
-def expected(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    scoring: Scoring,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Attention of the newest tokens, causal among them, in float64."""
-    keys, values = (x.double().repeat_interleave(GROUP, dim=1) for x in (keys, values))
-    scores = query.double() @ keys.mT * scoring.scale
-    if scoring.softcap is not None:
-        scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
-    length, count = keys.shape[2], query.shape[2]
-    hidden = torch.arange(length) > torch.arange(length - count, length)[:, None]
-    scores = scores.masked_fill(hidden, float("-inf"))
-    if scoring.valid is not None:
-        scores = scores.masked_fill(~scoring.valid[:, None, None], float("-inf"))
-    if sinks is not None:
-        column = sinks.double()[None, :, None, None].expand(BATCH, -1, count, 1)
-        scores = torch.cat([scores, column], dim=-1)
-    return scores.softmax(-1)[..., :length] @ values
-
-
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("sinks", [None, torch.tensor([0.5, -1.0, 2.0, 0.0])], ids=["", "sinks"])
 @pytest.mark.parametrize("softcap", [None, 0.8])
@@ -80,7 +59,7 @@ def test_new_tokens_attend_to_all_before_them_and_to_each_other(
     # As a layer does, which then attends to what was there before.
     kv.take_prompt(new_keys, new_values, scoring.valid)
     out = attend_exactly(kv, query, new_keys, new_values, PAST, call)
-    wanted = expected(
+    wanted = full_attention(
         query,
         torch.cat([keys, new_keys], dim=2),
         torch.cat([values, new_values], dim=2),
@@ -126,7 +105,7 @@ def test_what_is_made_of_a_long_window_is_made_in_chunks(
     assert call.lengths[0] == NEW and max(call.lengths[1:]) == 16
     assert sum(call.lengths[1:]) >= PAST
     made = 2 * torch.cat([keys, new_keys], dim=2), 3 * torch.cat([values, new_values], dim=2)
-    assert (out - expected(query, *made, scoring)).abs().max() < 3 * ERROR
+    assert (out - full_attention(query, *made, scoring)).abs().max() < 3 * ERROR
 
 
 @pytest.mark.parametrize("softcap", [None, 0.8])
@@ -137,9 +116,9 @@ def test_cold_tokens_in_chunks_are_one_softmax(softcap: float | None) -> None:
     query = draw(5, 4, 1)
     parts = [attend_cold(query, cold, length) for length in (1000, 64)]
     open_keys, open_values = (x[:, :, : len(cold)] for x in (keys, values))
-    wanted = expected(query, open_keys, open_values, cold.scoring.of(None))
+    wanted = full_attention(query, open_keys, open_values, cold.scoring.of(None))
     # The only query comes after all of them; sinks are hidden by their validity.
-    scores = expected(query, open_keys, open_values, cold.scoring)
+    scores = full_attention(query, open_keys, open_values, cold.scoring)
     assert not torch.allclose(scores, wanted)
     for out, _ in parts:
         assert (out - scores).abs().max() < ERROR

@@ -8,112 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
 
-from hf_kvret import CTkvrCache, FlatKVCache, H2OCache, LRQKCache, ParisKVCache, RetrievalCache
-from hf_kvret.contracts.index import ColdTokens, Scoring
+from hf_kvret import CTkvrCache, FlatKVCache, ParisKVCache
+from hf_kvret.contracts.index import ColdTokens
 from hf_kvret.layer.layer import RetrievalLayer
-from hf_kvret.layer.queries import AttentionCall
 from hf_kvret.methods.flat import FlatIndex
 from hf_kvret_kernels import host_step
 
-HEADS, GROUP, DIM = 2, 2, 32
-# Sums of some hundred products, in another order.
-ERROR = 2e-5
-SIZES = {"sink": 2, "recent": 8, "flush": 4, "max_draft": 4, "top_k": 12, "dense_below": 0}
-
-METHODS: dict[str, tuple[type[RetrievalCache], dict[str, object]]] = {
-    "flat": (FlatKVCache, {}),
-    "paris": (ParisKVCache, {}),
-    "paris, nibbles": (ParisKVCache, {"subspace_dim": 4, "group_reduce": "mean"}),
-    "lrqk": (LRQKCache, {"rank": 8}),
-    "lrqk, published": (LRQKCache, {"rank": 8, "factors": "als"}),
-    "h2o": (H2OCache, {}),
-    "ctkvr": (CTkvrCache, {}),
-    "lrqk, a set for each head": (LRQKCache, {"rank": 20, "shared": False, "proxy_dtype": "int8"}),
-}
+from .driver import ERROR, HEADS, METHODS, Driver, step_by_step
 
 pytestmark = pytest.mark.skipif(bool(host_step.why_not()), reason="the library is not compiled")
-
-
-@contextmanager
-def step_by_step() -> Iterator[None]:
-    """Indexes, stores and windows do their parts one after the other."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host_step, "why_not", lambda: "switched off by a test")
-        yield
-
-
-def make_cache(kind: type[RetrievalCache], **options: object) -> RetrievalCache:
-    config = LlamaConfig(
-        hidden_size=HEADS * GROUP * DIM,
-        num_hidden_layers=1,
-        num_attention_heads=HEADS * GROUP,
-        num_key_value_heads=HEADS,
-    )
-    return kind(config, **{**SIZES, **options})
-
-
-class Driver:
-    """Passes made-up tokens through the one layer of a cache."""
-
-    def __init__(self, cache: RetrievalCache, softcap: float | None, sinks: bool) -> None:
-        self.cache, self.softcap = cache, softcap
-        self.generator = torch.Generator().manual_seed(0)
-        self.sink_logits = torch.randn(HEADS * GROUP, generator=self.generator) if sinks else None
-        self.mask = torch.ones(2, 0, dtype=torch.bool)
-
-    @property
-    def layer(self) -> RetrievalLayer:
-        (layer,) = self.cache.layers
-        assert isinstance(layer, RetrievalLayer)
-        return layer
-
-    def forward(self, count: int, padded: int = 0) -> torch.Tensor:
-        """Attention of ``count`` new tokens, of which row 1 has ``padded`` of padding first."""
-        batch = len(self.mask)
-        new = torch.ones(batch, count, dtype=torch.bool)
-        new[-1, :padded] = False
-        self.mask = torch.cat([self.mask, new], dim=1)
-        draw = [
-            torch.randn(batch, heads, count, DIM, generator=self.generator)
-            for heads in (HEADS * GROUP, HEADS, HEADS)
-        ]
-        valid = None if self.mask.all() else self.mask
-        scoring = Scoring(valid, DIM**-0.5, self.softcap)
-        key, value = self.layer.update(draw[1], draw[2])
-        call = AttentionCall(scoring, lambda: torch.zeros_like(draw[0]), self.sink_logits)
-        return self.layer.attend(draw[0], key, value, call)
-
-    def crop(self, count: int) -> None:
-        self.cache.crop(-count)
-        self.mask = self.mask[:, :-count]
-
-    def reorder(self, rows: list[int]) -> None:
-        self.cache.reorder_cache(torch.tensor(rows))
-        self.mask = self.mask[rows]
-
-
-def everything(driver: Driver) -> list[torch.Tensor]:
-    """Results of all that may happen to a cache between steps."""
-    driver.forward(150, padded=11)
-    results = [driver.forward(1) for _ in range(15)]
-    results.append(driver.forward(4))
-    driver.crop(3)
-    results.append(driver.forward(2))
-    driver.reorder([1, 0])
-    results.append(driver.forward(1))
-    driver.reorder([0, 0])
-    results += [driver.forward(1) for _ in range(6)]
-    driver.crop(40)
-    results += [driver.forward(1) for _ in range(3)]
-    fork = driver.cache.fork()
-    driver.forward(30)
-    results += [driver.forward(1) for _ in range(2)]
-    # The fork goes on from where it was taken.
-    driver.cache, driver.mask = fork, driver.mask[:, : fork.get_seq_length()]
-    results += [driver.forward(1) for _ in range(8)]
-    return results
 
 
 @pytest.mark.factor("method", list(METHODS))
@@ -124,13 +28,12 @@ def test_one_call_is_all_the_steps(
     method: str, store: str, softcap: float | None, sinks: bool
 ) -> None:
     kind, options = METHODS[method]
-    caches = [make_cache(kind, store=store, track_recall=True, **options) for _ in range(2)]
-    got = everything(Driver(caches[0], softcap, sinks))
+    options = {"store": store, "track_recall": True, **options}
+    drivers = [Driver(kind, softcap, sinks, **options) for _ in range(2)]
+    got = list(drivers[0].life())
     with step_by_step():
-        expected = everything(Driver(caches[1], softcap, sinks))
-    for one, other in zip(got, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=ERROR)
-    one, other = (cache.stats()["layers"][0] for cache in caches)
+        torch.testing.assert_close(got, list(drivers[1].life()), rtol=1e-5, atol=ERROR)
+    one, other = (driver.cache.stats()["layers"][0] for driver in drivers)
     assert one["selected"] > 0
     assert "recall_mass" in one
     assert one.keys() == other.keys()
@@ -145,7 +48,7 @@ def test_a_step_that_fails_counts_nothing_and_is_dropped_by_a_crop(
     def no_room(*args: object, **kwargs: object) -> None:
         raise MemoryError("no room for the work space")
 
-    driver = Driver(make_cache(ParisKVCache), None, False)
+    driver = Driver(ParisKVCache)
     driver.forward(100)
     driver.forward(1)
     before = driver.cache.stats()
@@ -161,7 +64,7 @@ def test_a_step_that_fails_counts_nothing_and_is_dropped_by_a_crop(
 
 def test_stores_and_indexes_that_give_no_descriptor_are_asked_step_by_step() -> None:
     for options in ({"store": "resident"}, {"store": "higgs"}):
-        driver = Driver(make_cache(ParisKVCache, **options), None, False)
+        driver = Driver(ParisKVCache, **options)
         driver.forward(100)
         driver.forward(1)
         assert driver.cache.stats()["layers"][0]["selected"] > 0
@@ -175,9 +78,9 @@ def test_no_part_of_a_step_is_left_to_the_search_in_torch(
     method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kind, options = METHODS[method]
-    driver = Driver(make_cache(kind, **options), None, False)
+    driver = Driver(kind, **options)
     driver.forward(150)
-    index = driver.layer.kv.index  # type: ignore[union-attr]
+    index = driver.kv.index
 
     def search(*args: object) -> None:
         raise AssertionError("the library can do this search")
@@ -190,8 +93,7 @@ def test_no_part_of_a_step_is_left_to_the_search_in_torch(
 
 def test_other_options_take_effect_at_the_next_step() -> None:
     """What an index and the counters keep from step to step is for the options they had."""
-    caches = [make_cache(ParisKVCache, per_selected=1.0) for _ in range(2)]
-    changed, fresh = (Driver(cache, None, False) for cache in caches)
+    changed, fresh = (Driver(ParisKVCache, per_selected=1.0) for _ in range(2))
     for driver in (changed, fresh):
         driver.forward(150)
         driver.forward(1)
@@ -208,7 +110,7 @@ def test_other_options_take_effect_at_the_next_step() -> None:
 
 
 def test_candidates_are_counted_anew_when_tokens_came_back() -> None:
-    driver = Driver(make_cache(CTkvrCache), None, False)
+    driver = Driver(CTkvrCache)
     driver.forward(150)
     driver.forward(1)
     layer = driver.layer
@@ -217,9 +119,8 @@ def test_candidates_are_counted_anew_when_tokens_came_back() -> None:
         driver.forward(1)
     before = driver.cache.stats()["layers"][0]["candidates"]
     driver.forward(1)
-    index, kv = layer.kv.index, layer.kv  # type: ignore[union-attr]
-    assert index is not None and kv is not None
-    each = index.cost(layer.cold_len, kv.config.budget(layer.cold_len)).candidates
+    budget = driver.kv.config.budget(layer.cold_len)
+    each = driver.kv.index.cost(layer.cold_len, budget).candidates
     assert driver.cache.stats()["layers"][0]["candidates"] - before == each * 2 * HEADS
 
 
@@ -234,14 +135,13 @@ class NewestIndex(FlatIndex):
 def test_an_index_that_replaces_its_search_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FlatKVCache, "make_index", lambda *args: NewestIndex())
     searches: list[int] = []
-    drivers = [Driver(make_cache(FlatKVCache), None, False) for _ in range(2)]
+    drivers = [Driver() for _ in range(2)]
     for driver in drivers:
         driver.forward(60)
     got = drivers[0].forward(1)
     with step_by_step():
         torch.testing.assert_close(got, drivers[1].forward(1), rtol=1e-5, atol=ERROR)
-    index = drivers[0].layer.kv.index  # type: ignore[union-attr]
-    assert index is not None
+    index = drivers[0].kv.index
     own = index.search
     # So is one object's.
     monkeypatch.setattr(index, "search", lambda *args: searches.append(1) or own(*args))
@@ -277,7 +177,7 @@ def test_defaults_of_torch_do_not_matter(
             return attend(layer, *args)
 
     def steps() -> list[torch.Tensor]:
-        driver = Driver(make_cache(kind, **options), 4.0, True)
+        driver = Driver(kind, 4.0, True, **options)
         driver.forward(60, padded=3)
         results = [driver.forward(count) for count in (1, 1, 3, 1)]
         driver.crop(20)
@@ -287,8 +187,25 @@ def test_defaults_of_torch_do_not_matter(
         expected = steps()
         monkeypatch.setattr(RetrievalLayer, "attend", attend_with_default)
         got = steps()
-    for one, other in zip(got, expected, strict=True):
-        assert torch.equal(one, other)
+    assert all(torch.equal(one, other) for one, other in zip(got, expected, strict=True))
+
+
+@pytest.mark.parametrize("count", [1, 3, 20])
+def test_layers_that_share_keys_attend_as_the_first_does(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step, a draft and a second prompt: the second call of a pass sees the same past."""
+    driver = Driver()
+    driver.forward(90)
+    attend = driver.layer.attend
+
+    def twice(*args: Any) -> torch.Tensor:
+        first = attend(*args)
+        torch.testing.assert_close(attend(*args), first)
+        return first
+
+    monkeypatch.setattr(driver.layer, "attend", twice)
+    driver.forward(count)
 
 
 class OppositeIndex(FlatIndex):
@@ -310,8 +227,6 @@ class OppositeCache(FlatKVCache):
 
 
 def test_an_index_that_replaces_a_part_of_its_search_says_so() -> None:
-    got = everything(Driver(make_cache(OppositeCache), None, False))
+    got = list(Driver(OppositeCache).life())
     with step_by_step():
-        expected = everything(Driver(make_cache(OppositeCache), None, False))
-    for one, other in zip(got, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=ERROR)
+        torch.testing.assert_close(got, list(Driver(OppositeCache).life()), rtol=1e-5, atol=ERROR)

@@ -29,6 +29,8 @@ from hf_kvret.stores import PagedStore, Store
 from hf_kvret.stores.memory import DeviceMemory, HostMemory, PageMemory
 from hf_kvret.testing import held_tokens
 
+from .driver import full_attention
+
 CPU = torch.device("cpu")
 HEADS, GROUP, KEY_DIM, VALUE_DIM = 2, 2, 12, 8
 SCALE, SOFTCAP = 0.9, 4.0
@@ -80,21 +82,9 @@ class Dense:
         assert not error.isnan().any() and (error < 1e-5).all(), f"{error.max():.1e}"
 
     def attention(self, query: torch.Tensor) -> torch.Tensor:
-        """Full causal attention of the newest queries in fp64."""
-        count = query.shape[2]
-        keys = self.keys.repeat_interleave(GROUP, dim=1).double()
-        values = self.values.repeat_interleave(GROUP, dim=1).double()
-        scores = query.double() @ keys.transpose(-1, -2) * SCALE
-        if self.softcap is not None:
-            scores = self.softcap * torch.tanh(scores / self.softcap)
-        seen = torch.arange(self.length) <= torch.arange(self.length - count, self.length)[:, None]
-        seen = seen & self.valid[:, None]
-        scores = scores.masked_fill(~seen[:, None], float("-inf"))
-        if self.sink_logits is not None:
-            sinks = self.sink_logits.double().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-            scores = torch.cat([scores, sinks], dim=-1)
-        weights = scores.softmax(dim=-1)[..., : self.length].nan_to_num()
-        return (weights @ values).float()
+        """Full causal attention of the newest queries."""
+        scoring = Scoring(self.valid, SCALE, self.softcap)
+        return full_attention(query, self.keys, self.values, scoring, self.sink_logits).float()
 
     def crop(self, count: int) -> None:
         self.layer.crop(torch.tensor(-count) if count % 2 else -count)
@@ -185,7 +175,7 @@ def test_any_history_attends_like_a_dense_cache(method: str, seed: int, sinks: i
     assert cold > 20, "this history never made tokens cold"
 
 
-def _regions(config: FlatConfig, index: Index | None = None, batch: int = 1) -> LayerKV:
+def _kv(config: FlatConfig, index: Index | None = None, batch: int = 1) -> LayerKV:
     like = torch.empty(batch, 1, 0, 2), torch.empty(batch, 1, 0, 2)
     return LayerKV(config, index or FlatIndex(), partial(_store, DeviceMemory), *like)
 
@@ -195,13 +185,13 @@ def _tokens(count: int, batch: int = 1) -> torch.Tensor:
 
 
 def test_a_prompt_leaves_exactly_the_recent_tokens_in_the_window() -> None:
-    kv = _regions(FlatConfig(**SIZES))
+    kv = _kv(FlatConfig(**SIZES))
     kv.take_prompt(_tokens(20), _tokens(20), None)
     assert (kv.cold_len, kv.window.length, kv.length) == (15, 5, 20)
 
 
 def test_a_step_flushes_only_what_came_before_it() -> None:
-    kv = _regions(FlatConfig(**SIZES))
+    kv = _kv(FlatConfig(**SIZES))
     held = []
     for _ in range(15):
         kv.take_step(_tokens(1), _tokens(1), None)
@@ -212,7 +202,7 @@ def test_a_step_flushes_only_what_came_before_it() -> None:
 
 
 def test_short_caches_keep_everything_in_the_window() -> None:
-    kv = _regions(FlatConfig(**{**SIZES, "dense_below": 40}))
+    kv = _kv(FlatConfig(**{**SIZES, "dense_below": 40}))
     kv.take_prompt(_tokens(30), _tokens(30), None)
     for _ in range(9):
         kv.take_step(_tokens(1), _tokens(1), None)
@@ -259,7 +249,7 @@ class Recorder(FlatIndex):
 
 def test_an_index_hears_of_every_token_once_and_is_built_once() -> None:
     index = Recorder()
-    kv = _regions(FlatConfig(**SIZES), index)
+    kv = _kv(FlatConfig(**SIZES), index)
     for count in (20, 8):
         kv.on_forward(_tokens(count), _tokens(count), None)
         kv.take_prompt(_tokens(count), _tokens(count), None)
@@ -281,18 +271,6 @@ def test_an_index_hears_of_every_token_once_and_is_built_once() -> None:
     ]
 
 
-def test_what_an_index_left_to_do_is_done_once() -> None:
-    index = Recorder()
-    kv = _regions(FlatConfig(**SIZES), index)
-    kv.on_forward(_tokens(20), _tokens(20), None)
-    kv.take_prompt(_tokens(20), _tokens(20), None)
-    cold = kv.cold(Scoring(None, 1.0))
-    assert cold is not None and not kv.built
-    for _ in range(2):
-        kv.build_index(cold)
-    assert kv.built and [name for name, *_ in index.calls].count("build") == 1
-
-
 def test_an_index_sees_which_of_the_new_tokens_are_padding() -> None:
     seen = []
 
@@ -307,7 +285,7 @@ def test_an_index_sees_which_of_the_new_tokens_are_padding() -> None:
         ) -> None:
             seen.append(valid)
 
-    kv = _regions(FlatConfig(**SIZES), Watcher())
+    kv = _kv(FlatConfig(**SIZES), Watcher())
     valid = torch.tensor([[False, True, True, False, True]])
     kv.on_forward(_tokens(3), _tokens(3), valid[:, :3])
     kv.take_prompt(_tokens(3), _tokens(3), valid[:, :3])
@@ -316,7 +294,7 @@ def test_an_index_sees_which_of_the_new_tokens_are_padding() -> None:
 
 
 def test_sinks_padding_and_holes_cannot_be_selected() -> None:
-    kv = _regions(FlatConfig(**SIZES), batch=2)
+    kv = _kv(FlatConfig(**SIZES), batch=2)
     valid = torch.ones(2, 20, dtype=torch.bool)
     valid[0, :3] = False
     valid[1, 4] = False
@@ -327,18 +305,18 @@ def test_sinks_padding_and_holes_cannot_be_selected() -> None:
 
 def test_an_index_is_built_again_after_a_crop_to_nothing() -> None:
     index = Recorder()
-    kv = _regions(FlatConfig(**SIZES), index)
+    kv = _kv(FlatConfig(**SIZES), index)
     for _ in range(2):
         kv.take_prompt(_tokens(20), _tokens(20), None)
         _ready(kv)
-        kv.crop(20)
+        kv.crop(0)
     assert [call for call, *_ in index.calls].count("build") == 2
 
 
 def test_a_deep_crop_to_nothing_starts_afresh() -> None:
-    kv = _regions(FlatConfig(**SIZES))
+    kv = _kv(FlatConfig(**SIZES))
     kv.take_prompt(_tokens(20), _tokens(20), None)
-    kv.crop(20)
+    kv.crop(0)
     assert (kv.length, kv.cold_len, kv.window.length) == (0, 0, 0)
     assert (kv.window.sink_slots == -1).all()
     keys = _tokens(20)

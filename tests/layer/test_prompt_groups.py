@@ -157,7 +157,7 @@ def test_a_needle_is_found_behind_a_prompt_that_retrieved(
     cache, out = answer(model, text, prompt=recipe, prefill_chunk=chunk)
     assert out.tolist() == value.tolist()
     for layer in cache.retrieval_layers:
-        assert layer.retrieved.spans == [(2 * GROUP, stop)]
+        assert layer.kv.retrieved.spans == [(2 * GROUP, stop)]
     stats = cache.stats()["layers"][0]
     assert 0.0 < stats["prompt_lost_mass"] < 1.0
     assert stats["prompt_retrieved"] == stop - 2 * GROUP
@@ -170,7 +170,7 @@ def test_short_prompts_and_large_shares_attend_to_everything(
     plain, _ = answer(model, text)
     for recipe in ("retrieve", {"above": 0, "floor": 0, "top_k": 1.0}):
         cache, _ = answer(model, text, prompt=recipe)
-        assert not cache.retrieval_layers[0].retrieved.spans
+        assert not cache.retrieval_layers[0].kv.retrieved.spans
         for layer, other in zip(cache.retrieval_layers, plain.retrieval_layers, strict=True):
             torch.testing.assert_close(layer.keys[:], other.keys[:], rtol=0, atol=1e-4)
 
@@ -182,12 +182,12 @@ def test_spans_follow_forks_crops_and_saves(
     cache, _ = answer(model, document[0], prompt=recipe)
     fork = cache.fork()
     fork.crop(1500 - fork.get_seq_length())
-    assert fork.retrieval_layers[0].retrieved.spans == [(2 * GROUP, 1500)]
-    assert cache.retrieval_layers[0].retrieved.spans == [(2 * GROUP, 2048)]
+    assert fork.retrieval_layers[0].kv.retrieved.spans == [(2 * GROUP, 1500)]
+    assert cache.retrieval_layers[0].kv.retrieved.spans == [(2 * GROUP, 2048)]
     cache.save_pretrained(tmp_path)
     assert "prompt   1,024 tokens were read by retrieval" in verify_cache(tmp_path)
     loaded = hf_kvret.ParisKVCache.from_pretrained(tmp_path, config=model.config)
-    assert loaded.retrieval_layers[0].retrieved.spans == [(2 * GROUP, 2048)]
+    assert loaded.retrieval_layers[0].kv.retrieved.spans == [(2 * GROUP, 2048)]
     with pytest.raises(ValueError, match="1,024 tokens of this cache were read with prompt="):
         hf_kvret.ParisKVCache.from_pretrained(tmp_path, config=model.config, prompt="exact")
     with pytest.raises(ValueError, match="read the text again"):
@@ -197,9 +197,7 @@ def test_spans_follow_forks_crops_and_saves(
         stats = other.stats()["layers"][0]
         assert stats["prompt_retrieved"] > 400 and stats["prompt_lost_mass"] is None
     cache.crop(1500 - cache.get_seq_length())
-    assert [group.end for group in cache.retrieval_layers[0].retrieved.groups] == [1536]
-    cache.reset()
-    assert not cache.retrieval_layers[0].retrieved.spans
+    assert [group.end for group in cache.retrieval_layers[0].kv.retrieved.groups] == [1536]
 
 
 def test_what_was_announced_ends_with_a_crop_and_with_another_prompt(
@@ -210,13 +208,13 @@ def test_what_was_announced_ends_with_a_crop_and_with_another_prompt(
     cache.crop(1500 - cache.get_seq_length())
     with torch.no_grad():
         model(document[0][:, 1500:2200], past_key_values=cache)
-    assert cache.retrieval_layers[0].retrieved.spans == [(2 * GROUP, 1536)]
+    assert cache.retrieval_layers[0].kv.retrieved.spans == [(2 * GROUP, 1536)]
     fresh = hf_kvret.ParisKVCache(model.config, prompt={"above": 0, "floor": 0})
     fresh.expect(4000, 4000)
     with torch.no_grad():
         for start, stop in ((0, 4000), (0, 700)):
             model(document[0].repeat(1, 2)[:, start:stop], past_key_values=fresh)
-    assert fresh.retrieval_layers[0].retrieved.spans == [(2 * GROUP, 3072), (4000, 4096)]
+    assert fresh.retrieval_layers[0].kv.retrieved.spans == [(2 * GROUP, 3072), (4000, 4096)]
 
 
 def test_padding_alone_is_no_reason_to_retrieve() -> None:

@@ -105,12 +105,12 @@ def test_a_sink_that_the_mask_hides_later_is_not_attended() -> None:
     assert _validity(window, valid) == [[True, False, True, True, True]]
 
 
-def test_crop_takes_the_newest_and_says_what_it_could_not_take() -> None:
+def test_a_crop_takes_recent_tokens_alone() -> None:
     window = _window(1, 1, 8)
     _flush(window, 5)
-    assert window.drop_newest(2) == 0
+    window.crop(6)
     assert torch.equal(window.recent()[0], _tokens(1, 5, 1)[0])
-    assert window.drop_newest(4) == 3
+    window.crop(2)
     assert window.length == 0 and window.end == 5
 
 
@@ -120,7 +120,7 @@ def test_tokens_put_back_free_the_sinks_that_came_from_them() -> None:
     valid[1, :2] = False
     _flush(window, 6, valid)
     assert window.sink_slots.tolist() == [[0, 1, 2, 3], [2, 3, 4, 5]]
-    window.drop_newest(2)
+    window.crop(6)
     window.unpop(*_tokens(2, 2, 3), end=5)
     assert (window.start, window.end) == (2, 5)
     assert window.sink_slots.tolist() == [[0, 1, -1, -1], [-1, -1, -1, -1]]
@@ -139,29 +139,6 @@ def test_putting_back_over_recent_tokens_is_refused() -> None:
         window.skip(2)
 
 
-@pytest.mark.parametrize("rows", [[1, 1, 0], [1], [0, 1]])
-def test_reorder_moves_sinks_with_their_rows(rows: list[int]) -> None:
-    window = _window(2, 2, 6)
-    valid = torch.ones(2, 6, dtype=torch.bool)
-    valid[1, :1] = False
-    _flush(window, 4, valid)
-    window.reorder(torch.tensor(rows))
-    assert window.sink_slots.tolist() == [[[0, 1], [1, 2]][row] for row in rows]
-    assert torch.equal(window.recent()[0], _tokens(2, 4, 2)[0][rows])
-
-
-def test_a_fork_is_independent_both_ways() -> None:
-    window = _window(2, 1, 4)
-    twin = window.fork()
-    twin.append(*_tokens(1, 900, 1))
-    _flush(twin, 3)
-    assert window.length == 4 and window.sink_slots.tolist() == [[-1, -1]]
-    window.append(*_tokens(1, 4, 1))
-    _flush(window, 5)
-    assert _sink_tags(window) == [[0, 1]]
-    assert twin.recent()[0][0, 0, :, 0].tolist() == [3, 900]
-
-
 def test_spare_capacity_is_never_read() -> None:
     window = _window(2, 1, 3)
     window.keys[:, :, 5:], window.values[:, :, 5:] = NAN, NAN
@@ -172,21 +149,6 @@ def test_spare_capacity_is_never_read() -> None:
         used = window.sink + window.length
         window.keys[:, :, used:], window.values[:, :, used:] = NAN, NAN
     assert torch.equal(window.recent()[0], _tokens(1, 0, 90)[0])
-
-
-def test_a_window_comes_back_from_its_state() -> None:
-    window = _window(3, 2, 8)
-    valid = torch.ones(2, 8, dtype=torch.bool)
-    valid[1, :4] = False
-    _flush(window, 5, valid)
-    twin = Window(0, window.keys, window.values)
-    twin.load_state_dict(window.state_dict(), torch.device("cpu"))
-    for attribute in ("sink", "start", "length", "end"):
-        assert getattr(twin, attribute) == getattr(window, attribute)
-    assert torch.equal(twin.sink_slots, window.sink_slots)
-    assert torch.equal(twin.tokens()[0], window.tokens()[0])
-    assert torch.equal(twin.tokens()[1], window.tokens()[1])
-    assert _validity(twin, valid) == _validity(window, valid)
 
 
 def test_bytes_count_spare_capacity() -> None:

@@ -126,10 +126,10 @@ class Run:
     def fork(self) -> Run:
         self.build()
         twin = copy.copy(self)
-        twin.kv = self.kv.fork(_store)
+        twin.kv = self.kv.fork()
         return twin
 
     def crop(self, count: int) -> None:
         """Drop the newest ``count`` tokens."""
-        self.kv.crop(count)
+        self.kv.crop(self.kv.length - count)
         self.mask = None if self.mask is None else self.mask[:, :-count]

@@ -67,7 +67,9 @@ def test_absorbed_queries_score_as_expanded_keys_do(model: PreTrainedModel) -> N
         torch.testing.assert_close(heads.absorb(query) @ rows.mT, expected, rtol=1e-4, atol=1e-4)
         weights = expected.softmax(-1)
         means = weights @ rows[..., :16]
-        torch.testing.assert_close(heads.leave(means), weights @ values, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            heads.project_values(means), weights @ values, rtol=1e-4, atol=1e-4
+        )
     assert heads.expanded_elements(rows) == 4 * (24 + 16)
 
 

@@ -8,8 +8,8 @@ FAULTS = (
     Fault(
         "window-crop-off-by-one",
         "hf_kvret/layer/window.py",
-        "self.length -= window_count\n",
-        "self.length -= max(0, window_count - 1)\n",
+        "self.length = max(0, min(self.length, length - self.start))",
+        "self.length = max(0, min(self.length, length + 1 - self.start))",
     ),
     Fault(
         "sinks-counted-from-each-block",
@@ -43,9 +43,9 @@ FAULTS = (
     ),
     Fault(
         "fork-shares-the-store",
-        "hf_kvret/layer/layer_kv.py",
-        "twin.store = None if self.store is None else self.store.fork()",
-        "twin.store = self.store",
+        "hf_kvret/contracts/state.py",
+        "return None if value is None else value.fork()",
+        "return value",
     ),
     Fault(
         "cropped-index-counts-as-built",
@@ -97,9 +97,9 @@ FAULTS = (
     ),
     Fault(
         "means-of-other-rows",
-        "hf_kvret/layer/block_sums.py",
-        "        super().reorder(rows)\n        self._means = None",
-        "        super().reorder(rows)",
+        "hf_kvret/contracts/state.py",
+        "    def reordered(self, value: Any, rows: torch.Tensor) -> None:\n        return None",
+        "    def reordered(self, value: Any, rows: torch.Tensor) -> Any:\n        return value",
     ),
     Fault(
         "cropped-tokens-stay-in-the-sums",

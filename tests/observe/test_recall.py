@@ -12,7 +12,7 @@ from hf_kvret.stores.memory import DeviceMemory
 from hf_kvret.testing.cold import cold_tokens
 from hf_kvret_kernels.relevance import group_relevance
 
-from ..layer.test_block_sums import Driver
+from ..layer.driver import SCALE, Driver
 
 SCORES = [1.0, 3.0, 0.0, 2.0, -1.0]
 SHARES = torch.tensor(SCORES).softmax(0)
@@ -82,7 +82,7 @@ def _lost_shares(driver: Driver) -> torch.Tensor:
     assert kv is not None and driver.ids is not None and driver.sink_logits is not None
     query, keys = driver.query.double(), kv.rows(kv.length)[0].double()
     group = query.shape[1] // keys.shape[1]
-    scores = query @ keys.repeat_interleave(group, dim=1).mT * 0.5
+    scores = query @ keys.repeat_interleave(group, dim=1).mT * SCALE
     if driver.softcap is not None:
         scores = driver.softcap * torch.tanh(scores / driver.softcap)
     queries = query.shape[2]

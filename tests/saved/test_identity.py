@@ -124,7 +124,7 @@ def test_what_can_not_be_compared_is_named(llama: Any, caplog: pytest.LogCapture
     offloaded = copy.deepcopy(llama)
     layer = offloaded.model.layers[0].mlp.up_proj
     layer.weight = nn.Parameter(layer.weight.to("meta"))
-    cache.meet(offloaded)
+    cache.check_model(offloaded)
     count = len(identity_of(llama).weights)
     # Its own one, and the sum of all.
     assert f"2 of {count} digests of weights of the model that filled it could not" in caplog.text

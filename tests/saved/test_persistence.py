@@ -22,8 +22,8 @@ from hf_kvret import (
     attach,
     registered_methods,
 )
-from hf_kvret.methods.paris import ParisConfig
 from hf_kvret.models.versions import INDEXED_MODELS_CACHE_LATENTS
+from hf_kvret.saved.description import is_of_cache
 from hf_kvret.testing import COVERING_OPTIONS, INDEXED_MODELS, LATENT_MODELS, MODELS
 
 from .saved_files import read_saved, saved_file, write_saved
@@ -31,6 +31,7 @@ from .saved_files import read_saved, saved_file, write_saved
 SMALL: dict[str, Any] = {**COVERING_OPTIONS, "top_k": 1.0}
 RUN = {"max_new_tokens": 10, "do_sample": False}
 DESCRIPTION = "cache.json"
+Damage = Callable[[Path], object]
 
 
 def _document(batch: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
@@ -48,12 +49,18 @@ def _continue(model: PreTrainedModel, cache: RetrievalCache, batch: int = 2) -> 
     return model.generate(ids, attention_mask=mask, past_key_values=cache, **RUN)
 
 
-@pytest.fixture
-def saved(llama: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("saved")
-    cache = FlatKVCache(llama.config, **SMALL)
-    _prefill(llama, cache).save_pretrained(directory)
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a filled cache of ``llama``."""
+    directory, model = tmp_path_factory.mktemp("saved"), MODELS["llama"].build()
+    _prefill(model, FlatKVCache(model.config, **SMALL)).save_pretrained(directory)
     return directory
+
+
+@pytest.fixture
+def saved(original: Path, tmp_path: Path) -> Path:
+    """A copy of it, to be changed."""
+    return Path(shutil.copytree(original, tmp_path / "saved"))
 
 
 def _prefill(model: PreTrainedModel, cache: RetrievalCache, batch: int = 2) -> RetrievalCache:
@@ -104,24 +111,23 @@ def test_every_method_is_saved_in_every_state(
             assert torch.equal(*logits)
 
 
-@pytest.mark.parametrize("cls", [FlatKVCache, CTkvrCache, LRQKCache])
+@pytest.mark.parametrize("cls", [FlatKVCache, ParisKVCache, CTkvrCache, LRQKCache])
 def test_a_cache_that_was_cropped_to_nothing_is_as_new(
-    llama: PreTrainedModel, cls: type[RetrievalCache]
+    llama: PreTrainedModel, cls: type[RetrievalCache], tmp_path: Path
 ) -> None:
-    caches = [cls(llama.config, **{**COVERING_OPTIONS, "top_k": 4}) for _ in range(2)]
+    cache, fresh = (cls(llama.config, **{**COVERING_OPTIONS, "top_k": 4}) for _ in range(2))
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for count in (90, 1, 1):
-            llama(torch.randint(3, 128, (1, count), generator=generator), past_key_values=caches[0])
-        caches[0].crop(-92)
+            llama(torch.randint(3, 128, (1, count), generator=generator), past_key_values=cache)
+        cache.crop(-92)
+        cache.save_pretrained(tmp_path)
+        caches = [cache, cls.from_pretrained(tmp_path, llama.config), fresh]
+        assert [one.get_seq_length() for one in caches] == [0] * 3
         for count in (80, 1, 1):
             ids = torch.randint(3, 128, (1, count), generator=generator)
-            logits = [llama(ids, past_key_values=cache).logits for cache in caches]
-            assert torch.equal(*logits)
-
-
-def _copy(source: Path, target: Path) -> Path:
-    return Path(shutil.copytree(source, target, dirs_exist_ok=True))
+            cropped, loaded, expected = (llama(ids, past_key_values=one).logits for one in caches)
+            assert torch.equal(cropped, expected) and torch.equal(loaded, expected)
 
 
 @pytest.mark.parametrize(
@@ -140,12 +146,13 @@ def test_a_loaded_cache_goes_on_with_the_same_tokens(
 ) -> None:
     model = MODELS[name].build()
     cache = _prefill(model, cls(model.config, store="device", **SMALL))
+    expected = _continue(model, cache.fork())
     cache.save_pretrained(tmp_path / "deep" / "down")
     loaded = cls.from_pretrained(tmp_path / "deep" / "down", model.config, store=store)
     assert loaded.options == cache.options.replace(store=store)
     assert loaded.get_seq_length() == cache.get_seq_length() == 40
-    expected = _continue(model, cache)
     assert torch.equal(_continue(model, loaded), expected)
+    assert torch.equal(_continue(model, cache), expected), "saving leaves a cache as it was"
     for layer in loaded.stats()["layers"]:
         assert layer["selected"] > 0 and layer["steps"] == cache.stats()["layers"][0]["steps"]
     assert loaded.stats()["store"] == store
@@ -210,15 +217,6 @@ def test_options_come_back_and_a_filled_cache_keeps_them(
         CTkvrCache.from_pretrained(tmp_path, llama.config, nprobe=3)
 
 
-def test_published_options_come_back(llama: PreTrainedModel, tmp_path: Path) -> None:
-    options = ParisConfig.preset("paper", **SMALL)
-    cache = _prefill(llama, ParisKVCache(llama.config, options))
-    cache.save_pretrained(tmp_path)
-    loaded = ParisKVCache.from_pretrained(tmp_path, llama.config)
-    assert loaded.options == options
-    assert torch.equal(_continue(llama, loaded), _continue(llama, cache))
-
-
 def test_a_cache_without_tokens_or_without_cold_ones_comes_back(
     llama: PreTrainedModel, tmp_path: Path
 ) -> None:
@@ -231,18 +229,6 @@ def test_a_cache_without_tokens_or_without_cold_ones_comes_back(
     dense.save_pretrained(tmp_path / "dense")
     loaded = FlatKVCache.from_pretrained(tmp_path / "dense", llama.config)
     assert torch.equal(_continue(llama, loaded), fresh)
-
-
-def test_a_cache_that_was_cropped_to_nothing_comes_back(
-    llama: PreTrainedModel, tmp_path: Path
-) -> None:
-    for cls in (FlatKVCache, ParisKVCache):
-        cache = _prefill(llama, cls(llama.config, **SMALL))
-        cache.crop(-40)
-        cache.save_pretrained(tmp_path / cls.name)
-        loaded = cls.from_pretrained(tmp_path / cls.name, llama.config)
-        assert loaded.get_seq_length() == 0
-        assert torch.equal(_continue(llama, loaded), _continue(llama, cache))
 
 
 _OTHER_PROCESS = """
@@ -277,13 +263,6 @@ def test_another_process_goes_on_with_the_same_tokens(tmp_path: Path) -> None:
     assert torch.equal(torch.load(tmp_path / "out.pt"), _continue(model, cache))
 
 
-def test_saving_leaves_the_cache_as_it_was(llama: PreTrainedModel, tmp_path: Path) -> None:
-    cache = _prefill(llama, ParisKVCache(llama.config, **SMALL))
-    expected = _continue(llama, cache.fork())
-    cache.save_pretrained(tmp_path)
-    assert torch.equal(_continue(llama, cache), expected)
-
-
 def test_options_that_the_tokens_depend_on_cannot_change(
     llama: PreTrainedModel, saved: Path
 ) -> None:
@@ -303,58 +282,14 @@ def test_options_that_the_tokens_depend_on_cannot_change(
 def test_a_missing_cache_is_named(llama: PreTrainedModel, saved: Path, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"no saved cache in .*cache\.json is missing"):
         FlatKVCache.from_pretrained(tmp_path / "nowhere", llama.config)
-    _copy(saved, tmp_path)
-    saved_file(tmp_path).unlink()
+    saved_file(saved).unlink()
     with pytest.raises(FileNotFoundError, match=r"cache-[0-9a-f]{12}\.safetensors is missing"):
-        FlatKVCache.from_pretrained(tmp_path, llama.config)
-
-
-@pytest.mark.parametrize("kept", [0, 4, 100, -1])
-def test_truncated_tensors_are_refused(
-    llama: PreTrainedModel, saved: Path, tmp_path: Path, kept: int
-) -> None:
-    path = saved_file(_copy(saved, tmp_path))
-    path.write_bytes(path.read_bytes()[:kept])
-    with pytest.raises(ValueError, match=r"safetensors is corrupt or truncated"):
-        FlatKVCache.from_pretrained(tmp_path, llama.config)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "{",
-        "[]",
-        "7",
-        "{}",
-        '{"format_version": 3}',
-        '{"format_version": 3, "method": "flat", "options": 3, "layers": []}',
-        "[" * 200_000,
-        "\ud800",
-    ],
-)
-def test_a_corrupt_description_is_refused(
-    llama: PreTrainedModel, saved: Path, tmp_path: Path, text: str
-) -> None:
-    (_copy(saved, tmp_path) / DESCRIPTION).write_bytes(text.encode(errors="surrogatepass"))
-    with pytest.raises(ValueError, match=r"cache\.json is corrupt"):
-        FlatKVCache.from_pretrained(tmp_path, llama.config)
+        FlatKVCache.from_pretrained(saved, llama.config)
 
 
 def test_another_method_is_refused(llama: PreTrainedModel, saved: Path) -> None:
     with pytest.raises(ValueError, match="holds a 'flat' cache, not 'paris': load it with the"):
         ParisKVCache.from_pretrained(saved, llama.config)
-
-
-@pytest.mark.parametrize("missing", ["window.keys", "store.length", "index.keys", "built"])
-def test_a_missing_tensor_is_named(
-    llama: PreTrainedModel, saved: Path, tmp_path: Path, missing: str
-) -> None:
-    description, tensors = read_saved(saved)
-    del tensors[f"layers.1.{missing}"]
-    write_saved(tmp_path, description, tensors)
-    with pytest.raises(ValueError, match=rf"layers\.1\.{missing}"):
-        FlatKVCache.from_pretrained(tmp_path, llama.config)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gpt_neox", "gemma3", "smollm3"])
@@ -363,25 +298,90 @@ def test_another_models_shape_is_refused(saved: Path, name: str) -> None:
         FlatKVCache.from_pretrained(saved, MODELS[name].config())
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda x: x[:, :1], "of 1 KV heads with 16 numbers, and this model has 2 with 16"),
-        (lambda x: x[..., :8], "of 2 KV heads with 8 numbers, and this model has 2 with 16"),
-        (lambda x: torch.cat([x, x], -1), "with 32 numbers, and this model has 2 with 16"),
-        (lambda x: x.half(), r"index\.keys is float32 .*, not float16 .*save the cache again"),
-    ],
-    ids=["heads", "numbers", "more numbers", "dtype"],
-)
-def test_rows_of_another_form_are_refused(
-    llama: PreTrainedModel, saved: Path, tmp_path: Path, change: Any, message: str
+def truncated(kept: int) -> Damage:
+    """The shard ends after, or before, so many bytes."""
+    return lambda folder: saved_file(folder).write_bytes(saved_file(folder).read_bytes()[:kept])
+
+
+def described_as(text: str) -> Damage:
+    content = text.encode(errors="surrogatepass")
+    return lambda folder: (folder / DESCRIPTION).write_bytes(content)
+
+
+def with_values(**values: Any) -> Damage:
+    """``cache.json`` says something else, with a checksum that is right."""
+    return lambda folder: write_saved(folder, read_saved(folder)[0] | values)
+
+
+def without(name: str) -> Damage:
+    """A layer lacks a tensor, of which nothing knows."""
+
+    def damage(folder: Path) -> None:
+        content, tensors = read_saved(folder)
+        del tensors[f"layers.1.{name}"]
+        write_saved(folder, content, tensors)
+
+    return damage
+
+
+def with_windows(change: Callable[[torch.Tensor], torch.Tensor]) -> Damage:
+    """Keys and values of the windows are others."""
+
+    def damage(folder: Path) -> None:
+        content, tensors = read_saved(folder)
+        windows = [name for name in tensors if name.endswith(("window.keys", "window.values"))]
+        write_saved(folder, content, tensors | {name: change(tensors[name]) for name in windows})
+
+    return damage
+
+
+REFUSED: list[tuple[Damage, str]] = [
+    *((truncated(kept), r"safetensors is corrupt or truncated") for kept in (0, 4, 100, -1)),
+    *(
+        (described_as(text), r"cache\.json is corrupt")
+        for text in ("", "{", "[]", "7", "{}", '{"format_version": 3}', "[" * 200_000, "\ud800")
+    ),
+    *(
+        (
+            with_values(format_version=version),
+            f"has format version {version}, this hf_kvret reads 3",
+        )
+        for version in (0, 2, 99)
+    ),
+    *(
+        (with_values(files=[name]), "names files that are not of tensors")
+        for name in ("../x", "/etc/passwd", "cache-.safetensors", "cache-0123456789ab.x")
+    ),
+    *((without(name), rf"layers\.1\.{name}") for name in ("window.keys", "store.length", "built")),
+    (
+        with_windows(lambda x: x[:, :1]),
+        "of 1 KV heads with 16 numbers, and this model has 2 with 16",
+    ),
+    (with_windows(lambda x: x[..., :8]), "of 2 KV heads with 8 numbers, and this model has 2 with"),
+    (with_windows(lambda x: x.half()), r"index\.keys is float32 .*, not float16 .*save the cache"),
+]
+
+
+@pytest.mark.parametrize(("damage", "words"), REFUSED)
+def test_what_is_damaged_or_of_another_form_is_refused(
+    llama: PreTrainedModel, saved: Path, damage: Damage, words: str
 ) -> None:
-    content, tensors = read_saved(saved)
-    windows = [name for name in tensors if ".window.keys" in name or ".window.values" in name]
-    changed = {name: change(tensors[name]) for name in windows}
-    write_saved(tmp_path, content, {**tensors, **changed})
-    with pytest.raises(ValueError, match=message):
-        FlatKVCache.from_pretrained(tmp_path, llama.config)
+    damage(saved)
+    with pytest.raises(ValueError, match=words):
+        FlatKVCache.from_pretrained(saved, llama.config)
+
+
+def test_a_cache_of_another_format_may_be_replaced(llama: PreTrainedModel, saved: Path) -> None:
+    with_values(format_version=2)(saved)
+    FlatKVCache(llama.config, **SMALL).save_pretrained(saved, overwrite=True)
+    assert FlatKVCache.from_pretrained(saved, llama.config).get_seq_length() == 0
+    assert len(list(saved.iterdir())) == 2
+
+
+def test_only_a_cache_is_taken_for_one(saved: Path) -> None:
+    assert is_of_cache(saved)
+    described_as('{"method": "flat", "layers": []}')(saved)
+    assert not is_of_cache(saved)
 
 
 def test_a_model_with_a_kv_head_for_each_query_head_is_served(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from hf_kvret.cache import RetrievalCache
 from hf_kvret.lab.evaluate.bundled import load_bundled_model
 from hf_kvret.lab.selftest.check import Check, Skip
 from hf_kvret.lab.selftest.kernels import check_dtype
-from hf_kvret.layer.record import StepRecord, Subscriber
+from hf_kvret.layer.step import StepRecord, Subscriber
 from hf_kvret.models.versions import as_argument
 from hf_kvret.observe.recall import exact_relevance, slot_marks
 from hf_kvret.replay import DecodeGraph

@@ -197,7 +197,7 @@ class A2ATSCache(RetrievalCache):
         """A new, empty index for the model layer number ``layer``."""
         return A2ATSIndex(options, layer)
 
-    def check_model(self, model: PreTrainedModel) -> None:
+    def check_options(self, model: PreTrainedModel) -> None:
         """Refuse a model with other weights than the artifact was made from.
 
         Raises:

@@ -80,7 +80,7 @@ class AquaKVCache(RetrievalCache):
         assert isinstance(pages, PagedStore), "AquaConfig refuses the others"
         return AquaStore(layer_plan(options, layer), pages.memory)
 
-    def check_model(self, model: PreTrainedModel) -> None:
+    def check_options(self, model: PreTrainedModel) -> None:
         """Refuse a model with other weights than the artifact was made from.
 
         Raises:

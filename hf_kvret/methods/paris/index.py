@@ -12,8 +12,7 @@ import torch
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.contracts.block import TokenBlock
 from hf_kvret.contracts.index import CapturableIndex, ColdTokens, Index, SearchCost
-from hf_kvret.contracts.schema import FLOATS
-from hf_kvret.contracts.state import number, tensor, transient
+from hf_kvret.contracts.state import FLOATS, number, tensor, transient
 from hf_kvret.contracts.store import Store
 from hf_kvret.contracts.token_buffer import TokenBuffer, tokens
 from hf_kvret.options.config import RetrievalConfig

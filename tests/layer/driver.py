@@ -1,0 +1,167 @@
+"""Made-up tokens for the one layer of a cache, and all that may happen to it between steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from hf_kvret import CTkvrCache, FlatKVCache, H2OCache, LRQKCache, ParisKVCache, RetrievalCache
+from hf_kvret.contracts.index import Scoring
+from hf_kvret.layer.layer import RetrievalLayer
+from hf_kvret.layer.queries import AttentionCall
+from hf_kvret.layer.step import StepRecord
+from hf_kvret_kernels import host_step
+
+HEADS, GROUP, DIM = 2, 3, 32
+SCALE = 0.4
+CONFIG = LlamaConfig(
+    hidden_size=HEADS * GROUP * DIM,
+    num_hidden_layers=1,
+    num_attention_heads=HEADS * GROUP,
+    num_key_value_heads=HEADS,
+    head_dim=DIM,
+)
+SIZES = {"sink": 2, "recent": 8, "flush": 4, "max_draft": 4, "top_k": 12, "dense_below": 0}
+METHODS: dict[str, tuple[type[RetrievalCache], dict[str, Any]]] = {
+    "flat": (FlatKVCache, {}),
+    "paris": (ParisKVCache, {}),
+    "paris, nibbles": (ParisKVCache, {"subspace_dim": 4, "group_reduce": "mean"}),
+    "lrqk": (LRQKCache, {"rank": 8}),
+    "lrqk, published": (LRQKCache, {"rank": 8, "factors": "als"}),
+    "lrqk, a set for each head": (LRQKCache, {"rank": 20, "shared": False, "proxy_dtype": "int8"}),
+    "ctkvr": (CTkvrCache, {}),
+    "h2o": (H2OCache, {}),
+}
+# Sums of some hundred products, in another order.
+ERROR = 2e-5
+
+
+@contextmanager
+def step_by_step() -> Iterator[None]:
+    """Indexes, stores and windows do their parts one after the other."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_step, "why_not", lambda: "switched off by a test")
+        yield
+
+
+def full_attention(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scoring: Scoring,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention of the newest tokens, causal among them, in float64; 0 where all is hidden."""
+    group = query.shape[1] // keys.shape[1]
+    keys, values = (x.double().repeat_interleave(group, dim=1) for x in (keys, values))
+    scores = query.double() @ keys.mT * scoring.scale
+    if scoring.softcap is not None:
+        scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
+    length, count = keys.shape[2], query.shape[2]
+    hidden = torch.arange(length) > torch.arange(length - count, length)[:, None]
+    scores = scores.masked_fill(hidden, float("-inf"))
+    if scoring.valid is not None:
+        scores = scores.masked_fill(~scoring.valid[:, None, None], float("-inf"))
+    if sinks is not None:
+        column = sinks.double()[None, :, None, None].expand(len(query), -1, count, 1)
+        scores = torch.cat([scores, column], dim=-1)
+    return scores.softmax(-1)[..., :length].nan_to_num() @ values
+
+
+class Driver:
+    """Passes made-up tokens through the one layer of a cache.
+
+    Attributes:
+        mask: ``[B, T]`` bool of all tokens held.
+        query: of the last pass.
+        ids: what was selected in the last pass; None: nothing was.
+    """
+
+    def __init__(
+        self,
+        kind: type[RetrievalCache] = FlatKVCache,
+        softcap: float | None = None,
+        sinks: bool = False,
+        **options: Any,
+    ) -> None:
+        self.cache = kind(CONFIG, **{**SIZES, **options})
+        self.softcap = softcap
+        self.generator = torch.Generator().manual_seed(0)
+        self.sink_logits = torch.randn(HEADS * GROUP, generator=self.generator) if sinks else None
+        self.mask = torch.ones(2, 0, dtype=torch.bool)
+        self.ids: torch.Tensor | None = None
+        self.query = torch.empty(0)
+
+    @property
+    def layer(self) -> RetrievalLayer:
+        (layer,) = self.cache.layers
+        assert isinstance(layer, RetrievalLayer)
+        return layer
+
+    @property
+    def kv(self) -> Any:
+        """What the layer holds, after the first pass."""
+        return self.layer.kv
+
+    def forward(self, count: int, padded: int = 0) -> torch.Tensor:
+        """Attention of ``count`` new tokens, of which the last row has ``padded`` of padding."""
+        batch, layer = len(self.mask), self.layer
+        new = torch.ones(batch, count, dtype=torch.bool)
+        new[-1, :padded] = False
+        self.mask = torch.cat([self.mask, new], dim=1)
+        query, key, value = (
+            torch.randn(batch, heads, count, DIM, generator=self.generator)
+            for heads in (HEADS * GROUP, HEADS, HEADS)
+        )
+        # Means that are not 0.
+        key, value = key + 0.5, value + 1.0
+        scoring = Scoring(None if self.mask.all() else self.mask, SCALE, self.softcap)
+        self.ids, self.query = None, query
+        key, value = self.cache.update(key, value, 0)
+        call = AttentionCall(scoring, lambda: torch.zeros_like(query), self.sink_logits)
+        own = layer.subscribers
+        layer.subscribers = (*own, self._keep_ids)  # type: ignore[assignment]
+        try:
+            return layer.attend(query, key, value, call)
+        finally:
+            layer.subscribers = own
+
+    def _keep_ids(self, record: StepRecord) -> None:
+        self.ids = record.ids
+
+    def crop(self, count: int) -> None:
+        """Drop the newest tokens."""
+        self.cache.crop(-count)
+        self.mask = self.mask[:, :-count]
+
+    def reorder(self, rows: list[int]) -> None:
+        self.cache.reorder_cache(torch.tensor(rows))
+        self.mask = self.mask[rows]
+
+    def life(self) -> Iterator[torch.Tensor]:
+        """Results of steps, between all that may happen to a cache."""
+        self.forward(90, padded=11)
+        for count in (*[1] * 6, 4):
+            yield self.forward(count)
+        self.crop(3)
+        yield self.forward(2)
+        for rows in ([1, 0], [0, 0]):
+            self.reorder(rows)
+            for _ in range(5):
+                yield self.forward(1)
+        # Into the cold tokens.
+        self.crop(40)
+        for _ in range(6):
+            yield self.forward(1)
+        fork = self.cache.fork()
+        self.forward(30)
+        yield self.forward(1)
+        # The fork goes on from where it was taken.
+        self.cache, self.mask = fork, self.mask[:, : fork.get_seq_length()]
+        for _ in range(6):
+            yield self.forward(1)
