@@ -143,16 +143,6 @@ def test_a_plain_store_is_the_codec_over_all_heads_of_a_token() -> None:
         assert torch.equal(coded, expected)
 
 
-def test_a_constant_offset_costs_no_more_than_its_square() -> None:
-    """Signs are random: without them an offset of three deviations costs eight times as much."""
-    keys = torch.randn(1, 8, 500, 128, generator=torch.Generator().manual_seed(0)) + 3.0
-    store = _store(bits=2)
-    store.append(TokenBlock(keys, keys.flip(2), 0))
-    assert all(
-        _share(x, y) < 0.115 for x, y in zip(_read(store), (keys, keys.flip(2)), strict=True)
-    )
-
-
 def test_codes_lie_on_the_device_unless_the_host_is_asked_for() -> None:
     for memory, on_host in ((DeviceMemory(CPU), False), (HostMemory(CPU), True)):
         store = AquaStore(layer_plan(_plain(), 0), memory)

@@ -46,11 +46,6 @@ def test_an_option_of_retrieval_is_refused_with_the_way_out(name: str) -> None:
         LatentConfig().replace(**{name: value})
 
 
-def test_unknown_names_are_refused() -> None:
-    with pytest.raises(ValueError, match="no option 'stores': did you mean 'store'"):
-        LatentConfig.from_options(stores="host")
-
-
 def test_options_of_passes_and_defaults_are_taken() -> None:
     defaults = dataclasses.asdict(LatentConfig())
     assert {*defaults} == {*MEANINGLESS, *PASSES, *DEPENDENT}
