@@ -6,6 +6,7 @@ import copy
 import os
 import threading
 from collections.abc import Iterator
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn, Self
@@ -31,7 +32,7 @@ from hf_kvret.models.compiled import not_compiled
 from hf_kvret.models.kept_state import ModelState
 from hf_kvret.models.ranks import Part, part_of, place_to_save
 from hf_kvret.observe.missing_kernels import log_missing_kernels
-from hf_kvret.observe.observers import subscribe
+from hf_kvret.observe.observers import RoundCounts, subscribe
 from hf_kvret.observe.reports import MemoryReport, cache_stats, dense_reason, memory_report
 from hf_kvret.options.config import RetrievalConfig, forked
 from hf_kvret.saved import persistence
@@ -61,6 +62,7 @@ class RetrievalCache(Cache):
         model_state: what the model must keep of the conversation in its next pass.
         from_shelf: tokens that were found on a shelf; see ``Shelf``.
         shelf_note: what became of the prompt there.
+        rounds: counts of drafts, with ``lossless``.
 
     Raises:
         ValueError: a model that retrieval can't serve, an unknown option or a bad value.
@@ -96,6 +98,7 @@ class RetrievalCache(Cache):
         self.tokens = TokenRecord()
         self.model_state = ModelState()
         self.from_shelf, self.shelf_note = 0, ""
+        self.rounds = RoundCounts()
         super().__init__(layers=layers)
         self.stack = LayerStack(layers)
         subscribe(self.retrieval_layers, options)
@@ -211,6 +214,7 @@ class RetrievalCache(Cache):
         self._stores.expect(0, 0)
         self.model_state.reset()
         self.from_shelf, self.shelf_note = 0, ""
+        self.rounds = RoundCounts()
         self.forget_origin()
 
     def forget_origin(self) -> None:
@@ -320,10 +324,12 @@ class RetrievalCache(Cache):
     def stats(self) -> dict[str, Any]:
         """Counts since the cache was made, forked or reset; see ``cache_stats``.
 
-        And ``from_shelf`` and ``shelf_note``, as the attributes.
+        And ``from_shelf`` and ``shelf_note``, as the attributes; with ``lossless`` a dict of that
+        name, see ``RoundCounts``.
         """
         stats = cache_stats(self.retrieval_layers, self.name, self._stores, self.why_dense())
-        return stats | {"from_shelf": self.from_shelf, "shelf_note": self.shelf_note}
+        stats |= {"from_shelf": self.from_shelf, "shelf_note": self.shelf_note}
+        return stats | ({"lossless": asdict(self.rounds)} if self.options.lossless else {})
 
     def fork(self, **changes: Any) -> Self:
         """An independent copy whose cold part is shared: cheap at any length. Counts start at 0.
@@ -342,7 +348,7 @@ class RetrievalCache(Cache):
         twin.layers = [copy.deepcopy(layer) for layer in self.layers]
         twin.tokens = self.tokens.fork()
         twin.model_state = self.model_state.fork()
-        twin.saved_digests = {}
+        twin.saved_digests, twin.rounds = {}, RoundCounts()
         twin.stack = LayerStack(twin.layers)
         if changes:
             twin.options = options
@@ -551,8 +557,10 @@ class LayerStack:
         )
 
     def check_pass(self) -> None:
-        """RuntimeError where the last forward pass did not reach all layers."""
+        """RuntimeError where the last forward pass did not reach all layers, or reached ahead."""
         fault = self.fault()
+        if any(getattr(layer, "round", None) is not None for layer in self._layers):
+            fault = "LosslessSteps has read tokens ahead, which its close() drops"
         if fault is not None:
             self._refuse_pass(fault)
 

@@ -42,6 +42,7 @@ ROOMS = (
     "hf_kvret.methods",
     "hf_kvret.shelf",
     "hf_kvret.replay",
+    "hf_kvret.lossless",
     "hf_kvret.attention",
     "hf_kvret.generate",
     "hf_kvret.registry",

@@ -27,6 +27,7 @@ from hf_kvret.generate.checks import (
 )
 from hf_kvret.generate.chunks import chunk_prompt, forget_chunk
 from hf_kvret.generate.from_shelf import new_cache
+from hf_kvret.generate.lossless import check_lossless, steps_of
 from hf_kvret.generate.model_state import end_use, prepare_state
 from hf_kvret.generate.requests import Request, current_request, is_served, request
 from hf_kvret.layer.hybrid import recording, stop_recording
@@ -70,6 +71,8 @@ def around_generate(
         finally:
             end_use(call)
             cache, call.cache = call.cache, None
+            if call.steps is not None:
+                call.steps.close()
             if cache is not None:
                 stop_recording(cache.layers, but=call.recording)
             # A call in another thread may still use the attention that this one switched.
@@ -133,6 +136,8 @@ def _make_cache(call: Request, generation_config: Any, model_kwargs: dict[str, A
         check_options_are_read(call, generation_config, cache)
         return False
     check_call(call, cache, generation_config, mask)
+    if cache.options.lossless:
+        check_lossless(call, cache, generation_config)
     text = model.config.get_text_config(decoder=True)
     with _attention_lock:
         call.switched = text._attn_implementation not in OUR_NAMES
@@ -145,11 +150,13 @@ def _make_cache(call: Request, generation_config: Any, model_kwargs: dict[str, A
 
 def decode_call(
     model: PreTrainedModel, generation_config: Any, model_kwargs: dict[str, Any]
-) -> DecodeGraph | None:
-    """The function that ``generate`` calls in its loop: a ``DecodeGraph``; None for the model."""
+) -> Callable[..., Any] | None:
+    """The function that ``generate`` calls in its loop; None for the model."""
     cache = model_kwargs.get(CACHE_NAME)
     if not isinstance(cache, RetrievalCache):
         return None
+    if cache.options.lossless:
+        return steps_of(current_request(model), cache, generation_config)
     if generation_config.disable_compile or generation_config.compile_config is not None:
         # transformers itself reports that a requested compile is not possible.
         return None

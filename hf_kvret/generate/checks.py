@@ -296,6 +296,7 @@ def keep_cache(model: Any, input_ids: torch.Tensor, arguments: dict[str, Any]) -
     """
     call = current_request(model)
     call.keep_prompt()
+    call.text_len = input_ids.shape[1]
     cache = call.cache
     if cache is None or cache_argument(arguments) is not None:
         return

@@ -33,6 +33,8 @@ class Request:
         cuts_end: the last tokens of the prompt are read in a pass of their own.
         retrieves: it asks for a retrieval cache, as far as its arguments tell.
         thread: that it runs in.
+        text_len: ids of a sequence, as ``generate`` counts them, at its newest pass.
+        steps: what decodes, with ``lossless``; it reads ahead until it is closed.
     """
 
     model: PreTrainedModel
@@ -49,6 +51,8 @@ class Request:
     cuts_end: bool = False
     retrieves: bool = False
     thread: int = field(default_factory=threading.get_ident)
+    text_len: int = 0
+    steps: Any = None
 
     def prompt_ids(self) -> torch.Tensor | None:
         """``[B, T]`` ids that the caller gave; None for a prompt without ids."""

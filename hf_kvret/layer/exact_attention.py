@@ -7,13 +7,20 @@ from collections.abc import Sequence
 import torch
 
 from hf_kvret.contracts.index import ColdTokens, Scoring
-from hf_kvret.contracts.store import AttentionResult, all_of
+from hf_kvret.contracts.store import AttentionResult, Store, all_of
 from hf_kvret.layer.flash import attend_flash, fits
 from hf_kvret.layer.layer_kv import LayerKV
 from hf_kvret.layer.queries import AttentionCall
 from hf_kvret.stores.chunks import chunk_len
+from hf_kvret_kernels import host_step
+from hf_kvret_kernels._dispatch import PREFERRED
+from hf_kvret_kernels.host_attention import host_attention
 from hf_kvret_kernels.merge import merge_partials
+from hf_kvret_kernels.paged import PagedRows
 from hf_kvret_kernels.prompt_attention import prompt_attention
+
+# Up to so many queries each row is used less often than it takes to copy it: drafts and their pass.
+_FEW = 64
 
 
 def merge(
@@ -99,7 +106,11 @@ def attend_exactly(
     cold_valid = None if store is None else kv.retrievable(valid)
     # Requested first: a store that reads over the bus starts now, behind the work below.
     length = chunk_len(query.shape[2], key, call.row_elements(key, value))
-    chunks = () if store is None else all_of(store, store.chunks(length, past), past)
+    # Other queries than those that are compared with rows attend to what rows are expanded to.
+    expands = call.makes_rows or fits(query, key, value)
+    in_place = store if store and not expands and _is_read_in_place(store, query) else None
+    in_chunks = store if in_place is None else None
+    chunks = () if in_chunks is None else all_of(in_chunks, in_chunks.chunks(length, past), past)
     new_valid = None if valid is None else valid[:, past:]
     new = call.keys_and_values(key, value)
     attend = attend_flash if fits(query, *new) else attend_dense
@@ -127,6 +138,34 @@ def attend_exactly(
             del keys, values, old
             total = merge([total, part])
             del part
+    if in_place is not None:
+        total = merge([total, _attend_in_place(in_place, query, scoring.of(cold_valid), past)])
     if call.sink_logits is not None:
         total = merge([total], call.sink_logits)
     return total[0].float()
+
+
+def _is_read_in_place(store: Store, query: torch.Tensor) -> bool:
+    """Whether the CPU library reads all rows once for all queries, without a copy of them."""
+    if not query.is_cpu or query.shape[2] > _FEW or PREFERRED.get() is not None:
+        return False
+    return isinstance(store.host_rows(), PagedRows) and not host_step.why_not()
+
+
+def _attend_in_place(
+    store: Store, query: torch.Tensor, scoring: Scoring, past: int
+) -> AttentionResult:
+    """Attention of ``query [B, Hq, Q, Dk]`` to the tokens of ``store`` before ``past``.
+
+    To the library its queries are heads that share a selection, so each row is read once.
+    """
+    rows, count = store.host_rows(), min(len(store), past)
+    assert isinstance(rows, PagedRows), "see _is_read_in_place"
+    batch, heads, queries, _ = query.shape
+    ids = torch.arange(count, dtype=torch.int32).expand(batch, count)
+    if scoring.valid is not None:
+        ids = ids.masked_fill(~scoring.valid[:, :count], -1)
+    ids = ids[:, None, None].expand(-1, rows.heads, -1, -1).contiguous()
+    together = query.reshape(batch, heads * queries, 1, -1)
+    out, lse = host_attention(together, rows, ids, scale=scoring.scale, softcap=scoring.softcap)
+    return out.reshape(batch, heads, queries, -1), lse.reshape(batch, heads, queries)

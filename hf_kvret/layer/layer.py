@@ -18,6 +18,7 @@ from hf_kvret.contracts.index import Index, Scoring
 from hf_kvret.contracts.state import Tensors
 from hf_kvret.contracts.store import FirstRows, Store
 from hf_kvret.layer.cached_rows import CachedRows
+from hf_kvret.layer.draft_round import DraftRound
 from hf_kvret.layer.exact_attention import attend_exactly
 from hf_kvret.layer.layer_kv import LayerKV, MakeStore
 from hf_kvret.layer.prompt_groups import PromptPass
@@ -93,6 +94,7 @@ class RetrievalLayer(CacheLayerMixin):
         layer_info: which layer of the model this is; set by the cache.
         subscribers: called after each step; set by the cache.
         exact_rows: rows read by exact attention of long second prompts.
+        round: the round of drafts under way, with ``lossless``; None between rounds.
     """
 
     is_sliding = False
@@ -114,6 +116,7 @@ class RetrievalLayer(CacheLayerMixin):
         self.config = config
         self.subscribers: tuple[Subscriber, ...] = ()
         self.exact_rows = 0
+        self.round: DraftRound | None = None
         self.pending_attention = False
         self.below: RetrievalLayer | None = None
         self.edits = self.past_len = self.final_len = self.prompt_end = 0
@@ -283,7 +286,8 @@ class RetrievalLayer(CacheLayerMixin):
             if surplus > self.config.flush:
                 kv.make_room(surplus)
             self.past_len = past
-        if past and new <= self.config.max_draft:
+        exact = self.config.lossless and not kv.drafts and kv.cold_len > 0
+        if past and new <= self.config.max_draft and not exact:
             out = self._attend_few(kv, query, *rows, call)
         else:
             out = self._attend_many(kv, query, *rows, past, call)
@@ -330,11 +334,17 @@ class RetrievalLayer(CacheLayerMixin):
         watched = self.pending_attention and kv.watches
         row_query = call.to_rows(query) if watched or not as_it_is else query
         learn = partial(self._on_forward, row_query, key, call) if watched else None
+        if learn is not None and self.round is not None:
+            # Only what is accepted will be learned.
+            self.round.defer(row_query, key, call)
+            learn = None
         self._scoring = call.scoring
         # A device attends to a first prompt while the host makes room for it.
         whole = call.prompt() if not past else None
         if self.pending_attention:
-            kv.take_prompt(key, value, call.scoring.valid, learn)
+            is_few = past and key.shape[2] <= self.config.max_draft + 1
+            take = kv.take_step if is_few else kv.take_prompt
+            take(key, value, call.scoring.valid, learn)
         if whole is not None:
             return whole
         self.exact_rows += min(past, kv.cold_len) * len(key) * key.shape[1]
@@ -449,6 +459,35 @@ class RetrievalLayer(CacheLayerMixin):
             self.kv.make_store = partial(_new_store, self.make_store, below)
             if self.kv.store is not None:
                 self.kv.store.below = partial(_store_of, below)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a round can begin: a pass has come, so padding is known."""
+        return self._scoring is not None
+
+    def begin_drafts(self) -> None:
+        """From here on passes draft. What is due leaves the window, and the index is up to date."""
+        kv, scoring = self.kv, self._scoring
+        assert kv is not None and scoring is not None, "drafts follow a prompt"
+        if kv.step_flushes():
+            self.edits += 1
+            kv.flush(scoring.valid)
+        cold = kv.cold(scoring)
+        if cold is not None:
+            kv.ready_index(cold)
+        self.round = DraftRound(kv)
+
+    def end_drafts(self) -> None:
+        """From here on passes verify, once the caller has dropped the drafts."""
+        assert self.round is not None, "see begin_drafts"
+        self.round.end_drafts()
+
+    def end_round(self, accepted: int) -> None:
+        """The newest ``accepted`` tokens are the first ones of the verifying pass, and stay."""
+        ended, self.round = self.round, None
+        if ended is not None and self.kv is not None:
+            ended.end_drafts()
+            ended.learn(accepted)
 
     def _settle(self) -> None:
         """Finish index and sums of what was taken in so far, so that no copy has to."""

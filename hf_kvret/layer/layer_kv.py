@@ -83,6 +83,7 @@ class LayerKV(State):
         sums: of cold tokens, where the options ask for their means, which may lag behind;
             None: there are none yet.
         torn: whether a change of it broke off in the middle; False again with the next pass.
+        drafts: whether new tokens are drafts, which will be dropped: nothing leaves the window.
         compiled_len: by shape of queries, how long the layer may grow with kernels that are there.
     """
 
@@ -117,7 +118,7 @@ class LayerKV(State):
         self.make_store = make_store
         self.changes = 0
         self.compiled_len: dict[torch.Size, int] = {}
-        self.torn = False
+        self.torn = self.drafts = False
         self.selected = torch.zeros((), dtype=torch.long, device=keys.device)
         self.watches = (index is not None and "on_forward" in index.hooks) or bool(needs_positions)
         self._value_dim = values.shape[3]
@@ -163,13 +164,17 @@ class LayerKV(State):
         keys: torch.Tensor,
         valid: torch.Tensor | None,
         positions: torch.Tensor | None = None,
+        start: int | None = None,
     ) -> None:
-        """Pass ``queries [B, Hq, n, Dk]`` and keys of tokens about to be added to the index.
+        """Pass ``queries [B, Hq, n, Dk]`` and keys of tokens to the index.
+
+        ``start``: slot of the first one; None: they are about to be added.
 
         Raises:
             ValueError: no ``positions [B, n]``, and the store needs them.
         """
-        start, end = self.length, self.length + keys.shape[2]
+        start = self.length if start is None else start
+        end = start + keys.shape[2]
         new_valid = None if valid is None else valid[:, start:end]
         capture = self.window.capture
         if capture is not None and new_valid is not None:
@@ -196,7 +201,7 @@ class LayerKV(State):
         """Whether the next ``take_step`` moves tokens to the store."""
         window, config = self.window, self.config
         full = window.length >= config.recent + config.flush
-        return full and window.end >= config.dense_len
+        return full and window.end >= config.dense_len and not self.drafts
 
     def make_room(self, tokens: int) -> None:
         """Have the store, where there is one, make room for so many that leave the window.
@@ -223,11 +228,15 @@ class LayerKV(State):
         """
         if learn is not None:
             learn()
-        window, config = self.window, self.config
         if self.step_flushes():
-            self._cool(window.pop(window.length - config.recent, valid))
-            window.fit(self.most_recent)
-        window.append(keys, values)
+            self.flush(valid)
+        self.window.append(keys, values)
+
+    @keeps_tensors
+    def flush(self, valid: torch.Tensor | None) -> None:
+        """Move all but ``recent`` tokens of the window to store and index; as in ``take_step``."""
+        self._cool(self.window.pop(self.window.length - self.config.recent, valid))
+        self.window.fit(self.most_recent)
 
     @keeps_tensors
     def take_prompt(

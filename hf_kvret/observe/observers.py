@@ -19,6 +19,34 @@ _Class = TypeVar("_Class")
 
 
 @dataclass
+class RoundCounts:
+    """What drafts of a cache with ``lossless`` came to.
+
+    Attributes:
+        rounds: of drafts, each verified by one exact pass.
+        drafted: tokens.
+        accepted: drafts that the caller's loop chose.
+        exact_steps: steps without drafts.
+        draft_s: seconds of the drafts.
+        exact_s: seconds of exact passes and steps.
+    """
+
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    exact_steps: int = 0
+    draft_s: float = 0.0
+    exact_s: float = 0.0
+
+    def add(self, drafted: int, accepted: int, draft_s: float, exact_s: float) -> None:
+        """Count a round, or a step, where it drafted nothing."""
+        self.rounds += drafted > 0
+        self.exact_steps += drafted == 0
+        self.drafted, self.accepted = self.drafted + drafted, self.accepted + accepted
+        self.draft_s, self.exact_s = self.draft_s + draft_s, self.exact_s + exact_s
+
+
+@dataclass
 class LayerCounters(Subscriber):
     """Counts since the layer was made; a subscriber of every retrieval layer.
 

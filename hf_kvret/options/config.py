@@ -56,6 +56,8 @@ class RetrievalConfig:
             for studies.
         graph: ``"auto"``: ``generate`` replays decode steps from a CUDA graph where it can.
             ``False``: it never does.
+        lossless: answers are full attention's own. Every pass attends to all tokens, and
+            ``generate`` retrieves only to draft tokens, which one such pass verifies.
     """
 
     # Whether any length of context leads to retrieval.
@@ -101,6 +103,7 @@ class RetrievalConfig:
     rest_blocks: int | None = option(None, integer(1, "tokens"), OneOf(None))
     track_recall: bool = option(False, FLAG)
     graph: Literal["auto", False] = option("auto", OneOf("auto", False))
+    lossless: bool = option(False, FLAG)
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -153,6 +156,8 @@ class RetrievalConfig:
                 f"rest_blocks={self.rest_blocks} with rest=None: only rest='mean' makes a token "
                 "for every so many; give that, or rest_blocks=None"
             )
+        if self.lossless and self.lossless_obstacle:
+            yield f"lossless=True: {self.lossless_obstacle}"
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> Self:
@@ -258,6 +263,15 @@ class RetrievalConfig:
         return ""
 
     @property
+    def lossless_obstacle(self) -> str:
+        """Why answers can't be full attention's own, and what to do; empty where they can."""
+        if self.prompt_recipe is not None:
+            return "a prompt read with prompt='retrieve' is not full attention's; take 'exact'"
+        if self.row_bits != 16:
+            return f"store={self.store!r} keeps rows in codes; take another, as 'host', or bits=16"
+        return ""
+
+    @property
     def lacks_artifact(self) -> bool:
         """Whether the method needs a calibration artifact and the options name none."""
         return False
@@ -310,7 +324,7 @@ _BUDGETS: tuple[tuple[float, int], ...] = (
 # Options that do not affect what is stored, so a load may change them.
 _STORE_OPTIONS = {"store", "slots", "device_budget", "disk"}
 _CALL_OPTIONS = {
-    *("max_draft", "flush", "track_recall", "prefill_chunk", "graph"),
+    *("max_draft", "flush", "track_recall", "prefill_chunk", "graph", "lossless"),
     *("rest", "rest_blocks", "prompt"),
 }
 LOAD_OPTIONS = frozenset({"top_k", *_CALL_OPTIONS, *_STORE_OPTIONS})

@@ -133,6 +133,9 @@ class Faulty(PagedStore):
         super().__init__(DeviceMemory(torch.device("cpu")))
         self.fault = fault
 
+    def host_rows(self) -> None:
+        """None: its rows are read in chunks, also by few queries."""
+
     def chunks(
         self, chunk_len: int = 4096, stop: int | None = None
     ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:

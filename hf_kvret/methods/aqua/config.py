@@ -58,6 +58,7 @@ class AquaConfig(ArtifactConfig):
     group: int | None = option(None, OneOf(*GROUPS, None))
     predictor: str = option("artifact", OneOf("artifact", "none"))
     rest_obstacle = "aqua attends to all tokens, nothing is left out"
+    lossless_obstacle = "aqua keeps rows in codes; take a method that retrieves, as 'paris'"
 
     def __post_init__(self) -> None:
         if self.predictor is None:

@@ -30,6 +30,7 @@ class H2OConfig(RetrievalConfig):
     """
 
     learns_from_queries: ClassVar[bool] = True
+    lossless_obstacle = "h2o gives tokens up for good; take a method that retrieves, as 'paris'"
     evicts_by: ClassVar[frozenset[str]] = frozenset({"top_k", "flush", "max_draft"})
 
     top_k: int | float | None = 0.2

@@ -1,0 +1,70 @@
+"""Lossless steps for a call of ``generate``, by its settings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers.generation import GenerationMode
+
+from hf_kvret.cache import RetrievalCache
+from hf_kvret.generate.requests import Request
+from hf_kvret.lossless.guess import guess_of
+from hf_kvret.lossless.pace import FastestPace, GivenPace, Pace
+from hf_kvret.lossless.steps import LosslessSteps, why_not
+from hf_kvret.models.ranks import is_split
+from hf_kvret.replay import DecodeGraph
+
+# Ranks can't agree on times that each of them measured.
+_COUNT_OF_RANKS = 8
+
+
+def check_lossless(call: Request, cache: RetrievalCache, generation_config: Any) -> None:
+    """ValueError where a ``call`` can't give full attention's answers any faster."""
+    prompt = call.token_prompt()
+    rows = 1 if prompt is None else len(prompt)
+    rows *= generation_config.num_return_sequences or 1
+    why = why_not(call.model, cache)
+    if (generation_config.num_beams or 1) > 1:
+        why = "beams change their sequences at each step, so nothing can be read ahead"
+    elif rows > 1:
+        why = f"{rows} sequences would accept different numbers of drafts"
+    if why is not None:
+        raise ValueError(
+            f"lossless=True: {why}; leave it out, call generate for one sequence at a time, or use "
+            "cache_implementation='dynamic'"
+        )
+
+
+def steps_of(call: Request, cache: RetrievalCache, generation_config: Any) -> LosslessSteps | None:
+    """What ``call`` decodes with; None where others draft, whose tokens an exact pass verifies."""
+    mode = generation_config.get_generation_mode(call.arguments.get("assistant_model"))
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        return None
+    if call.steps is None:
+        model, step = call.model, None
+        if not generation_config.disable_compile and generation_config.compile_config is None:
+            step = DecodeGraph(model, cache)
+        confidence = None
+        if call.sets("assistant_confidence_threshold"):
+            confidence = generation_config.assistant_confidence_threshold
+        call.steps = LosslessSteps(
+            model,
+            cache,
+            guess=guess_of(model, generation_config, call.text_len),
+            pace=_pace(call, generation_config),
+            confidence=confidence or 0.0,
+            # The last token that is chosen is never read.
+            limit=lambda: generation_config.max_length - call.text_len - 1,
+            step=step if step is not None and not step.reason else None,
+        )
+    return call.steps
+
+
+def _pace(call: Request, generation_config: Any) -> Pace:
+    if call.sets("num_assistant_tokens"):
+        schedule = generation_config.num_assistant_tokens_schedule
+        return GivenPace(
+            generation_config.num_assistant_tokens,
+            schedule if call.sets("num_assistant_tokens_schedule") else None,
+        )
+    return GivenPace(_COUNT_OF_RANKS, None) if is_split(call.model) else FastestPace()

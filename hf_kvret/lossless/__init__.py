@@ -1,0 +1,1 @@
+"""Answers of full attention at the speed of retrieval: the cache drafts, an exact pass verifies."""

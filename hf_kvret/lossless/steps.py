@@ -1,0 +1,289 @@
+"""LosslessSteps: decode steps whose logits are full attention's, most of them read ahead."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import time
+from collections.abc import Callable
+from typing import Any, Self
+
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
+
+from hf_kvret.cache import RetrievalCache
+from hf_kvret.layer.hybrid import foreign_layers_of, trim_recorded
+from hf_kvret.lossless.guess import Guess, greedy
+from hf_kvret.lossless.pace import FastestPace, Pace
+from hf_kvret.models.exact_chunks import Span, why_whole
+from hf_kvret.models.versions import cache_argument
+
+# Arguments of a step that have a column for its token, or for each token so far.
+# Types whose linear layers keep the newest inputs alone.
+_NO_RECURRENCE = ("lfm2", "lfm2_moe")
+_TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
+
+
+class LosslessSteps:
+    """Calls a model as ``model(...)`` does; its logits are those of attention to all tokens.
+
+    A step of one token begins a round: steps with retrieval draft the tokens that will come, and
+    one pass that attends to everything gives the logits behind all of them. Later steps get theirs
+    from that pass, as long as the caller's tokens are those that were drafted. What differs is
+    dropped. ``generate`` uses it by itself, see the option ``lossless``. In your own loop:
+
+        cache = hf_kvret.ParisKVCache(model.config, lossless=True)
+        logits = model(input_ids=prompt, past_key_values=cache).logits
+        with hf_kvret.LosslessSteps(model, cache) as step:
+            for position in range(prompt.shape[1], length):
+                token = logits[:, -1:].argmax(-1)
+                logits = step(input_ids=token, past_key_values=cache).logits
+
+    Inside of ``with`` the cache holds tokens that were read ahead, so it must not be changed. At
+    its end the cache holds what the caller has read, as if full attention had read it.
+
+    Args:
+        model: switched to our attention (``hf_kvret.attach``).
+        cache: with ``lossless=True``; the one that every call gets.
+        guess: which token the caller will choose; by default that with the largest logit.
+        pace: how many tokens a round drafts; by default what has been fastest.
+        confidence: a draft ends behind a token of a lower probability; 0 to 1.
+        limit: gives the most tokens that are worth a draft; None: there is no end in sight.
+
+    Raises:
+        TypeError: a cache of another class.
+        ValueError: a cache without ``lossless``, or a model whose passes of several tokens are not
+            its steps of one; see ``why_not``.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        cache: RetrievalCache,
+        *,
+        guess: Guess = greedy,
+        pace: Pace | None = None,
+        confidence: float = 0.0,
+        limit: Callable[[], int] | None = None,
+        step: Callable[..., Any] | None = None,
+    ) -> None:
+        if not isinstance(cache, RetrievalCache):
+            raise TypeError(f"cache is a {type(cache).__name__}: make one, as ParisKVCache")
+        if not cache.options.lossless:
+            raise ValueError("the cache was made without lossless=True: cache.fork(lossless=True)")
+        if (why := why_not(model, cache)) is not None:
+            raise ValueError(f"lossless=True: {why} ({type(model).__name__}); leave it out")
+        self._model, self._cache = model, cache
+        self._draft_step = model if step is None else step
+        self._guess, self._confidence, self._limit = guess, confidence, limit
+        self._pace = FastestPace() if pace is None else pace
+        self._round: _Round | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __call__(self, **inputs: Any) -> Any:
+        """The model's output for ``inputs``, the keywords of its forward pass.
+
+        Raises:
+            RuntimeError: the cache was changed since the last step.
+        """
+        if not self._is_step(inputs):
+            self.close()
+            return self._model(**inputs)
+        if self._round is not None and self._round.edits == self._edits():
+            output = self._round.next(int(inputs["input_ids"]))
+            if output is not None:
+                return output
+        self.close()
+        return self._begin(inputs)
+
+    def close(self) -> None:
+        """Drop what was read ahead; the cache may be changed again.
+
+        Raises:
+            RuntimeError: it was changed before, so nobody knows what it holds.
+        """
+        ended, self._round = self._round, None
+        if ended is None:
+            return
+        if ended.edits != self._edits():
+            raise RuntimeError(
+                "the cache was changed while LosslessSteps had read ahead: call close() before; "
+                "now start with a new cache or cache.reset()"
+            )
+        surplus = len(ended.tokens) - ended.used
+        if surplus:
+            self._cache.crop(-surplus)
+        else:
+            trim_recorded(self._cache.layers)
+        for layer in self._cache.retrieval_layers:
+            layer.end_round(ended.used)
+        drafted, accepted = len(ended.tokens) - 1, ended.used - 1
+        self._cache.rounds.add(drafted, accepted, ended.draft_s, ended.exact_s)
+        self._pace.learn(drafted, accepted, ended.draft_s, ended.exact_s)
+
+    def _is_step(self, inputs: dict[str, Any]) -> bool:
+        """Whether this is a step of one token of one sequence."""
+        ids = inputs.get("input_ids")
+        is_one = isinstance(ids, torch.Tensor) and ids.shape == (1, 1)
+        return is_one and cache_argument(inputs) is self._cache
+
+    def _begin(self, inputs: dict[str, Any]) -> Any:
+        """The first step of a round; with nothing to draft a round is this step alone."""
+        cache = self._cache
+        start, count = cache.get_seq_length(), self._count()
+        tokens, draft_s = [int(inputs["input_ids"])], 0.0
+        began = time.perf_counter()
+        try:
+            if count:
+                cache.activate_past_recording()
+                tokens += self._draft(inputs, count)
+                draft_s = time.perf_counter() - began
+            output = self._verify(inputs, tokens)
+        except BaseException:
+            self._drop(start)
+            raise
+        exact_s = time.perf_counter() - began - draft_s
+        self._round = _Round(tokens, output, self._edits(), draft_s, exact_s)
+        return self._round.output(0)
+
+    def _count(self) -> int:
+        """How many tokens to draft."""
+        layers = self._cache.retrieval_layers
+        options = self._cache.options
+        most = options.max_draft if self._limit is None else min(options.max_draft, self._limit())
+        # Its rotations may be others for a pass that reaches beyond some length.
+        start = self._cache.get_seq_length()
+        span = Span(past_len=start, chunk_end=start + 1, end=start + options.max_draft + 1)
+        selects = [layer.cold_len > options.budget(layer.cold_len) for layer in layers]
+        # A step that selects nothing is as exact as any; the first one may follow a loaded cache.
+        if not any(selects) or not all(layer.is_ready for layer in layers):
+            return 0
+        if why_whole(self._model.config, span) is not None:
+            return 0
+        return self._pace.count(max(0, most))
+
+    def _draft(self, inputs: dict[str, Any], count: int) -> list[int]:
+        """Up to ``count`` tokens that retrieval expects behind the step's; the cache is as before.
+
+        The caller's random numbers are as before, too.
+        """
+        layers, token = self._cache.retrieval_layers, inputs["input_ids"]
+        text, drafts = self._text(token), []
+        devices = [token.device] if token.is_cuda else []
+        for layer in layers:
+            layer.begin_drafts()
+        with torch.random.fork_rng(devices):
+            for index in range(count):
+                output = self._draft_step(**_at(inputs, token, index, logits=1))
+                token, scores = self._guess(text, output.logits[:, -1].to(text.device))
+                text = torch.cat([text, token], dim=1)
+                drafts.append(token)
+                if self._confidence and scores.softmax(-1).gather(1, token) < self._confidence:
+                    break
+        for layer in layers:
+            layer.end_drafts()
+        self._cache.crop(-len(drafts))
+        return [int(one) for one in torch.cat(drafts, dim=1)[0].tolist()]
+
+    def _text(self, token: torch.Tensor) -> torch.Tensor:
+        """``[1, n]`` ids of the text so far, the step's token included; without unknown ones."""
+        ids = self._cache.input_ids
+        if ids is None:
+            return token
+        return torch.cat([ids[ids >= 0][None].to(token), token], dim=1)
+
+    def _verify(self, inputs: dict[str, Any], tokens: list[int]) -> Any:
+        """The model's output for all ``tokens``, which the cache holds from here on."""
+        ids = inputs["input_ids"].new_tensor([tokens])
+        output = self._model(**_at(inputs, ids, 0, logits=len(tokens)))
+        if ids.is_cuda:
+            torch.cuda.synchronize(ids.device)
+        return output
+
+    def _drop(self, start: int) -> None:
+        """Have the cache as it was at ``start`` tokens, after a pass that broke off."""
+        for layer in self._cache.retrieval_layers:
+            layer.end_round(0)
+        # A layer that broke off as it took tokens in can't go back; the cache says so when it is
+        # used again, and what broke off is the error to raise here.
+        with contextlib.suppress(RuntimeError):
+            self._cache.crop(0)
+            self._cache.crop(start - self._cache.get_seq_length())
+
+    def _edits(self) -> int:
+        return sum(layer.edits for layer in self._cache.retrieval_layers)
+
+
+def why_not(model: PreTrainedModel, cache: RetrievalCache) -> str | None:
+    """Why several tokens in one pass are not what one by one gives; None where they are."""
+    if (why := why_whole(model.config)) is not None:
+        return why
+    for layer in foreign_layers_of(cache.layers).values():
+        linear = isinstance(layer, LinearAttentionCacheLayerMixin)
+        if linear and model.config.get_text_config(decoder=True).model_type not in _NO_RECURRENCE:
+            return "its linear layers have a recurrent state, which can't go back behind drafts"
+    return None
+
+
+class _Round:
+    """Tokens that the exact pass read, its output, and how many of them the caller has read.
+
+    Attributes:
+        tokens: the step's, and the drafts behind it.
+        used: how many the caller has read; at least one.
+        edits: of the layers, when it had read them.
+        draft_s, exact_s: seconds.
+    """
+
+    def __init__(
+        self, tokens: list[int], output: Any, edits: int, draft_s: float, exact_s: float
+    ) -> None:
+        self.tokens, self._output, self.edits = tokens, output, edits
+        self.draft_s, self.exact_s = draft_s, exact_s
+        self.used = 1
+
+    def next(self, token: int) -> Any:
+        """The output behind the caller's next ``token``; None where it was not drafted."""
+        if self.used == len(self.tokens) or self.tokens[self.used] != token:
+            return None
+        self.used += 1
+        return self.output(self.used - 1)
+
+    def output(self, index: int) -> Any:
+        """The model's output as if the token at ``index`` had come alone."""
+        result = copy.copy(self._output)
+        some = slice(index, index + 1)
+        result["logits"] = self._output.logits[:, -len(self.tokens) :][:, some]
+        if isinstance(result.get("hidden_states"), tuple):
+            result["hidden_states"] = tuple(x[:, some] for x in result["hidden_states"])
+        return result
+
+
+def _at(inputs: dict[str, Any], ids: torch.Tensor, ahead: int, logits: int) -> dict[str, Any]:
+    """``inputs`` of a step as those of ``ids [1, n]``, ``ahead`` tokens later.
+
+    ``logits``: of the newest tokens that are asked for, where ``inputs`` say how many.
+    """
+    count = ids.shape[1]
+    changed: dict[str, Any] = {"input_ids": ids}
+    for name in ("position_ids", "cache_position"):
+        first = inputs.get(name)
+        if first is not None:
+            steps = torch.arange(ahead, ahead + count, device=first.device, dtype=first.dtype)
+            changed[name] = first[..., -1:] + steps
+    mask = inputs.get("attention_mask")
+    if mask is not None:
+        more = ahead + count - 1
+        changed["attention_mask"] = torch.nn.functional.pad(mask, (0, more), value=1)
+    for name in _TOKEN_TYPES:
+        if inputs.get(name) is not None:
+            changed[name] = inputs[name][:, -1:].expand(-1, count)
+    if inputs.get("logits_to_keep") is not None:
+        changed["logits_to_keep"] = logits
+    return inputs | changed

@@ -1,0 +1,77 @@
+"""With ``lossless`` a cache that selects four rows gives full attention's own answers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import hf_kvret.generate.lossless as lossless_call
+from hf_kvret.lossless.pace import GivenPace
+from hf_kvret.testing import COVERING_OPTIONS, MODELS, MODES, Case, run_case
+from hf_kvret.testing.conformance import ALL_MODELS
+
+from .cases import ArtifactOptions, caches, expect_passed
+
+METHODS = ("flat", "paris", "lrqk", "ctkvr", "a2ats")
+# These modes are of one sequence, which a call of generate or a loop of one's own decodes.
+ONE_SEQUENCE = (
+    *("greedy", "sampling", "second_turn", "guidance", "own_position_ids", "prefix_reuse"),
+    *("crop_small", "crop_deep", "assisted", "prompt_lookup", "early_exit"),
+)
+# The pass that verifies a draft can't be undone in these.
+RECURRENT = ("qwen3_next",)
+FACTORS: dict[str, list[Any]] = {
+    "model": [name for name in MODELS if name not in RECURRENT],
+    "mode": [mode for mode in ONE_SEQUENCE if mode in MODES],
+    "method": list(METHODS),
+    "store": ["device", "host", "resident", "cpu", "split"],
+    "drafts": [1, 5, 16, 32],
+}
+
+
+def _read_everything(cache: Any) -> bool:
+    """Some cold rows were read by exact passes."""
+    return any(layer["exact_rows"] for layer in cache.stats()["layers"])
+
+
+@pytest.mark.allowed(when=lambda case: True)
+@pytest.mark.factor("drafts", FACTORS["drafts"])
+@pytest.mark.factor("store", FACTORS["store"])
+@pytest.mark.factor("method", FACTORS["method"])
+@pytest.mark.factor("mode", FACTORS["mode"])
+@pytest.mark.factor("model", FACTORS["model"])
+def test_same_as_full_attention(
+    model: str,
+    mode: str,
+    method: str,
+    store: str,
+    drafts: int,
+    artifact_options: ArtifactOptions,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lossless_call, "_pace", lambda *arguments: GivenPace(drafts, None))
+    options = {**COVERING_OPTIONS, "top_k": 4, "max_draft": 32, "lossless": True, "store": store}
+    options |= artifact_options(method, model)
+    options |= {"device_budget": "20KB"} if store == "split" else {}
+    make = caches(method)[method]
+    result = run_case(
+        Case(model, mode), lambda built: make(built.config, **options), proof=_read_everything
+    )
+    expect_passed(result)
+
+
+@pytest.mark.parametrize("model", ALL_MODELS)
+def test_every_model_is_served_or_refused_with_a_reason(model: str) -> None:
+    options = {**COVERING_OPTIONS, "top_k": 4, "lossless": True}
+    make = caches("flat")["flat"]
+    try:
+        result = run_case(
+            Case(model, "greedy"),
+            lambda built: make(built.config, **options),
+            proof=_read_everything,
+        )
+    except ValueError as error:
+        assert "lossless=True: its linear layers" in str(error) or "native" in str(error)
+    else:
+        assert result.status != "failed", result.detail
