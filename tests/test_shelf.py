@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import multiprocessing
 import os
 import shutil
@@ -20,7 +19,7 @@ import torch
 from transformers import PreTrainedModel
 
 import hf_kvret
-from hf_kvret import ParisKVCache, Shelf
+from hf_kvret import ParisKVCache, Shelf, ShelfEntry
 from hf_kvret.saved.description import verify_cache
 from hf_kvret.saved.identity import identity_of
 from hf_kvret.shelf import shelf as shelf_checks
@@ -28,7 +27,7 @@ from hf_kvret.testing import COVERING_OPTIONS, MODELS
 from hf_kvret.testing.scenario import prompt
 
 RUN: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
-SMALL = {name: value for name, value in COVERING_OPTIONS.items() if name != "top_k"}
+IDS = prompt(1, 128)
 
 
 @pytest.fixture
@@ -51,26 +50,51 @@ def _read(
     return cache
 
 
+def _pass(model: PreTrainedModel, ids: torch.Tensor, method: str, **options: Any) -> Any:
+    """A cache that has read ``ids`` alone."""
+    cls = hf_kvret.registered_methods()[method]
+    cache = cls(model.config, **{**COVERING_OPTIONS, **options})
+    hf_kvret.attach(model)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+    return cache
+
+
+def _put(shelf: Shelf, model: PreTrainedModel, ids: torch.Tensor, title: str = "") -> ShelfEntry:
+    return shelf.put(_read(model, ids), ids, model, title)
+
+
+def _find(
+    shelf: Shelf, model: PreTrainedModel, ids: torch.Tensor, method: str = "paris", **options: Any
+) -> Any:
+    return shelf.find(ids, model, method, **{**COVERING_OPTIONS, **options})
+
+
 def _with_more(ids: torch.Tensor, length: int = 20, salt: int = 1) -> torch.Tensor:
     return torch.cat([ids, prompt(1, length, salt=salt)], dim=1)
 
 
-@pytest.mark.parametrize("method", ["flat", "paris", "lrqk", "ctkvr", "h2o"])
-@pytest.mark.parametrize("store", ["device", "cpu"])
+@pytest.mark.parametrize(
+    ("method", "store"),
+    [
+        ("flat", "device"),
+        ("paris", "cpu"),
+        ("lrqk", "cpu"),
+        ("ctkvr", "device"),
+        ("h2o", "cpu"),
+    ],
+)
 def test_a_prompt_goes_on_from_what_is_on_the_shelf(
     method: str, store: str, llama: PreTrainedModel, shelf: Shelf
 ) -> None:
     document = prompt(1, 200)
-    cache = hf_kvret.registered_methods()[method](llama.config, **COVERING_OPTIONS)
-    with torch.no_grad():
-        hf_kvret.attach(llama)
-        llama(document, past_key_values=cache)
+    cache = _pass(llama, document, method)
     entry = shelf.put(cache, document, llama)
     assert (entry.tokens, entry.method) == (200, method) and entry.nbytes > 200 * 64 * 4
     question = _with_more(document)
-    found = shelf.find(question, llama, method, **COVERING_OPTIONS, store=store)
-    assert found is not None and found.get_seq_length() == found.from_shelf == 200
-    assert found.stats()["from_shelf"] == 200 and found.options.store == store
+    found = _find(shelf, llama, question, method, store=store)
+    assert found.get_seq_length() == found.from_shelf == found.stats()["from_shelf"] == 200
+    assert found.options.store == store
     answer = llama.generate(question, past_key_values=found, **RUN)
     # As the cache that read it goes on.
     assert torch.equal(answer, llama.generate(question, past_key_values=cache, **RUN))
@@ -85,16 +109,19 @@ def test_a_part_of_an_entry_is_found_and_an_answer_is_not_put(
     entry = shelf.put(cache, ids, llama)
     assert entry.tokens == 300 and entry.can_crop and cache.get_seq_length() == 303
     other = torch.cat([ids[:, :250], prompt(1, 30, salt=2)], dim=1)
-    found = shelf.find(other, llama, "paris", **COVERING_OPTIONS)
-    # Whole blocks of 64: three of the four that begin within 250 tokens end there.
-    assert found is not None and found.from_shelf == found.get_seq_length() == 192
-    answer = llama.generate(other, past_key_values=found, **RUN)
-    assert torch.equal(answer, llama.generate(other, **RUN))
-    same = shelf.find(ids, llama, "paris", **COVERING_OPTIONS)
-    assert same is not None and same.from_shelf == 299, "a token is left to be read"
-    assert torch.equal(llama.generate(ids, past_key_values=same, **RUN), llama.generate(ids, **RUN))
-    assert shelf.find(prompt(1, 300, salt=3), llama, "paris", **COVERING_OPTIONS) is None
-    assert shelf.find(ids[:, :40], llama, "paris", **COVERING_OPTIONS) is None
+    # Whole blocks of 64: three of the four that begin within 250 tokens end there. Of the same
+    # prompt a token is left to be read.
+    for asked, known in ((other, 192), (ids, 299)):
+        found = _find(shelf, llama, asked)
+        assert found.from_shelf == found.get_seq_length() == known
+        answer = llama.generate(asked, past_key_values=found, **RUN)
+        assert torch.equal(answer, llama.generate(asked, **RUN))
+    # A crop takes away what came from the shelf.
+    found.crop(100 - found.get_seq_length())
+    llama.generate(_with_more(ids[:, :100]), past_key_values=found, **RUN)
+    assert found.stats()["from_shelf"] == found.fork().stats()["from_shelf"] == 100
+    assert _find(shelf, llama, prompt(1, 300, salt=3)) is None
+    assert _find(shelf, llama, ids[:, :40]) is None
 
 
 @pytest.mark.parametrize("method", ["flat", "paris", "lrqk", "ctkvr", "h2o"])
@@ -106,26 +133,20 @@ def test_an_entry_has_the_same_name_in_every_process(
     # Without ``default`` it refuses anything else.
     plain = SimpleNamespace(dumps=lambda content, **_: dumps(content, sort_keys=True))
     monkeypatch.setattr(shelf_checks, "json", plain)
-    options = {**COVERING_OPTIONS, "prompt": {"above": 0, "floor": 0, "exact": 16}}
-    assert shelf.find(prompt(1, 70), llama, method, **options) is None
+    recipe = {"above": 0, "floor": 0, "exact": 16}
+    assert _find(shelf, llama, prompt(1, 70), method, prompt=recipe) is None
 
 
 @pytest.mark.parametrize(("name", "method"), [("gemma3", "flat"), ("qwen3_next", "paris")])
 def test_what_can_not_go_back_is_taken_whole_or_not(name: str, method: str, shelf: Shelf) -> None:
     model, ids = MODELS[name].build(), prompt(1, 130)
-    cache = hf_kvret.registered_methods()[method](model.config, **COVERING_OPTIONS)
-    hf_kvret.attach(model)
-    with torch.no_grad():
-        model(ids, past_key_values=cache)
-    entry = shelf.put(cache, ids, model)
-    assert not entry.can_crop
-    assert shelf.find(ids, model, method, **COVERING_OPTIONS) is None
+    assert not shelf.put(_pass(model, ids, method), ids, model).can_crop
+    assert _find(shelf, model, ids, method) is None
     more = _with_more(ids)
-    found = shelf.find(more, model, method, **COVERING_OPTIONS)
-    assert found is not None and found.from_shelf == 130
-    assert torch.equal(
-        model.generate(more, past_key_values=found, **RUN), model.generate(more, **RUN)
-    )
+    found = _find(shelf, model, more, method)
+    assert found.from_shelf == 130
+    answer = model.generate(more, past_key_values=found, **RUN)
+    assert torch.equal(answer, model.generate(more, **RUN))
     with pytest.raises(RuntimeError, match="put it before anything is generated"):
         shelf.put(found, ids, model)
 
@@ -133,110 +154,85 @@ def test_what_can_not_go_back_is_taken_whole_or_not(name: str, method: str, shel
 def test_a_request_finds_only_what_it_could_have_read_itself(
     llama: PreTrainedModel, shelf: Shelf
 ) -> None:
-    ids = prompt(1, 128)
-    shelf.put(_read(llama, ids), ids, llama)
+    _put(shelf, llama, IDS)
     retrieve = {"above": 0, "floor": 0, "exact": 16}
-    more = _with_more(ids)
+    more = _with_more(IDS)
     for options in ({"top_k": 16}, {"store": "host"}, {"flush": 8}, {"max_draft": 9}):
-        found = shelf.find(more, llama, "paris", **{**COVERING_OPTIONS, **options})
-        assert found is not None and {**options}.items() <= vars(found.options).items()
+        found = _find(shelf, llama, more, **options)
+        assert options.items() <= vars(found.options).items()
     coded: dict[str, Any] = {"store": "higgs", "bits": 16}
     for options in ({"sink": 3}, {"recent": 16}, {"prompt": retrieve}, {"store": "higgs"}, coded):
-        assert shelf.find(more, llama, "paris", **{**COVERING_OPTIONS, **options}) is None
-    assert shelf.find(more, llama, "flat", **COVERING_OPTIONS) is None
+        assert _find(shelf, llama, more, **options) is None
+    assert _find(shelf, llama, more, "flat") is None
     with torch.no_grad():
         llama.model.layers[0].mlp.up_proj.weight.mul_(1.5)
-    assert shelf.find(more, llama, "paris", **COVERING_OPTIONS) is None
-    other = MODELS["qwen3"].build()
-    assert shelf.find(more, other, "paris", **COVERING_OPTIONS) is None
-    read = _read(llama, ids, prompt=retrieve)
-    shelf.put(read, ids, llama)
-    found = shelf.find(more, llama, "paris", **COVERING_OPTIONS, prompt=retrieve)
-    assert found is not None and found.options.prompt_recipe is not None
-    assert shelf.find(more, llama, "paris", **COVERING_OPTIONS) is None
+    assert _find(shelf, llama, more) is None
+    assert _find(shelf, MODELS["qwen3"].build(), more) is None
+    shelf.put(_read(llama, IDS, prompt=retrieve), IDS, llama)
+    assert _find(shelf, llama, more, prompt=retrieve).options.prompt_recipe is not None
+    assert _find(shelf, llama, more) is None
 
 
 def test_what_evicts_is_found_with_its_budget_and_put_without_an_answer(
     llama: PreTrainedModel, shelf: Shelf
 ) -> None:
     ids = prompt(1, 200)
-    small = {**COVERING_OPTIONS, "top_k": 16}
-    cache = hf_kvret.H2OCache(llama.config, **small)
-    hf_kvret.attach(llama)
-    with torch.no_grad():
-        llama(ids, past_key_values=cache)
+    cache = _pass(llama, ids, "h2o", top_k=16)
     shelf.put(cache, ids, llama)
-    assert shelf.find(_with_more(ids), llama, "h2o", **small) is not None
-    assert shelf.find(_with_more(ids), llama, "h2o", **COVERING_OPTIONS) is None
+    assert _find(shelf, llama, _with_more(ids), "h2o", top_k=16) is not None
+    assert _find(shelf, llama, _with_more(ids), "h2o") is None
     with torch.no_grad():
         llama(ids[:, :1], past_key_values=cache)
     with pytest.raises(RuntimeError, match="h2o has weighed earlier tokens by them"):
         shelf.put(cache, ids, llama)
 
 
-def test_a_model_of_which_nobody_can_tell_is_refused(
-    llama: PreTrainedModel, shelf: Shelf, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ids = prompt(1, 128)
-    cache = _read(llama, ids)
-    with monkeypatch.context() as patch:
-        patch.setattr(llama.config, "image_token_id", int(ids[0, 5]), raising=False)
-        with pytest.raises(ValueError, match="filled with more than text"):
-            shelf.put(cache, ids, llama)
-    bare = replace(identity_of(llama), weights={})
-    monkeypatch.setattr(shelf_checks, "identity_of", lambda model: bare)
-    for act in (
-        lambda: shelf.put(cache, ids, llama),
-        lambda: shelf.find(ids, llama, "paris", **COVERING_OPTIONS),
-    ):
-        with pytest.raises(ValueError, match="weights can't be read here"):
-            act()
-
-
 def test_the_least_used_entries_leave_and_beginnings_of_longer_ones(
     llama: PreTrainedModel, tmp_path: Path
 ) -> None:
     shelf, texts = Shelf(tmp_path), [prompt(1, 128, salt=salt) for salt in range(4)]
-    first = shelf.put(_read(llama, texts[0]), texts[0], llama)
-    again = shelf.put(_read(llama, texts[0]), texts[0], llama)
-    assert again.name == first.name and len(shelf.entries()) == 1
+    first = _put(shelf, llama, texts[0])
+    assert _put(shelf, llama, texts[0]).name == first.name and len(shelf.entries()) == 1
     shelf = Shelf(tmp_path, max_size=int(first.nbytes * 2.5))
-    shelf.put(_read(llama, texts[1]), texts[1], llama)
+    _put(shelf, llama, texts[1])
     for name in (entry.name for entry in shelf.entries()):
         os.utime(tmp_path / name / "shelf.json", (1, 1 if name == first.name else 2))
-    assert shelf.find(_with_more(texts[0]), llama, "paris", **COVERING_OPTIONS) is not None
-    shelf.put(_read(llama, texts[2]), texts[2], llama)
-    left = [shelf.find(_with_more(ids), llama, "paris", **COVERING_OPTIONS) for ids in texts]
-    assert [found is not None for found in left] == [True, False, True, False]
-    longer = _with_more(texts[0], 30)
-    shelf.put(_read(llama, longer), longer, llama)
+    assert _find(shelf, llama, _with_more(texts[0])) is not None
+    _put(shelf, llama, texts[2])
+    left = [_find(shelf, llama, _with_more(ids)) is not None for ids in texts]
+    assert left == [True, False, True, False]
+    _put(shelf, llama, _with_more(texts[0], 30))
     assert [entry.tokens for entry in shelf.entries()] == [158, 128]
     assert first.name not in {entry.name for entry in shelf.entries()}
     with pytest.raises(ValueError, match=r"the cache takes .* GB, and the shelf holds at most"):
-        Shelf(tmp_path / "small", max_size=1000).put(_read(llama, texts[3]), texts[3], llama)
-    assert not [path for path in (tmp_path / "small").iterdir() if path.name != ".lock"]
-    name = shelf.entries()[0].name
-    shelf.remove(name)
-    assert name not in {entry.name for entry in shelf.entries()}
-    with pytest.raises(ValueError, match="has no entry"):
-        shelf.remove("../elsewhere")
+        _put(Shelf(tmp_path / "small", max_size=1000), llama, texts[3])
+    assert not list((tmp_path / "small").iterdir())
+
+
+def test_what_is_damaged_leaves_before_what_is_whole(
+    llama: PreTrainedModel, tmp_path: Path
+) -> None:
+    texts = [prompt(1, 128, salt=salt) for salt in range(4)]
+    names = [_put(Shelf(tmp_path), llama, ids).name for ids in texts[:3]]
+    nbytes = Shelf(tmp_path).entries()[0].nbytes
+    (tmp_path / names[2] / "shelf.json").write_text("{")
+    (tmp_path / "others").mkdir()
+    new = _put(Shelf(tmp_path, max_size=int(nbytes * 3.5)), llama, texts[3]).name
+    assert {path.name for path in tmp_path.iterdir()} == {*names[:2], new, "others"}
 
 
 def test_files_are_their_owners_alone_and_those_of_others_are_left_out(
     llama: PreTrainedModel, shelf: Shelf, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ids = prompt(1, 128)
-    entry = shelf.put(_read(llama, ids), ids, llama)
-    path = shelf.folder / entry.name
+    path = shelf.folder / _put(shelf, llama, IDS).name
     assert shelf.folder.stat().st_mode & 0o777 == path.stat().st_mode & 0o777 == 0o700
     assert {file.stat().st_mode & 0o777 for file in path.iterdir()} == {0o600}
     for target in (path, path / "shelf.json"):
         target.chmod(target.stat().st_mode | 0o020)
-        with caplog.at_level(logging.WARNING):
-            assert shelf.find(_with_more(ids), llama, "paris", **COVERING_OPTIONS) is None
+        assert _find(shelf, llama, _with_more(IDS)) is None
         assert "others could have written it" in caplog.messages[-1]
         target.chmod(target.stat().st_mode & ~0o020)
-    assert shelf.find(_with_more(ids), llama, "paris", **COVERING_OPTIONS) is not None
+    assert _find(shelf, llama, _with_more(IDS)) is not None
 
 
 def _swap(first: Path, second: Path) -> None:
@@ -285,49 +281,20 @@ def test_a_broken_entry_is_left_out_with_a_warning_and_is_put_again(
     model, texts, caches = _documents()
     names = [shelf.put(*pair, model, "title").name for pair in zip(caches, texts, strict=True)]
     FAULTS[fault](*(shelf.folder / name for name in names))
-    wanted: Any = model, "paris"
     # As in other processes: each has to see it by itself.
     other, fresh = Shelf(shelf.folder), Shelf(shelf.folder)
-    with caplog.at_level(logging.WARNING):
-        assert shelf.has(texts[0], *wanted, **COVERING_OPTIONS) is None
-        assert other.find(_with_more(texts[0]), *wanted, **COVERING_OPTIONS) is None
+    assert shelf.has(texts[0], model, "paris", **COVERING_OPTIONS) is None
+    assert _find(other, model, _with_more(texts[0])) is None
     assert "is left out" in caplog.text
     for pair in zip(caches, texts, strict=True):
         fresh.put(*pair, model)
     assert {entry.name for entry in fresh.entries()} == set(names)
     for ids in texts:
-        assert fresh.has(ids, *wanted, **COVERING_OPTIONS) is not None
-        found = fresh.find(_with_more(ids), *wanted, **COVERING_OPTIONS)
-        assert found is not None and found.from_shelf == 192
+        assert fresh.has(ids, model, "paris", **COVERING_OPTIONS) is not None
+        assert _find(fresh, model, _with_more(ids)).from_shelf == 192
     written = (shelf.folder / names[0]).stat().st_ino
     fresh.put(caches[0], texts[0], model)
     assert (shelf.folder / names[0]).stat().st_ino == written, "it is whole, and not put again"
-
-
-def test_what_is_damaged_leaves_before_what_is_whole(
-    llama: PreTrainedModel, tmp_path: Path
-) -> None:
-    texts = [prompt(1, 128, salt=salt) for salt in range(4)]
-    names = [Shelf(tmp_path).put(_read(llama, ids), ids, llama).name for ids in texts[:3]]
-    nbytes = Shelf(tmp_path).entries()[0].nbytes
-    (tmp_path / names[2] / "shelf.json").write_text("{")
-    (tmp_path / "others").mkdir()
-    shelf = Shelf(tmp_path, max_size=int(nbytes * 3.5))
-    new = shelf.put(_read(llama, texts[3]), texts[3], llama).name
-    left = {path.name for path in tmp_path.iterdir()}
-    assert left == {*names[:2], new, "others"}
-
-
-def test_a_cropped_cache_has_no_more_from_the_shelf_than_it_holds(
-    llama: PreTrainedModel, shelf: Shelf
-) -> None:
-    ids = prompt(1, 128)
-    shelf.put(_read(llama, ids), ids, llama)
-    found = shelf.find(_with_more(ids), llama, "paris", **COVERING_OPTIONS)
-    assert found is not None and found.from_shelf == 128
-    found.crop(-28)
-    llama.generate(_with_more(ids[:, :100]), past_key_values=found, **RUN)
-    assert found.stats()["from_shelf"] == found.fork().stats()["from_shelf"] == 100
 
 
 def test_what_has_a_title_stays_and_is_found_by_it(llama: PreTrainedModel, shelf: Shelf) -> None:
@@ -342,44 +309,38 @@ def test_what_has_a_title_stays_and_is_found_by_it(llama: PreTrainedModel, shelf
     other = shelf.put(cache, ids[:, :192], llama, title=short.name)
     assert shelf.entry(short.name).tokens == 128, "a name comes before a title"
     shelf.remove(other.name)
+    # What is damaged can be removed, too.
     (shelf.folder / short.name / "shelf.json").write_text("{")
     shelf.remove(short.name)
     assert [entry.tokens for entry in shelf.entries()] == [300]
-    with pytest.raises(ValueError, match="no entry ''"):
-        shelf.entry("")
-
-
-def test_a_shelf_is_a_folder(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="is a file: give a folder"):
-        Shelf(tmp_path / "file")
+    for name in ("", "../elsewhere"):
+        with pytest.raises(ValueError, match=f"no entry '{name}'"):
+            shelf.remove(name)
 
 
 @pytest.mark.parametrize("is_there", [True, False])
 def test_a_shelf_may_be_a_link_of_ones_own(
     is_there: bool, llama: PreTrainedModel, tmp_path: Path
 ) -> None:
+    real = tmp_path / "real"
     if is_there:
-        (tmp_path / "real").mkdir(mode=0o700)
-    (tmp_path / "link").symlink_to(tmp_path / "real")
-    shelf, ids = Shelf(tmp_path / "link"), prompt(1, 128)
-    name = shelf.put(_read(llama, ids), ids, llama, "title").name
-    assert (tmp_path / "real" / name).is_dir() and (tmp_path / "link").is_symlink()
-    assert shelf.has(ids, llama, "paris", **COVERING_OPTIONS) == shelf.entry("title")
-    assert shelf.find(_with_more(ids), llama, "paris", **COVERING_OPTIONS) is not None
-    assert shelf.load("title", llama).from_shelf == 128
+        real.mkdir(mode=0o700)
+    (tmp_path / "link").symlink_to(real)
+    shelf = Shelf(tmp_path / "link")
+    name = _put(shelf, llama, IDS, "title").name
+    assert (real / name).is_dir() and (tmp_path / "link").is_symlink()
+    assert _find(shelf, llama, _with_more(IDS)) is not None
     assert verify_cache(tmp_path / "link" / name)
     # Links in a shelf are not followed.
-    (tmp_path / "real" / name).rename(tmp_path / "elsewhere")
-    (tmp_path / "real" / name).symlink_to(tmp_path / "elsewhere")
+    (real / name).rename(tmp_path / "elsewhere")
+    (real / name).symlink_to(tmp_path / "elsewhere")
     assert not shelf.entries()
-    (tmp_path / "real" / name).unlink()
-    (tmp_path / "elsewhere").rename(tmp_path / "real" / name)
-    shelf.remove("title")
-    assert not list((tmp_path / "real").iterdir())
-    (tmp_path / "real").chmod(0o770)
+    real.chmod(0o770)
     with pytest.raises(ValueError, match="others may write there"):
         shelf.check_writable()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="is a file: give a folder"):
+        Shelf(tmp_path / "file")
 
 
 def test_a_shelf_takes_half_of_what_its_disk_has_for_it(
@@ -391,8 +352,8 @@ def test_a_shelf_takes_half_of_what_its_disk_has_for_it(
     shelf = Shelf(tmp_path / "not" / "there")
     assert shelf.max_bytes == 10**9 // 2
     texts = [prompt(1, 128, salt=salt) for salt in range(3)]
-    nbytes = shelf.put(_read(llama, texts[0]), texts[0], llama).nbytes
-    shelf.put(_read(llama, texts[1]), texts[1], llama)
+    nbytes = _put(shelf, llama, texts[0]).nbytes
+    _put(shelf, llama, texts[1])
     free[0] -= 2 * nbytes
     assert shelf.max_bytes == 10**9 // 2, "what is there counts as free"
     assert Shelf(shelf.folder, max_size=10**6).max_bytes == 10**6
@@ -406,50 +367,54 @@ def test_a_shelf_takes_half_of_what_its_disk_has_for_it(
         save(self, *args, **options)
 
     monkeypatch.setattr(ParisKVCache, "save_pretrained", saved)
-    name = Shelf(shelf.folder, 10**12).put(_read(llama, texts[2]), texts[2], llama).name
+    name = _put(Shelf(shelf.folder, 10**12), llama, texts[2]).name
     assert left < [2] and shelf.entries()[0].name == name
 
 
-def test_bad_input_is_told(llama: PreTrainedModel, shelf: Shelf) -> None:
-    ids = prompt(1, 128)
-    cache = _read(llama, ids)
-    for wrong, message in (
-        (prompt(2, 128), r"input_ids are \[2, 128\]: a shelf holds caches of one sequence"),
-        (prompt(1, 128, salt=5), "the cache has not read these 128 tokens"),
-        (prompt(1, 400), "the cache has not read these 400 tokens"),
-        (ids[:, :20], "input_ids has 20 tokens: a shelf holds 64 and more"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            shelf.put(cache, wrong, llama)
-    with pytest.raises(ValueError, match="whose tokens it saw"):
-        shelf.put(ParisKVCache(llama.config), ids, llama)
-    with pytest.raises(ValueError, match="qwen3"):
-        shelf.put(cache, ids, MODELS["qwen3"].build())
-    with pytest.raises(ValueError, match="method='pariss': choose among"):
-        shelf.find(ids, llama, "pariss")
-    with pytest.raises(ValueError, match="did you mean 'top_k'"):
-        shelf.find(ids, llama, "paris", topk=3)
+def test_what_is_no_text_of_one_sequence_is_refused(
+    llama: PreTrainedModel, shelf: Shelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = _read(llama, IDS)
     embedded = ParisKVCache(llama.config, **COVERING_OPTIONS)
     with torch.no_grad():
-        embeds = llama.get_input_embeddings()(ids)
+        embeds = llama.get_input_embeddings()(IDS)
     llama.generate(inputs_embeds=embeds, past_key_values=embedded, **RUN)
-    with pytest.raises(ValueError, match="filled with more than text"):
-        shelf.put(embedded, ids, llama)
     padded = ParisKVCache(llama.config, **COVERING_OPTIONS)
-    mask = torch.ones_like(ids).index_fill(1, torch.arange(9), 0)
-    llama.generate(ids, attention_mask=mask, past_key_values=padded, **RUN)
-    for cache in (padded, padded.fork()):
-        with pytest.raises(ValueError, match="the cache holds padding"):
-            shelf.put(cache, ids, llama)
+    mask = torch.ones_like(IDS).index_fill(1, torch.arange(9), 0)
+    llama.generate(IDS, attention_mask=mask, past_key_values=padded, **RUN)
+    qwen = MODELS["qwen3"].build()
+    for filled, ids, model, words in (
+        (cache, prompt(2, 128), llama, r"input_ids are \[2, 128\]: a shelf holds caches of one s"),
+        (cache, prompt(1, 128, salt=5), llama, "the cache has not read these 128 tokens"),
+        (cache, prompt(1, 400), llama, "the cache has not read these 400 tokens"),
+        (cache, IDS[:, :20], llama, "input_ids has 20 tokens: a shelf holds 64 and more"),
+        (cache, IDS, qwen, "qwen3"),
+        (ParisKVCache(llama.config), IDS, llama, "whose tokens it saw"),
+        (embedded, IDS, llama, "filled with more than text"),
+        (padded, IDS, llama, "the cache holds padding"),
+        (padded.fork(), IDS, llama, "the cache holds padding"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            shelf.put(filled, ids, model)
+    with pytest.raises(ValueError, match="method='pariss': choose among"):
+        shelf.find(IDS, llama, "pariss")
+    with pytest.raises(ValueError, match="did you mean 'top_k'"):
+        shelf.find(IDS, llama, "paris", topk=3)
+    with monkeypatch.context() as patch:
+        patch.setattr(llama.config, "image_token_id", int(IDS[0, 5]), raising=False)
+        with pytest.raises(ValueError, match="filled with more than text"):
+            shelf.put(cache, IDS, llama)
+    bare = replace(identity_of(llama), weights={})
+    monkeypatch.setattr(shelf_checks, "identity_of", lambda model: bare)
+    with pytest.raises(ValueError, match="weights can't be read here"):
+        shelf.put(cache, IDS, llama)
     assert not shelf.folder.exists() and shelf.entries() == []
-    assert shelf.find(ids, llama, "paris", **COVERING_OPTIONS) is None
 
 
 def test_two_processes_put_the_same_and_a_killed_one_leaves_nothing(
     llama: PreTrainedModel, shelf: Shelf
 ) -> None:
-    ids = prompt(1, 128)
-    cache, fork = _read(llama, ids), multiprocessing.get_context("fork")
+    cache, fork = _read(llama, IDS), multiprocessing.get_context("fork")
     names, is_written = fork.SimpleQueue(), fork.Event()
 
     def put(hangs: bool) -> None:
@@ -465,26 +430,26 @@ def test_two_processes_put_the_same_and_a_killed_one_leaves_nothing(
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(ParisKVCache, "save_pretrained", saved)
-            names.put(shelf.put(cache, ids, llama).name)
+            names.put(shelf.put(cache, IDS, llama).name)
 
     killed, *others = (
         fork.Process(target=put, args=(hangs,), daemon=True) for hangs in (True, False, False)
     )
     killed.start()
-    assert is_written.wait(60)
-    assert len(list(shelf.folder.glob(".unfinished-*"))) == 1 and not shelf.entries()
+    assert is_written.wait(60) and not shelf.entries()
     for process in others:
         process.start()
     for process in others:
         process.join(60)
         assert process.exitcode == 0
     assert {names.get() for _ in others} == {entry.name for entry in shelf.entries()}
-    # One that is at work keeps its folder.
-    assert len(list(shelf.folder.glob(".unfinished-*"))) == 1
     killed.kill()
     killed.join(60)
-    found = shelf.find(_with_more(ids), llama, "paris", **COVERING_OPTIONS)
-    assert found is not None and found.from_shelf == 128
-    other = prompt(1, 128, salt=9)
-    shelf.put(_read(llama, other), other, llama)
-    assert not list(shelf.folder.glob(".unfinished-*")) and len(shelf.entries()) == 2
+    assert _find(shelf, llama, _with_more(IDS)).from_shelf == 128
+    # A day later nobody is at work on its folder any more.
+    [left] = shelf.folder.glob(".unfinished-*")
+    _put(shelf, llama, prompt(1, 128, salt=8))
+    assert left.exists()
+    os.utime(left, (1, 1))
+    _put(shelf, llama, prompt(1, 128, salt=9))
+    assert not list(shelf.folder.glob(".unfinished-*")) and len(shelf.entries()) == 3

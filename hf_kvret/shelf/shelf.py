@@ -1,6 +1,7 @@
 """A shelf: caches of prompts in a folder, found again by the tokens that they begin with.
 
-Several processes may use a shelf at once: locks are the system's, which a kill releases.
+Several processes may use a shelf at once: an entry comes and goes by renaming its folder, so it is
+there as a whole or not at all.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
@@ -48,15 +49,11 @@ from hf_kvret.shelf.entry import (
 )
 from hf_kvret.stores.placement import CODED, UNCODED
 
-try:
-    import fcntl
-except ImportError:  # not on Windows
-    fcntl = None  # type: ignore[assignment]
-
 _log = logging.getLogger(__name__)
 
-_LOCK = ".lock"
 _UNFINISHED = ".unfinished-"
+# An unfinished entry that nobody wrote to for so long is of a process that was killed.
+_ABANDONED_SECONDS = 24 * 3600
 # Kinds of inputs that stand in a text as tokens of their own.
 _OTHER_INPUTS = ("image", "video", "audio")
 # A place that fails with one of these may work another time.
@@ -141,29 +138,31 @@ class Shelf:
         named = ("artifact", "revision") if cls.needs_artifact else ()
         changes = {name: getattr(empty.options, name) for name in LOAD_OPTIONS}
         changes |= {name: options[name] for name in named if name in options}
-        with self._locked(exclusive=False):
-            entries = (one for one in self.entries() if one.name not in self._damaged)
-            found = [(one.common(ids, chain), one) for one in entries if one.key == key]
-            for common, entry in sorted(found, key=lambda pair: pair[0], reverse=True):
-                common = min(common, len(ids) - 1)
-                if common < BLOCK or (common < entry.tokens and not entry.can_crop):
-                    continue
-                path = self.folder / entry.name
-                try:
-                    cache = cls.from_pretrained(
-                        path, model.config, model.device, model=model, **changes
-                    )
-                except (OSError, ValueError) as error:
-                    _log.warning("%s is left out (shelf.remove takes it away): %s", path, error)
-                    if isinstance(error, ValueError):
-                        self._damaged.add(entry.name)
-                    continue
-                if common < entry.tokens:
-                    cache.crop(common - entry.tokens)
-                cache.from_shelf = common
-                with suppress(OSError):
-                    os.utime(path / DESCRIPTION)
-                return cache
+        entries = [one for one in self.entries() if one.key == key]
+        candidates = [
+            (min(one.common(ids, chain), len(ids) - 1), one)
+            for one in entries
+            if one.name not in self._damaged
+        ]
+        for common, entry in sorted(candidates, key=lambda pair: pair[0], reverse=True):
+            if common < BLOCK or (common < entry.tokens and not entry.can_crop):
+                continue
+            path = self.folder / entry.name
+            try:
+                cache = cls.from_pretrained(
+                    path, model.config, model.device, model=model, **changes
+                )
+            except (OSError, ValueError) as error:
+                _log.warning("%s is left out (shelf.remove takes it away): %s", path, error)
+                if isinstance(error, ValueError):
+                    self._damaged.add(entry.name)
+                continue
+            if common < entry.tokens:
+                cache.crop(common - entry.tokens)
+            cache.from_shelf = common
+            with suppress(OSError):
+                os.utime(path / DESCRIPTION)
+            return cache
         return None
 
     def has(
@@ -189,10 +188,9 @@ class Shelf:
         """
         entry = self.entry(name)
         path, load = self.folder / entry.name, _method(entry.method).from_pretrained
-        with self._locked(exclusive=False):
-            cache = load(path, model.config, model.device, model=model, **changes)
-            with suppress(OSError):
-                os.utime(path / DESCRIPTION)
+        cache = load(path, model.config, model.device, model=model, **changes)
+        with suppress(OSError):
+            os.utime(path / DESCRIPTION)
         cache.from_shelf = entry.tokens
         return cache
 
@@ -248,8 +246,7 @@ class Shelf:
         with self._unfinished() as path:
             # Where others filled the disk, old entries leave before the new one is written.
             if shutil.disk_usage(path).free < entry.nbytes <= most:
-                with self._locked(exclusive=True):
-                    self._make_room(entry, ids, most)
+                self._make_room(entry, ids, most)
             cache.save_pretrained(path, model=model)
             replace_file(path / DESCRIPTION, description_of(entry, path))
             for file in path.iterdir():
@@ -260,12 +257,16 @@ class Shelf:
                     f"the cache takes {entry.nbytes / 1e9:.2f} GB, and the shelf holds at most "
                     f"{most / 1e9:.2f} GB: give a larger max_size, or free space on its disk"
                 )
-            with self._locked(exclusive=True):
-                # What can't be read may be there, or another process has put the same.
-                self._take_away(self.folder / name)
+            # What can't be read may be there.
+            self._take_away(self.folder / name)
+            try:
                 path.rename(self.folder / name)
-                self._damaged.discard(name)
-                self._make_room(entry, ids, most)
+            except OSError as error:
+                # Another process has put the same right now.
+                if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                    raise
+            self._damaged.discard(name)
+            self._make_room(entry, ids, most)
         return entry
 
     def entries(self) -> list[ShelfEntry]:
@@ -318,30 +319,28 @@ class Shelf:
                     f"{1 + len(others)} entries of {self.folder} have this title: give the name of "
                     f"one, {', '.join([name, *others])} (the last put first)"
                 )
-        with self._locked(exclusive=True):
-            self._take_away(self.folder / name)
+        self._take_away(self.folder / name)
 
     def _take_away(self, path: Path) -> None:
         """Remove an entry at once: a kill leaves a whole one, or what the next put cleans up."""
         with suppress(FileNotFoundError):
             path = path.rename(self.folder / f"{_UNFINISHED}{secrets.token_hex(8)}")
-        shutil.rmtree(path, ignore_errors=True)
+            shutil.rmtree(path, ignore_errors=True)
 
     def _whole_entry(self, name: str) -> ShelfEntry | None:
         """The entry of that name, all of whose files are as they were put; None for none.
 
         A warning tells of damage.
         """
-        with self._locked(exclusive=False):
-            entry = next((one for one in self.entries() if one.name == name), None)
-            if entry is None or name in self._damaged:
-                return None
-            try:
-                verify_cache(self.folder / name)
-            except (OSError, ValueError) as error:
-                _log.warning("%s is damaged, and is left out: %s", self.folder / name, error)
-                self._damaged.add(name)
-                return None
+        entry = next((one for one in self.entries() if one.name == name), None)
+        if entry is None or name in self._damaged:
+            return None
+        try:
+            verify_cache(self.folder / name)
+        except (OSError, ValueError) as error:
+            _log.warning("%s is damaged, and is left out: %s", self.folder / name, error)
+            self._damaged.add(name)
+            return None
         return entry
 
     def _make_room(self, new: ShelfEntry, ids: torch.Tensor, most: int) -> None:
@@ -371,50 +370,17 @@ class Shelf:
 
     @contextmanager
     def _unfinished(self) -> Iterator[Path]:
-        """A folder to be filled and renamed; what it has then is gone if that fails.
-
-        Folders of processes that were killed are removed: nobody holds their locks.
-        """
+        """A folder to be filled and renamed; what it has then is gone if that fails."""
+        for left in self.folder.glob(f"{_UNFINISHED}*"):
+            with suppress(FileNotFoundError):
+                if time.time() - left.stat().st_mtime > _ABANDONED_SECONDS:
+                    shutil.rmtree(left, ignore_errors=True)
         path = self.folder / f"{_UNFINISHED}{secrets.token_hex(8)}"
-        with ExitStack() as stack:
-            # A folder that nobody has locked yet would look like one of a killed process.
-            with self._locked(exclusive=True):
-                for left in self.folder.glob(f"{_UNFINISHED}*") if fcntl is not None else ():
-                    with suppress(OSError), _lock_of(left / _LOCK, exclusive=True, wait=False):
-                        shutil.rmtree(left)
-                path.mkdir(mode=0o700)
-                stack.callback(shutil.rmtree, path, ignore_errors=True)
-                stack.enter_context(_lock_of(path / _LOCK, exclusive=True))
+        path.mkdir(mode=0o700)
+        try:
             yield path
-
-    @contextmanager
-    def _locked(self, exclusive: bool) -> Iterator[None]:
-        """Entries stay while one is read; they come and go one at a time."""
-        if not self.folder.is_dir():
-            yield
-            return
-        # The folder itself, which also those lock who may only read.
-        with _lock_of(self.folder, exclusive):
-            yield
-
-
-@contextmanager
-def _lock_of(path: Path, exclusive: bool, wait: bool = True) -> Iterator[None]:
-    """The lock of a folder, or of a file in it, which is made; BlockingIOError unless ``wait``."""
-    if fcntl is None:
-        yield
-        return
-    flags = os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT
-    descriptor = os.open(path, flags, 0o600)
-    try:
-        kind = fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH
-        fcntl.flock(descriptor, kind if wait else kind | fcntl.LOCK_NB)
-        yield
-    finally:
-        # A forked process may have the descriptor, too.
-        with suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
-        os.close(descriptor)
+        finally:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _place_of(model: PreTrainedModel) -> str:
