@@ -8,11 +8,9 @@ artifact.check_weights(model)
 """
 
 from hf_kvret.artifacts.artifact import CalibrationArtifact
-from hf_kvret.artifacts.files import FORMAT_VERSION
 from hf_kvret.artifacts.identity import ModelIdentity, WeightSample, WeightsReport
 
 __all__ = [
-    "FORMAT_VERSION",
     "CalibrationArtifact",
     "ModelIdentity",
     "WeightSample",

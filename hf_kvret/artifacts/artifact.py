@@ -5,10 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -17,20 +16,13 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from hf_kvret.artifacts.card import model_card
-from hf_kvret.artifacts.files import (
-    read_description,
-    read_tensors,
-    write_folder,
-    write_for_hub,
-)
+from hf_kvret.artifacts.files import TENSORS, read_description, read_tensors, write_folder
 from hf_kvret.artifacts.hub import check_repository, find_folder, hub_api
 from hf_kvret.artifacts.identity import ModelIdentity, WeightsReport, compare_weights
 from hf_kvret.saved.plain_json import plain_bytes
 from hf_kvret.version import __version__
 
 if TYPE_CHECKING:
-    from hashlib import _Hash
-
     from transformers import PreTrainedConfig, PreTrainedModel
 
 
@@ -39,7 +31,7 @@ class CalibrationArtifact:
     """Tensors that a method learned about one model, with their origin.
 
     Attributes:
-        method: name of the method, ``"a2ats"`` or another: small letters, digits, ``-`` and ``_``.
+        method: name of the method, ``"a2ats"`` or another.
         model: the model that it belongs to.
         tensors: by name; on any device until saved, on the CPU when loaded.
         data: description of the calibration data, plain JSON. ``data["datasets"]``, if given, is a
@@ -49,8 +41,8 @@ class CalibrationArtifact:
             strings or None by name.
 
     Raises:
-        TypeError, ValueError: a field that is not as above. Plain JSON is kept as a copy that went
-            through JSON, so that an artifact is the same before it is saved and after it is loaded.
+        TypeError, ValueError: ``data``, ``options`` or ``quality`` is no plain JSON. They are kept
+            as copies that went through JSON, as they are after a save and a load.
     """
 
     method: str
@@ -61,26 +53,10 @@ class CalibrationArtifact:
     quality: Sequence[Mapping[str, Any]] = ()
 
     def __post_init__(self) -> None:
-        if not isinstance(self.method, str) or not re.fullmatch("[a-z][a-z0-9_-]*", self.method):
-            raise ValueError(
-                f"method={self.method!r}: the name of a method, small letters, digits, - and _"
-            )
-        if not isinstance(self.tensors, Mapping) or not self.tensors:
-            raise ValueError("tensors: pass a dict with at least one tensor, by name")
-        for name, tensor in self.tensors.items():
-            if not isinstance(name, str) or name in ("", "__metadata__"):
-                raise ValueError(f"tensors: {name!r} is no name for a tensor, take another")
-            if not isinstance(tensor, torch.Tensor):
-                kind = type(tensor).__name__
-                raise TypeError(f"tensors: {name} is a {kind}, pass a torch.Tensor")
         # Copies are kept, so that callers can't change a frozen artifact.
         object.__setattr__(self, "tensors", dict(self.tensors))
-        for name in ("data", "options"):
-            value = getattr(self, name)
-            if not isinstance(value, Mapping):
-                raise TypeError(f"{name} is a {type(value).__name__}: pass a dict of plain JSON")
-            object.__setattr__(self, name, _plain_json(name, dict(value)))
-        object.__setattr__(self, "quality", _plain_json("quality", list(self.quality)))
+        for name in ("data", "options", "quality"):
+            object.__setattr__(self, name, _plain_json(name, getattr(self, name)))
 
     @property
     def nbytes(self) -> int:
@@ -94,7 +70,11 @@ class CalibrationArtifact:
         The same however and wherever the artifact is saved.
         """
         digest = hashlib.sha256(plain_bytes(self._plain()))
-        add_tensors(digest, self.tensors)
+        for name, tensor in sorted(self.tensors.items()):
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            digest.update(plain_bytes([name, dtype, list(tensor.shape)]))
+            content = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+            digest.update(content.numpy().data)
         return digest.hexdigest()
 
     def check_sha256(self, sha256: str) -> None:
@@ -126,7 +106,7 @@ class CalibrationArtifact:
                 replaces only an older one of its method; a file to replace is a symbolic link.
         """
         path = Path(directory).expanduser()
-        self._write(write_folder, path, path.resolve().name)
+        self._write(path, path.resolve().name)
 
     @classmethod
     def from_pretrained(
@@ -222,13 +202,15 @@ class CalibrationArtifact:
         if revision is not None and not revision.startswith("refs/"):
             api.create_branch(repo_id, branch=revision, exist_ok=True)
         with tempfile.TemporaryDirectory() as folder:
-            self._write(write_for_hub, Path(folder), repo_id)
+            self._write(Path(folder), repo_id)
             commit = api.upload_folder(
                 repo_id=repo_id,
                 folder_path=folder,
                 commit_message=commit_message or f"{self.method} artifact for {self.model.name}",
                 revision=revision,
                 create_pr=create_pr,
+                # The older tensors have another name.
+                delete_patterns=list(TENSORS),
             )
         return commit.pr_url or commit.commit_url
 
@@ -283,10 +265,10 @@ class CalibrationArtifact:
             )
         return report
 
-    def _write(self, write: Callable[..., None], directory: Path, source: str) -> None:
-        """``write`` the files; ``source`` is what the code in the card loads from."""
+    def _write(self, directory: Path, source: str) -> None:
+        """Write the files; ``source`` is what the code in the card loads from."""
         description = {**self._plain(), "made_with": f"hf-kvret {__version__}"}
-        write(directory, description, self.tensors, model_card(description, source))
+        write_folder(directory, description, self.tensors, model_card(description, source))
 
     def _plain(self) -> dict[str, Any]:
         """All but the tensors, as plain JSON."""
@@ -297,15 +279,6 @@ class CalibrationArtifact:
             "options": self.options,
             "quality": self.quality,
         }
-
-
-def add_tensors(digest: _Hash, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Add names, dtypes, shapes and elements to a digest, in the order of the names."""
-    for name, tensor in sorted(tensors.items()):
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        digest.update(plain_bytes([name, dtype, list(tensor.shape)]))
-        content = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-        digest.update(content.numpy().data)
 
 
 def _plain_json(name: str, value: Any) -> Any:

@@ -2,16 +2,15 @@
 
 ``config.json`` names the tensor file, ``artifact-<version>.safetensors``, and replaces the older
 one in one step, so that a save that breaks off leaves the old artifact. It has the sha256 of the
-tensor file, and a checksum of its own. On the hub, where a commit is one step, the tensor file is
-``artifact.safetensors``.
+tensor file, and a checksum of its own. Artifacts of 0.1.0 on the hub have ``artifact.safetensors``.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -19,27 +18,26 @@ import torch
 from safetensors.torch import load, save
 
 from hf_kvret.saved.folder import VERSION_LEN, replacing
-from hf_kvret.saved.plain_json import plain_bytes
+from hf_kvret.saved.plain_json import digest_of_json
 
 FORMAT_VERSION = 1
-TENSORS, DESCRIPTION, CARD = "artifact.safetensors", "config.json", "README.md"
-PATTERNS = (TENSORS, "artifact-*.safetensors", DESCRIPTION, CARD)
+DESCRIPTION, CARD = "config.json", "README.md"
+TENSORS = ("artifact.safetensors", f"artifact-{'[0-9a-f]' * VERSION_LEN}.safetensors")
+PATTERNS = (*TENSORS, DESCRIPTION, CARD)
 """Names of an artifact's files, as the hub's client takes them."""
 
-_STEM = "artifact"
-_SUFFIX = ".safetensors"
+_CHECKSUM = "description_sha256"
 _AGAIN = "save or download the artifact again (git lfs pull, where git left pointers)"
 
 
 def check_no_foreign_artifact(directory: Path, method: str) -> None:
     """Refuse a folder where an artifact of ``method`` would overwrite foreign files.
 
-    A new folder is fine, and so is one with an older artifact of the same method. Files with the
-    names of an artifact's but without its ``config.json`` are foreign.
+    A new folder is fine, and so is one with an older artifact of the same method.
 
     Raises:
         FileExistsError: ``directory`` is a file.
-        ValueError: as ``check_description``; a file that would be replaced is of no artifact.
+        ValueError: as ``check_description``; a ``README.md`` there is of no artifact.
     """
     if directory.exists() and not directory.is_dir():
         raise FileExistsError(f"{directory} is a file: give a folder")
@@ -47,13 +45,11 @@ def check_no_foreign_artifact(directory: Path, method: str) -> None:
     way_out = f"give a new folder, for instance MODEL/{method}"
     if path.is_file():
         check_description(path.read_bytes(), method, str(path), way_out)
-        return
-    for name in (TENSORS, CARD):
-        if (directory / name).exists():
-            raise ValueError(
-                f"{directory / name} is of no artifact (there is no {DESCRIPTION} beside it), and "
-                f"would be replaced: {way_out}"
-            )
+    elif (directory / CARD).exists():
+        raise ValueError(
+            f"{directory / CARD} is of no artifact (there is no {DESCRIPTION} beside it), and "
+            f"would be replaced: {way_out}"
+        )
 
 
 def check_description(content: bytes, method: str, path: str, way_out: str) -> None:
@@ -89,26 +85,27 @@ def write_folder(
         card: text of the model card.
     """
     check_no_foreign_artifact(directory, description["method"])
-    content, digest = _content(tensors)
+    # Copies, because safetensors takes no shared memory.
+    content = save({name: x.detach().cpu().contiguous().clone() for name, x in tensors.items()})
+    digest = hashlib.sha256(content).hexdigest()
     path = directory / DESCRIPTION
     old = json.loads(path.read_bytes()) if path.exists() else {}
-    # One that came from the hub has its tensors in a file of the fixed name.
-    obsolete = [TENSORS] if old.get("files") == {"tensors": TENSORS} else []
-    with replacing(directory, DESCRIPTION, _STEM) as new:
-        name = new.keep(content, digest[:VERSION_LEN], _SUFFIX)
+    with replacing(directory, DESCRIPTION, "artifact") as new:
+        full = {
+            "format_version": FORMAT_VERSION,
+            **description,
+            "tensors": {
+                name: {"shape": list(x.shape), "dtype": str(x.dtype).removeprefix("torch.")}
+                for name, x in sorted(tensors.items())
+            },
+            "files": {"tensors": new.keep(content, digest[:VERSION_LEN], ".safetensors")},
+            "tensors_sha256": digest,
+        }
+        full[_CHECKSUM] = digest_of_json(full, _CHECKSUM)
         new.put_beside(CARD, card.encode())
-        new.commit(_description_text(description, tensors, name, digest), obsolete)
-
-
-def write_for_hub(
-    directory: Path, description: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], card: str
-) -> None:
-    """Write the three files for a commit to the hub; arguments as of ``write_folder``."""
-    content, digest = _content(tensors)
-    (directory / TENSORS).write_bytes(content)
-    text = _description_text(description, tensors, TENSORS, digest)
-    (directory / DESCRIPTION).write_bytes(text)
-    (directory / CARD).write_text(card, encoding="utf-8")
+        new.commit((json.dumps(full, indent=1, allow_nan=False) + "\n").encode())
+    if old.get("files") == {"tensors": TENSORS[0]}:
+        (directory / TENSORS[0]).unlink(missing_ok=True)
 
 
 def read_description(directory: Path) -> dict[str, Any]:
@@ -139,7 +136,7 @@ def read_description(directory: Path) -> dict[str, Any]:
             f"{path} has format version {version!r}, this hf-kvret reads {FORMAT_VERSION}: "
             "calibrate again, or upgrade hf-kvret (git pull, then pip install -c constraints.txt .)"
         )
-    if description.get("description_sha256") != _digest(description):
+    if description.get(_CHECKSUM) != digest_of_json(description, _CHECKSUM):
         raise ValueError(f"{path} was changed (its sha256 is not the one that it says): {_AGAIN}")
     return description
 
@@ -152,7 +149,7 @@ def read_tensors(directory: Path, description: Mapping[str, Any]) -> dict[str, t
         ValueError: it is damaged, or belongs to another ``config.json``.
     """
     name = description["files"]["tensors"]
-    if not re.fullmatch(rf"{_STEM}(-[0-9a-f]{{{VERSION_LEN}}})?{re.escape(_SUFFIX)}", name):
+    if not any(fnmatchcase(name, pattern) for pattern in TENSORS):
         raise ValueError(f"{directory / DESCRIPTION} names {name!r} as its tensor file: {_AGAIN}")
     path = directory / name
     if not path.is_file():
@@ -165,33 +162,3 @@ def read_tensors(directory: Path, description: Mapping[str, Any]) -> dict[str, t
             f"one there): {_AGAIN}"
         )
     return load(content)
-
-
-def _content(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, str]:
-    """The tensor file and its sha256; copies, because safetensors takes no shared memory."""
-    content = save({name: x.detach().cpu().contiguous().clone() for name, x in tensors.items()})
-    return content, hashlib.sha256(content).hexdigest()
-
-
-def _description_text(
-    description: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], file: str, digest: str
-) -> bytes:
-    """``config.json``: ``description``, the list of tensors, and checksums."""
-    full = {
-        "format_version": FORMAT_VERSION,
-        **description,
-        "tensors": {
-            name: {"shape": list(x.shape), "dtype": str(x.dtype).removeprefix("torch.")}
-            for name, x in sorted(tensors.items())
-        },
-        "files": {"tensors": file},
-        "tensors_sha256": digest,
-    }
-    full["description_sha256"] = _digest(full)
-    return (json.dumps(full, indent=1, allow_nan=False) + "\n").encode()
-
-
-def _digest(description: Mapping[str, Any]) -> str:
-    """The digest of all that a description says but this digest, however it is written down."""
-    fields = {name: value for name, value in description.items() if name != "description_sha256"}
-    return hashlib.sha256(plain_bytes(fields)).hexdigest()

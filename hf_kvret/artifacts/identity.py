@@ -1,4 +1,8 @@
-"""Identity of an artifact's model: facts that must agree, and a sample of the weights."""
+"""Which model an artifact is of: facts of its configuration, and a sample of the weights.
+
+A cache tells exactly the weights that filled it. An artifact serves its model in other dtypes too,
+so it keeps numbers, and compares them with a tolerance.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +25,7 @@ from hf_kvret.saved.identity import (
     model_name,
     sampled,
 )
+from hf_kvret.saved.plain_json import plain_bytes
 from hf_kvret_model_patches.decoders import decoder_of
 
 if TYPE_CHECKING:
@@ -48,15 +53,6 @@ class WeightSample:
     name: str
     shape: tuple[int, ...]
     values: tuple[float, ...]
-
-    def as_json(self) -> dict[str, Any]:
-        """The same as plain JSON."""
-        return asdict(self) | {"shape": list(self.shape), "values": list(self.values)}
-
-    @classmethod
-    def from_json(cls, plain: Mapping[str, Any]) -> WeightSample:
-        """The inverse of ``as_json``."""
-        return cls(plain["name"], tuple(plain["shape"]), tuple(plain["values"]))
 
 
 @dataclass(frozen=True)
@@ -110,8 +106,7 @@ class ModelIdentity:
     def sha256(self) -> str:
         """Hex digest of the facts, equal for all models of an architecture. Weights are left out,
         because the same weights may be in another dtype."""
-        plain = json.dumps(self.facts, sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(plain.encode()).hexdigest()
+        return hashlib.sha256(plain_bytes(self.facts)).hexdigest()
 
     def difference(self, config: PreTrainedConfig) -> str:
         """The first fact in which the model with ``config`` differs, in words; empty if none."""
@@ -119,18 +114,16 @@ class ModelIdentity:
 
     def as_json(self) -> dict[str, Any]:
         """The same as plain JSON, with the digest."""
-        return {
-            "name": self.name,
-            "sha256": self.sha256,
-            "facts": dict(self.facts),
-            "weights": [sample.as_json() for sample in self.weights],
-        }
+        return json.loads(json.dumps({**asdict(self), "sha256": self.sha256}))
 
     @classmethod
     def from_json(cls, plain: Mapping[str, Any]) -> ModelIdentity:
         """The inverse of ``as_json``."""
-        weights = tuple(WeightSample.from_json(sample) for sample in plain["weights"])
-        return cls(plain["name"], plain["facts"], weights)
+        weights = (
+            WeightSample(one["name"], tuple(one["shape"]), tuple(one["values"]))
+            for one in plain["weights"]
+        )
+        return cls(plain["name"], plain["facts"], tuple(weights))
 
 
 def sample_weights(model: PreTrainedModel) -> tuple[WeightSample, ...]:
@@ -149,7 +142,7 @@ def sample_weights(model: PreTrainedModel) -> tuple[WeightSample, ...]:
     }
     samples = []
     for name in chosen(parameters, SAMPLED_PARAMETERS):
-        elements = sampled(parameters[name].detach()).float().cpu()
+        elements = _elements(parameters[name])
         if not bool(elements.isfinite().all()):
             raise ValueError(
                 f"{name} of the model holds NaN or infinity: load the model anew, in a dtype that "
@@ -172,10 +165,15 @@ def compare_weights(samples: tuple[WeightSample, ...], model: PreTrainedModel) -
             skipped[sample.name] = reason
         elif (shape := tuple(parameter.shape)) != sample.shape:
             skipped[sample.name] = f"of shape {list(shape)}, sampled with {list(sample.shape)}"
-        elif example := _difference(sample, sampled(parameter.detach()).float().cpu()):
+        elif example := _difference(sample, _elements(parameter)):
             differing[sample.name] = example
     example = next(iter(differing.values()), "")
     return WeightsReport(len(samples) - len(skipped), tuple(differing), skipped, example)
+
+
+def _elements(parameter: torch.Tensor) -> torch.Tensor:
+    """``[16]`` fp32 on the CPU: the sampled elements."""
+    return sampled(parameter.detach()).float().cpu()
 
 
 def _difference(sample: WeightSample, values: torch.Tensor) -> str:

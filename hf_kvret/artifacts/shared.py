@@ -1,16 +1,15 @@
-"""Artifacts of a process: named by options, read once, and what is made of each is made once."""
+"""Artifacts that options name: found, read once a process, and what is made of each made once."""
 
 from __future__ import annotations
 
 import functools
 import os
 import re
-from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakKeyDictionary
 
 from huggingface_hub import is_offline_mode
 from transformers import PreTrainedConfig
@@ -23,9 +22,6 @@ from hf_kvret.options.declare import OneOf, option, text
 
 Value = TypeVar("Value")
 
-# Artifacts live as long as their users; a few of the newest are kept alive for the next cache.
-_artifacts: WeakValueDictionary[tuple[Any, ...], CalibrationArtifact] = WeakValueDictionary()
-_newest: deque[CalibrationArtifact] = deque(maxlen=4)
 _values: WeakKeyDictionary[CalibrationArtifact, dict[Hashable, Any]] = WeakKeyDictionary()
 
 
@@ -139,24 +135,26 @@ def _folder_on_hub(repo_id: str, commit: str, name: str) -> Path | str:
 def shared_artifact(
     artifact: str, revision: str | None, method: str, sha256: str | None = None
 ) -> CalibrationArtifact:
-    """The artifact of a folder or hub id; read anew when a folder was rewritten.
+    """The artifact of a folder or hub id; read again when a folder was rewritten.
 
     Raises:
         OSError, ValueError: as ``CalibrationArtifact.from_pretrained``.
     """
     file = (Path(artifact).expanduser() / DESCRIPTION).absolute()
-    # A folder that was written anew has another time, and is another artifact.
+    # A folder that was rewritten has another time, and is another artifact.
     stamp = (str(file), file.stat().st_mtime_ns) if file.is_file() else None
-    key = method, artifact, revision, stamp
-    result = _artifacts.get(key)
-    if result is None:
-        result = CalibrationArtifact.from_pretrained(artifact, method=method, revision=revision)
-        _artifacts[key] = result
+    result = _read_once(artifact, revision, method, stamp)
     if sha256 is not None:
         result.check_sha256(sha256)
-    if not _newest or _newest[-1] is not result:
-        _newest.append(result)
     return result
+
+
+@functools.lru_cache(maxsize=4)
+def _read_once(
+    artifact: str, revision: str | None, method: str, stamp: tuple[str, int] | None
+) -> CalibrationArtifact:
+    """The artifact as it was at ``stamp``."""
+    return CalibrationArtifact.from_pretrained(artifact, method=method, revision=revision)
 
 
 def made_once(artifact: CalibrationArtifact, key: Hashable, make: Callable[[], Value]) -> Value:

@@ -15,7 +15,7 @@ import transformers
 
 from hf_kvret.layer.retrieved import SPANS
 from hf_kvret.saved.folder import VERSION_LEN
-from hf_kvret.saved.plain_json import plain_bytes
+from hf_kvret.saved.plain_json import digest_of_json
 from hf_kvret.saved.shards import SUFFIX, SavedTensors
 from hf_kvret.version import __version__
 
@@ -83,9 +83,8 @@ def encoded(content: Mapping[str, Any]) -> bytes:
 
 
 def checksum(content: Mapping[str, Any]) -> str:
-    """SHA-256 of the values of a description but ``checksum``, however they are laid out."""
-    values = {name: value for name, value in content.items() if name != "checksum"}
-    return hashlib.sha256(plain_bytes(values)).hexdigest()
+    """SHA-256 of the values of a description but ``checksum``."""
+    return digest_of_json(content, "checksum")
 
 
 def digest_of(directory: Path) -> str | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections.abc import Mapping
 from typing import Any
 
 
@@ -12,3 +14,10 @@ def plain_bytes(value: Any) -> bytes:
     The same before it is written to a file and after it is read.
     """
     return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
+
+
+def digest_of_json(values: Mapping[str, Any], but: str) -> str:
+    """SHA-256 of ``values`` without the one named ``but``, however a file lays them out."""
+    return hashlib.sha256(
+        plain_bytes({name: value for name, value in values.items() if name != but})
+    ).hexdigest()

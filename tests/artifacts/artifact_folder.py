@@ -9,11 +9,13 @@ from typing import Any
 
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
-from hf_kvret.artifacts import files
 from hf_kvret.lab.evaluate.bundled import REFERENCE_MODEL
+from hf_kvret.saved.plain_json import digest_of_json
 from hf_kvret.testing.tiny import spread_weights
 
 DESCRIPTION, CARD = "config.json", "README.md"
+FIXED_NAME = "artifact.safetensors"
+"""The tensor file of artifacts that 0.1.0 put on the hub."""
 
 
 def edit(folder: Path, change: Callable[[dict[str, Any]], object], *, seal: bool = True) -> None:
@@ -21,7 +23,7 @@ def edit(folder: Path, change: Callable[[dict[str, Any]], object], *, seal: bool
     description = json.loads((folder / DESCRIPTION).read_text())
     change(description)
     if seal:
-        description["description_sha256"] = files._digest(description)
+        description["description_sha256"] = digest_of_json(description, "description_sha256")
     (folder / DESCRIPTION).write_text(json.dumps(description))
 
 
@@ -29,6 +31,12 @@ def tensor_file(folder: Path) -> Path:
     """The only tensor file of an artifact."""
     (path,) = folder.glob("artifact*.safetensors")
     return path
+
+
+def as_of_the_hub(folder: Path) -> None:
+    """Give the tensors in ``folder`` the name that 0.1.0 gave them on the hub."""
+    tensor_file(folder).rename(folder / FIXED_NAME)
+    edit(folder, lambda description: description["files"].update(tensors=FIXED_NAME))
 
 
 def files_of(folder: Path) -> dict[str, bytes]:

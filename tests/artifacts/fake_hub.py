@@ -12,7 +12,7 @@ import hashlib
 import json
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -31,11 +31,18 @@ class Repository:
     refs: dict[str, str] = field(default_factory=dict)
     messages: list[str] = field(default_factory=list)
 
-    def commit(self, ref: str, files: dict[str, bytes], message: str, parent: str = "") -> str:
-        """Put ``files`` on top of ``parent`` (a ref, ``ref`` itself if empty); the new sha."""
-        before = self.commits.get(self.refs.get(parent or ref, ""), {})
+    def commit(
+        self, ref: str, files: Mapping[str, bytes | None], message: str, parent: str = ""
+    ) -> str:
+        """Put ``files`` on top of ``parent`` (a ref, ``ref`` itself if empty); the new sha.
+
+        None in place of a file's content deletes it.
+        """
+        after = {**self.commits.get(self.refs.get(parent or ref, ""), {}), **files}
         sha = hashlib.sha1(f"{id(self)} {len(self.commits)}".encode()).hexdigest()
-        self.commits[sha] = {**before, **files}
+        self.commits[sha] = {
+            name: content for name, content in after.items() if content is not None
+        }
         self.refs[ref] = sha
         self.messages.append(message)
         return sha
@@ -279,7 +286,8 @@ class _Handler(BaseHTTPRequestHandler):
         pull_request = "create_pr=1" in urlsplit(self.path).query
         repository = self._repository(user, repo, write=not pull_request)
         self._commit(repository, revision)
-        files, message = {}, ""
+        files: dict[str, bytes | None] = {}
+        message = ""
         for line in self.body.splitlines():
             entry = json.loads(line)
             value = entry["value"]
@@ -287,6 +295,8 @@ class _Handler(BaseHTTPRequestHandler):
                 message = value["summary"]
             elif entry["key"] == "file":
                 files[value["path"]] = base64.b64decode(value["content"])
+            elif entry["key"] == "deletedFile":
+                files[value["path"]] = None
             else:
                 files[value["path"]] = self.server.blobs[value["oid"]]
         ref = "refs/pr/1" if pull_request else revision

@@ -31,14 +31,17 @@ def forget() -> None:
     shared._folder_on_hub.cache_clear()
 
 
-def load() -> PreTrainedModel:
+@pytest.fixture
+def model(hub: Any) -> PreTrainedModel:
+    """That of a repository with an artifact of ``aqua``."""
+    hub.add(REPO, files("aqua"))
     return AutoModelForCausalLM.from_pretrained(REPO)
 
 
 @pytest.mark.parametrize("name", CACHES)
 def test_generate_takes_it_and_asks_once(name: str, hub: Any) -> None:
     hub.add(REPO, files("a2ats", "aqua"))
-    model = load()
+    model = AutoModelForCausalLM.from_pretrained(REPO)
     hub.requests.clear()
     prompt = {"input_ids": torch.arange(3, 43)[None], "attention_mask": torch.ones(1, 40)}
     options = {"recent": 8, "flush": 4, "dense_below": 0}
@@ -48,24 +51,23 @@ def test_generate_takes_it_and_asks_once(name: str, hub: Any) -> None:
     assert hub.bodies() and all(f"/{name}/" in line or "/blobs/" in line for line in hub.bodies())
     hub.requests.clear()
     assert torch.equal(model.generate(**prompt, **call, do_sample=False), first)
-    assert not hub.requests
+    # Nor does another process ask for what is cached.
+    shared._folder_on_hub.cache_clear()
     artifact = Path(CACHES[name](model.config).options.artifact)
     assert artifact.name == name and artifact.is_relative_to(constants.HF_HUB_CACHE)
+    assert not hub.requests
 
 
-def test_the_artifact_is_that_of_the_models_commit(hub: Any) -> None:
-    commit = hub.add(REPO, files("aqua"))
-    model = load()
+def test_the_artifact_is_that_of_the_models_commit(hub: Any, model: PreTrainedModel) -> None:
+    commit = hub.repositories[REPO].refs["main"]
     hub.add(REPO, {"aqua/config.json": b"{}"})
     assert commit in AquaKVCache(model.config).options.artifact
 
 
 @pytest.mark.parametrize("cached", [True, False])
 def test_offline_the_cache_alone_is_looked_at(
-    cached: bool, hub: Any, monkeypatch: pytest.MonkeyPatch
+    cached: bool, hub: Any, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hub.add(REPO, files("aqua"))
-    model = load()
     if cached:
         AquaKVCache(model.config)
         shared._folder_on_hub.cache_clear()
@@ -81,19 +83,7 @@ def test_offline_the_cache_alone_is_looked_at(
     assert not hub.requests
 
 
-def test_what_is_cached_needs_no_request(hub: Any) -> None:
-    hub.add(REPO, files("aqua"))
-    model = load()
-    AquaKVCache(model.config)
-    shared._folder_on_hub.cache_clear()
-    hub.requests.clear()
-    AquaKVCache(model.config)
-    assert not hub.requests
-
-
-def test_a_download_that_broke_off_is_finished(hub: Any) -> None:
-    hub.add(REPO, files("aqua"))
-    model = load()
+def test_a_download_that_broke_off_is_finished(model: PreTrainedModel) -> None:
     folder = Path(AquaKVCache(model.config).options.artifact)
     shared._folder_on_hub.cache_clear()
     for path in folder.glob("*.safetensors"):
@@ -101,20 +91,18 @@ def test_a_download_that_broke_off_is_finished(hub: Any) -> None:
     AquaKVCache(model.config).options.load()
 
 
-def test_a_repository_without_one_names_the_ways_out(hub: Any) -> None:
-    hub.add(REPO, files("a2ats"))
-    model = load()
-    message = r"calibrate aqua .*no folder aqua at .*publish apart"
+def test_a_repository_without_one_names_the_ways_out(hub: Any, model: PreTrainedModel) -> None:
+    message = r"calibrate a2ats .*no folder a2ats at .*publish apart"
     with pytest.raises(ValueError, match=message):
-        AquaKVCache(model.config)
+        A2ATSCache(model.config)
     hub.requests.clear()
     with pytest.raises(ValueError, match=message):
-        AquaKVCache(model.config)
+        A2ATSCache(model.config)
     assert not hub.requests
     # One that others publish apart is named.
-    apart = {name.removeprefix("aqua/"): x for name, x in files("aqua").items() if "/" in name}
-    hub.add("bob/needles-aqua", apart)
-    AquaKVCache(model.config, artifact="bob/needles-aqua")
+    apart = {name.removeprefix("a2ats/"): x for name, x in files("a2ats").items() if "/" in name}
+    hub.add("bob/needles-a2ats", apart)
+    A2ATSCache(model.config, artifact="bob/needles-a2ats")
 
 
 def test_a_model_of_a_folder_never_asks_the_hub(
@@ -127,7 +115,7 @@ def test_a_model_of_a_folder_never_asks_the_hub(
         path = tmp_path / REPO / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
-    model = load()
+    model = AutoModelForCausalLM.from_pretrained(REPO)
     for _ in range(2):
         with pytest.raises(ValueError, match=r"--model alice/needles --text FILE --out DIR`$"):
             AquaKVCache(model.config)
