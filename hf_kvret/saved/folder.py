@@ -20,7 +20,7 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -42,18 +42,23 @@ class Replacement:
 
     Attributes:
         directory: the folder.
-        naming: name of the naming file.
-        in_place: whether the naming file was replaced, so that the new files count.
+        naming: path of the naming file.
     """
 
     def __init__(self, directory: Path, naming: str, stem: str) -> None:
-        self.in_place = False
-        self.directory, self.naming, self._stem = directory, naming, stem
-        # Files to remove where the save fails: not named by anything yet.
-        self._loose: set[Path] = set()
+        self.directory, self.naming, self._stem = directory, directory / naming, stem
+        # What a save that fails removes, where the naming file doesn't name it.
+        self._written: set[Path] = set()
         self._named: set[str] = set()
         self._suffixes: set[str] = set()
         self._beside: dict[str, Path] = {}
+        self._content: bytes | None = None
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the naming file was replaced, so that the new files count."""
+        is_committed = self._content is not None and self.naming.is_file()
+        return is_committed and self.naming.read_bytes() == self._content
 
     def new_folder(self) -> Path:
         """A new, empty folder for files that other libraries write; gone after the save."""
@@ -69,8 +74,6 @@ class Replacement:
             version: ``VERSION_LEN`` hexadecimal digits, which no file of other content has.
             suffix: of the name, ``".safetensors"`` for instance.
         """
-        if not re.fullmatch(f"[0-9a-f]{{{VERSION_LEN}}}", version):
-            raise ValueError(f"version={version!r}: give {VERSION_LEN} hexadecimal digits")
         if isinstance(content, Path):
             path = content
             with path.open("rb+") as file:
@@ -79,12 +82,10 @@ class Replacement:
             path = self._write(content)
         name = f"{self._stem}-{version}{suffix}"
         target = self.directory / name
-        is_new = not target.exists()
         check_replaceable(target)
+        if not target.exists():
+            self._written.add(target)
         os.replace(path, target)
-        self._loose.discard(path)
-        if is_new:
-            self._loose.add(target)
         self._named.add(name)
         self._suffixes.add(suffix)
         return name
@@ -94,71 +95,55 @@ class Replacement:
         check_replaceable(self.directory / name)
         self._beside[name] = self._write(content)
 
-    def commit(self, content: bytes, obsolete: Iterable[str] = ()) -> None:
-        """Replace the naming file; what it names counts from here on, older files are removed.
+    def commit(self, content: bytes) -> None:
+        """Replace the naming file with ``content``, which counts from here on; remove older files.
 
         They stay where the new names can't be brought to the disk: a power cut may bring the older
         naming file back, and the next save removes them.
-
-        Args:
-            content: of the naming file.
-            obsolete: names of files, other than versioned ones, that only the older naming file
-                meant.
         """
         path = self._write(content)
         if self._named:
             # They are there before the file that names them, also after a power cut.
             _sync_folder(self.directory)
-        unnamed = self._loose
-        try:
-            # A Ctrl-C may come when it has happened: what is named then must stay.
-            self._loose = {path, *self._beside.values()}
-            os.replace(path, self.directory / self.naming)
-        except BaseException:
-            if os.path.lexists(path):
-                self._loose = unnamed
-            raise
-        self.in_place = True
-        self._loose = set(self._beside.values())
+        self._content = content
+        os.replace(path, self.naming)
         for name, path in self._beside.items():
             os.replace(path, self.directory / name)
-            self._loose.discard(path)
         _sync_folder(self.directory)
-        self._remove_older(obsolete)
+        self._remove_older()
 
     def abandon(self) -> None:
         """Remove what was written and is not named."""
-        for path in self._loose:
-            _remove(path)
+        named = self._named if self.is_in_place else set()
+        for path in self._written:
+            if path.name not in named:
+                _remove(path)
 
     def _unfinished_path(self) -> Path:
         """A new name in the folder, removed where the save fails."""
         name = f".{self._stem}-{secrets.token_hex(8)}{_UNFINISHED}"
         path = self.directory / name
-        self._loose.add(path)
+        self._written.add(path)
         return path
 
     def _write(self, content: bytes) -> Path:
         """Bring ``content`` to the disk, in a file whose name says that it is unfinished."""
         path = self._unfinished_path()
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
-        # O_EXCL: never through a link; the usual rights, which the umask cuts.
-        with open(path, "wb", opener=lambda name, _: os.open(name, flags, 0o666)) as file:
+        # A new file, never through a link; the usual rights, which the umask cuts.
+        with path.open("xb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
         return path
 
-    def _remove_older(self, obsolete: Iterable[str]) -> None:
+    def _remove_older(self) -> None:
         versioned = re.compile(rf"{re.escape(self._stem)}-[0-9a-f]{{{VERSION_LEN}}}(\..+)")
         unfinished = re.compile(rf"\.{re.escape(self._stem)}-[0-9a-f]{{16}}{_UNFINISHED}")
         for path in list(self.directory.iterdir()):
-            name = path.name
-            match = versioned.fullmatch(name)
+            match = versioned.fullmatch(path.name)
             # One with another suffix is not ours: cache-202411250228.zip, of a date.
-            older = match is not None and match[1] in self._suffixes
-            older = older or unfinished.fullmatch(name) is not None or name in obsolete
-            if older and name not in self._named:
+            is_ours = match is not None and match[1] in self._suffixes
+            if path.name not in self._named and (is_ours or unfinished.fullmatch(path.name)):
                 _remove(path)
 
 
@@ -178,8 +163,22 @@ def replacing(directory: Path, naming: str, stem: str) -> Iterator[Replacement]:
         OSError: as the system says, a full disk for instance, with what to do about it.
         ValueError: what would be replaced is a symbolic link, or no file.
     """
-    with _begin(directory, new := Replacement(directory, naming, stem)):
-        yield new
+    new = Replacement(directory, naming, stem)
+    try:
+        _make_folder(directory)
+        with _locked(directory):
+            check_replaceable(new.naming)
+            try:
+                yield new
+            except BaseException:
+                new.abandon()
+                raise
+    except OSError as error:
+        if error.errno is None:
+            # It is the caller's own, and says what to do.
+            raise
+        # OSError(number, ...) is of the class for that number, as FileExistsError.
+        raise OSError(error.errno, _explanation(error, new)) from error
 
 
 def replace_file(path: Path, content: bytes) -> None:
@@ -188,7 +187,7 @@ def replace_file(path: Path, content: bytes) -> None:
     Raises:
         OSError, ValueError: as ``replacing``.
     """
-    with _begin(path, new := Replacement(path.parent, path.name, path.name)):
+    with replacing(path.parent, path.name, path.name) as new:
         new.commit(content)
 
 
@@ -259,41 +258,21 @@ def _locked(directory: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-@contextmanager
-def _begin(target: Path, new: Replacement) -> Iterator[None]:
-    """Context of a replacement, alone in its folder; what it wrote is gone if it fails.
-
-    OSErrors say what is left of ``target``, the folder or file that it replaces, and what to do.
-    """
-    try:
-        _make_folder(new.directory)
-        with _locked(new.directory):
-            check_replaceable(new.directory / new.naming)
-            try:
-                yield
-            except BaseException:
-                new.abandon()
-                raise
-    except OSError as error:
-        number = error.errno
-        if number is None:
-            # It is the caller's own, and says what to do.
-            raise
-        if number in _SPACE:
-            remedy = "free space on this disk (or raise the limit on file sizes)"
-        elif number in _RIGHTS:
-            remedy = "make the folder writable"
-        else:
-            remedy = "look after the disk"
-        why = error.strerror or error
-        message = (
-            f"{target} could not be written ({why}), what was there before is as it was: {remedy}, "
-            "or give another place"
+def _explanation(error: OSError, new: Replacement) -> str:
+    """What is left of the old files after an error of the system, and what to do."""
+    if error.errno in _SPACE:
+        remedy = "free space on this disk (or raise the limit on file sizes)"
+    elif error.errno in _RIGHTS:
+        remedy = "make the folder writable"
+    else:
+        remedy = "look after the disk"
+    why = error.strerror or error
+    if new.is_in_place:
+        return (
+            f"{new.naming} was written, and the new content is in place, but may not survive a "
+            f"power cut ({why}): {remedy}, and save again"
         )
-        if new.in_place:
-            message = (
-                f"{target} was written, and the new content is in place, but may not survive a "
-                f"power cut ({why}): {remedy}, and save again"
-            )
-        # OSError(number, ...) is of the class for that number, as FileExistsError.
-        raise OSError(number, message) from error
+    return (
+        f"{new.naming} could not be written ({why}), what was there before is as it was: {remedy}, "
+        "or give another place"
+    )

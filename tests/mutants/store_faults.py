@@ -38,8 +38,8 @@ FAULTS = (
     Fault(
         "unfinished-files-of-broken-saves-stay",
         "hf_kvret/saved/folder.py",
-        "older = older or unfinished.fullmatch(name) is not None or name in obsolete",
-        "older = older or name in obsolete",
+        "if path.name not in self._named and (is_ours or unfinished.fullmatch(path.name)):",
+        "if path.name not in self._named and is_ours:",
     ),
     Fault(
         "ids-behind-the-last-token",
