@@ -19,11 +19,10 @@ from hf_kvret.saved.identity import (
     SAMPLED_NUMBERS,
     SAMPLED_PARAMETERS,
     base_parameters,
-    chosen,
     facts_difference,
     model_facts,
     model_name,
-    sampled,
+    sample,
 )
 from hf_kvret.saved.plain_json import plain_bytes
 from hf_kvret_model_patches.decoders import decoder_of
@@ -141,14 +140,13 @@ def sample_weights(model: PreTrainedModel) -> tuple[WeightSample, ...]:
         if not _unreadable(parameter) and parameter.numel() >= SAMPLED_NUMBERS
     }
     samples = []
-    for name in chosen(parameters, SAMPLED_PARAMETERS):
-        elements = _elements(parameters[name])
+    for name, elements in sample(parameters, SAMPLED_PARAMETERS).items():
         if not bool(elements.isfinite().all()):
             raise ValueError(
                 f"{name} of the model holds NaN or infinity: load the model anew, in a dtype that "
                 "holds its weights (bfloat16 or float32)"
             )
-        values = tuple(float(f"{value:.6g}") for value in elements.tolist())
+        values = tuple(float(f"{value:.6g}") for value in elements.float().tolist())
         samples.append(WeightSample(name, tuple(parameters[name].shape), values))
     return tuple(samples)
 
@@ -156,29 +154,27 @@ def sample_weights(model: PreTrainedModel) -> tuple[WeightSample, ...]:
 def compare_weights(samples: tuple[WeightSample, ...], model: PreTrainedModel) -> WeightsReport:
     """Compare ``samples`` with ``model``, in fp32, tolerating casts to bf16 and fp16."""
     parameters = base_parameters(decoder_of(model))
-    skipped, differing = {}, {}
-    for sample in samples:
-        parameter = parameters.get(sample.name)
+    skipped, readable = {}, {}
+    for one in samples:
+        parameter = parameters.get(one.name)
         if parameter is None:
-            skipped[sample.name] = "not in this model"
+            skipped[one.name] = "not in this model"
         elif reason := _unreadable(parameter):
-            skipped[sample.name] = reason
-        elif (shape := tuple(parameter.shape)) != sample.shape:
-            skipped[sample.name] = f"of shape {list(shape)}, sampled with {list(sample.shape)}"
-        elif example := _difference(sample, _elements(parameter)):
-            differing[sample.name] = example
-    example = next(iter(differing.values()), "")
-    return WeightsReport(len(samples) - len(skipped), tuple(differing), skipped, example)
+            skipped[one.name] = reason
+        elif (shape := tuple(parameter.shape)) != one.shape:
+            skipped[one.name] = f"of shape {list(shape)}, sampled with {list(one.shape)}"
+        else:
+            readable[one.name] = parameter
+    elements = sample(readable, len(readable))
+    pairs = ((one, elements[one.name].float()) for one in samples if one.name in readable)
+    differences = {one.name: why for one, x in pairs if (why := _difference(one, x))}
+    example = next(iter(differences.values()), "")
+    return WeightsReport(len(readable), tuple(differences), skipped, example)
 
 
-def _elements(parameter: torch.Tensor) -> torch.Tensor:
-    """``[16]`` fp32 on the CPU: the sampled elements."""
-    return sampled(parameter.detach()).float().cpu()
-
-
-def _difference(sample: WeightSample, values: torch.Tensor) -> str:
+def _difference(sampled: WeightSample, values: torch.Tensor) -> str:
     """The first number that differs by more than a cast, in words; empty if none does."""
-    expected = torch.tensor(sample.values, device="cpu")
+    expected = torch.tensor(sampled.values, device="cpu")
     scale = torch.maximum(expected.abs(), values.abs())
     # Compared in this way round, a NaN in the model is a difference; infinity, which is near
     # everything, is one too.
@@ -186,7 +182,7 @@ def _difference(sample: WeightSample, values: torch.Tensor) -> str:
     if not wrong.any():
         return ""
     index = int(wrong.nonzero()[0])
-    return f"{sample.name} has {values[index]:.4g} where {expected[index]:.4g} was sampled"
+    return f"{sampled.name} has {values[index]:.4g} where {expected[index]:.4g} was sampled"
 
 
 def _unreadable(parameter: torch.Tensor) -> str:

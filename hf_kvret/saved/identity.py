@@ -293,11 +293,10 @@ def _digests(tensors: Mapping[str, torch.Tensor], count: int) -> dict[str, str]:
     plain = ((name, plain_tensor(tensor)) for name, tensor in local.items())
     readable = {name: tensor for name, tensor in plain if tensor is not None}
     digests = {}
-    for name in chosen(readable, count):
+    for name, elements in sample(readable, count).items():
         tensor = readable[name]
         digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-        integers = tensor.view(_INTEGERS[tensor.element_size()])
-        digest.update(sampled(integers).cpu().numpy().tobytes())
+        digest.update(elements.view(torch.uint8).numpy().tobytes())
         digests[name] = digest.hexdigest()[:16]
     return digests
 
@@ -323,17 +322,19 @@ def plain_tensor(tensor: torch.Tensor) -> torch.Tensor | None:
     return tensor.detach().as_subclass(torch.Tensor)
 
 
-def chosen(names: Iterable[str], count: int) -> list[str]:
-    """Up to ``count`` of ``names``, sorted; the same ones at every call."""
+def sample(tensors: Mapping[str, torch.Tensor], count: int) -> dict[str, torch.Tensor]:
+    """``[16]`` elements on the CPU of up to ``count`` plain tensors, the same at every call."""
     # Ordered by the hash of the name: 32 of some hundred then cover all types of layers.
-    by_hash = sorted(names, key=lambda name: hashlib.sha256(name.encode()).digest())
-    return sorted(by_hash[:count])
+    by_hash = sorted(tensors, key=lambda name: hashlib.sha256(name.encode()).digest())
+    return {name: _elements(tensors[name]).cpu() for name in sorted(by_hash[:count])}
 
 
-def sampled(tensor: torch.Tensor) -> torch.Tensor:
-    """``[16]`` elements of a plain tensor, at fixed positions."""
+def _elements(tensor: torch.Tensor) -> torch.Tensor:
+    """``[16]`` elements at fixed positions."""
     positions = torch.arange(1, SAMPLED_NUMBERS + 1, device=tensor.device) * _STRIDE
-    return tensor.take(positions % tensor.numel())
+    # Not every dtype can be taken from by itself.
+    integers = tensor.detach().view(_INTEGERS[tensor.element_size()])
+    return integers.take(positions % tensor.numel()).view(tensor.dtype)
 
 
 def base_parameters(module: nn.Module) -> dict[str, torch.Tensor]:

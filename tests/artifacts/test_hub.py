@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +9,6 @@ import pytest
 import torch
 from huggingface_hub import ModelCard, constants
 from huggingface_hub.errors import (
-    GatedRepoError,
     HfHubHTTPError,
     RepositoryNotFoundError,
     RevisionNotFoundError,
@@ -90,30 +86,18 @@ def test_a_folder_wins_over_a_repository(
         CalibrationArtifact.from_pretrained(REPO, revision="v2")
 
 
-@pytest.mark.parametrize(
-    ("repo", "kind", "token", "error"),
-    [
-        (REPO, {"private": True}, None, RepositoryNotFoundError),
-        (REPO, {"private": True}, "hf_bob", RepositoryNotFoundError),
-        ("alice/nothing", {}, None, RepositoryNotFoundError),
-        (REPO, {"gated": True}, "hf_bob", GatedRepoError),
-        (REPO, {}, "hf_expired", HfHubHTTPError),
-    ],
-)
-def test_what_may_not_be_read_is_refused_by_the_hub(
-    hub: Any,
-    artifact: CalibrationArtifact,
-    files: dict[str, bytes],
-    repo: str,
-    kind: dict[str, bool],
-    token: str | None,
-    error: type[Exception],
+def test_a_private_repository_wants_its_token(
+    hub: Any, artifact: CalibrationArtifact, files: dict[str, bytes]
 ) -> None:
-    hub.add(REPO, files, **kind)
-    with pytest.raises(error, match="401" if token == "hf_expired" else repo):
-        CalibrationArtifact.from_pretrained(repo, token=token)
+    hub.add(REPO, files, private=True)
+    with pytest.raises(RepositoryNotFoundError, match=REPO):
+        CalibrationArtifact.from_pretrained(REPO, token="hf_bob")
     loaded = CalibrationArtifact.from_pretrained(REPO, token="hf_alice")
     assert loaded.sha256 == artifact.sha256
+    sha = hub.repositories[REPO].refs["main"]
+    with pytest.raises(HfHubHTTPError):
+        artifact.push_to_hub(REPO, token="hf_bob")
+    assert hub.repositories[REPO].refs == {"main": sha}
 
 
 @pytest.mark.parametrize("missing", ["config.json", "safetensors"])
@@ -146,18 +130,6 @@ def test_offline_takes_the_cache_alone(
     with pytest.raises(ConnectionError, match="offline"):
         artifact.push_to_hub(REPO, token="hf_alice")
     assert not hub.requests
-
-
-def test_a_hub_that_cannot_be_reached_gives_nothing(
-    hub: Any, artifact: CalibrationArtifact, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(constants, "ENDPOINT", f"{hub.url}/not-there")
-    with pytest.raises(HfHubHTTPError, match="404"):
-        artifact.push_to_hub(REPO, token="hf_alice")
-    # Port 9, discard: nothing listens there.
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(FileNotFoundError):
-        CalibrationArtifact.from_pretrained(REPO)
 
 
 def test_an_upload_comes_back_and_the_next_one_replaces_it(
@@ -206,72 +178,10 @@ def test_a_pull_request_to_others_repository(hub: Any, artifact: CalibrationArti
     assert loaded.sha256 == artifact.sha256
 
 
-@pytest.mark.parametrize("token", [None, "hf_bob", "hf_expired"])
-def test_an_upload_without_the_right_to_write_is_refused(
-    hub: Any, artifact: CalibrationArtifact, files: dict[str, bytes], token: str | None
-) -> None:
-    with pytest.raises(HfHubHTTPError):
-        artifact.push_to_hub(REPO, token=token)
-    assert REPO not in hub.repositories
-    sha = hub.add(REPO, files)
-    with pytest.raises(HfHubHTTPError):
-        artifact.push_to_hub(REPO, token=token)
-    assert hub.repositories[REPO].refs == {"main": sha}
-
-
 def test_a_name_that_is_no_hub_id_is_refused(hub: Any, artifact: CalibrationArtifact) -> None:
     with pytest.raises(ValueError, match="alice/a/b"):
         artifact.push_to_hub("alice/a/b", token="hf_alice")
     for name in ("alice/a/b", Path("alice/a")):
         with pytest.raises(FileNotFoundError, match=rf"no folder {name}, and it is no hub id eith"):
             CalibrationArtifact.from_pretrained(name)
-    assert not hub.requests
-
-
-_OTHER_PROCESS = """
-import sys
-from hf_kvret.artifacts import CalibrationArtifact
-artifact = CalibrationArtifact.from_pretrained(sys.argv[1], method="a2ats")
-if sys.argv[2:]:
-    artifact.push_to_hub(sys.argv[2])
-print(sorted(artifact.tensors)[0])
-"""
-
-
-def _run(hub: Any, home: Path, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
-    """A process that knows the hub from its environment alone."""
-    environment = {
-        **os.environ,
-        "HF_ENDPOINT": hub.url,
-        "HF_HOME": str(home),
-        "HF_TOKEN": "hf_alice",
-        "HF_HUB_DISABLE_XET": "1",
-        "NO_PROXY": "127.0.0.1,localhost",
-        **more,
-    }
-    command = [sys.executable, "-c", _OTHER_PROCESS, *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-
-
-@pytest.mark.slow
-def test_the_clients_environment_holds(hub: Any, files: dict[str, bytes], tmp_path: Path) -> None:
-    hub.add(REPO, files, private=True)
-    done = _run(hub, tmp_path / "home", REPO, "alice/copy")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "layers.0.codebook\n"
-    assert list((tmp_path / "home").rglob("artifact-*.safetensors"))
-    assert "alice/copy" in hub.repositories
-
-
-@pytest.mark.slow
-def test_the_clients_environment_may_be_offline(
-    hub: Any, files: dict[str, bytes], tmp_path: Path
-) -> None:
-    hub.add(REPO, files)
-    CalibrationArtifact.from_pretrained(REPO, cache_dir=tmp_path / "home" / "hub")
-    hub.requests.clear()
-    done = _run(hub, tmp_path / "home", REPO, HF_HUB_OFFLINE="1")
-    assert done.returncode == 0, done.stderr
-    done = _run(hub, tmp_path / "home", "alice/other", HF_HUB_OFFLINE="1")
-    assert "LocalEntryNotFoundError" in done.stderr
     assert not hub.requests

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
-import json
 import logging
 import sys
 import types
@@ -18,7 +16,7 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedModel, Qwen2VLForConditionalGeneration
 
 import hf_kvret
-from hf_kvret.saved.identity import CacheIdentity, identity_of
+from hf_kvret.saved.identity import identity_of
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
 from hf_kvret.testing.scenario import prompt
 
@@ -100,23 +98,19 @@ def test_the_same_model_loaded_twice_is_not_refused(
 
 
 def test_weights_that_change_between_two_turns_are_refused(llama: Any) -> None:
-    """The same object, trained in between."""
+    """The same object, trained in between; a cache that was reset, or forgot, goes on."""
     cache, ids = filled(llama)
     before = identity_of(llama)
     assert identity_of(llama) is before
     other_weights(llama)
     with pytest.raises(ValueError, match="filled by other weights"):
         llama.generate(ids, past_key_values=cache, **RUN)
+    twin = cache.fork()
+    twin.forget_origin()
+    llama.generate(ids, past_key_values=twin, **RUN)
     cache.reset()
     llama.generate(ids, past_key_values=cache, **RUN)
     assert cache.identity is identity_of(llama)
-
-
-def test_a_forgotten_origin_is_not_refused(llama: Any) -> None:
-    cache, ids = filled(llama)
-    other_weights(llama)
-    cache.forget_origin()
-    llama.generate(ids, past_key_values=cache, **RUN)
 
 
 def test_what_can_not_be_compared_is_named(llama: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -157,12 +151,6 @@ def test_a_text_model_goes_on_inside_a_composite_one(tmp_path: Path) -> None:
     alone = identity_of(model.get_decoder())
     assert alone.weights.items() < whole.weights.items()
     assert whole.difference(alone) == alone.difference(whole) == ""
-
-
-def test_the_written_identity_reads_back(llama: Any) -> None:
-    identity = identity_of(llama)
-    plain = json.loads(json.dumps(dataclasses.asdict(identity)))
-    assert CacheIdentity(**plain) == identity
 
 
 class LoraLinear(nn.Module):
@@ -228,48 +216,41 @@ def test_another_adapter_is_refused(llama: Any, tmp_path: Path) -> None:
         adapted.generate(ids, past_key_values=cache, **RUN)
 
 
-def disabled(model: Any) -> None:
-    for layer in adapters(model):
-        layer.disable_adapters = True
+def disabled(layer: Any) -> None:
+    layer.disable_adapters = True
 
 
-def scaled(model: Any) -> None:
-    adapters(model)[1].scaling["default"] = 0.25
+def scaled(layer: Any) -> None:
+    layer.scaling["default"] = 0.25
 
 
-def trained(model: Any) -> None:
+def trained(layer: Any) -> None:
     with torch.no_grad():
-        adapters(model)[1].lora_B["default"].weight += 1e-3
+        layer.lora_B["default"].weight += 1e-3
 
 
-def removed(model: Any) -> None:
-    for layer in model.model.layers:
-        layer.self_attn.v_proj = layer.self_attn.v_proj.base_layer
-
-
-def written(model: Any) -> None:
+def written(layer: Any) -> None:
     """As ``trained``, unseen by autograd."""
-    for layer in adapters(model):
-        layer.lora_B["default"].weight.data += 0.1
+    layer.lora_B["default"].weight.data += 0.1
 
 
-def merged(model: Any) -> None:
+def merged(layer: Any) -> None:
     """As PEFT does it."""
-    for layer in adapters(model):
-        a, b = (part["default"].weight for part in (layer.lora_A, layer.lora_B))
-        layer.base_layer.weight.data += (b @ a).detach() * layer.scaling["default"]
-        layer.merged_adapters = ["default"]
+    a, b = (part["default"].weight for part in (layer.lora_A, layer.lora_B))
+    layer.base_layer.weight.data += (b @ a).detach() * layer.scaling["default"]
+    layer.merged_adapters = ["default"]
 
 
 @pytest.mark.usefixtures("peft")
-@pytest.mark.parametrize("change", [disabled, scaled, trained, removed, written, merged])
+@pytest.mark.parametrize("change", [disabled, scaled, trained, written, merged])
 def test_an_adapter_that_changes_between_two_turns_is_refused(
     llama: Any, change: Callable[[Any], None]
 ) -> None:
     adapted = with_adapter(llama, seed=1)
     cache, ids = filled(adapted)
     adapted.generate(ids, past_key_values=cache.fork(), **RUN)
-    change(adapted)
+    for layer in adapters(adapted):
+        change(layer)
     words = "filled by other weights" if change in (trained, written) else "adapters"
     with pytest.raises(ValueError, match=words):
         adapted.generate(ids, past_key_values=cache, **RUN)
@@ -278,7 +259,8 @@ def test_an_adapter_that_changes_between_two_turns_is_refused(
 @pytest.mark.usefixtures("peft")
 def test_the_base_model_is_compared_below_adapters(llama: Any) -> None:
     adapted = with_adapter(llama, seed=1)
-    disabled(adapted)
+    for layer in adapters(adapted):
+        disabled(layer)
     assert identity_of(adapted).weights == identity_of(llama).weights
     cache, ids = filled(adapted)
     llama.generate(ids, past_key_values=cache, **RUN)

@@ -17,13 +17,12 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_kvret import FlatKVCache, attach
-from hf_kvret.saved import folder as folders
 from hf_kvret.saved import shards
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
 from hf_kvret.testing.scenario import prompt
 
 OPTIONS: dict[str, Any] = {**COVERING_OPTIONS, "top_k": 4}
-# Of each, by default and in all.
+# Moments of a kill, by default and in all.
 FEW, MANY = 3, 30
 
 
@@ -89,64 +88,10 @@ def _check(model: PreTrainedModel, place: Path, old: FlatKVCache, new: FlatKVCac
     return "old" if is_old else "new"
 
 
-def _steps(patch: pytest.MonkeyPatch, act: Callable[[int], None]) -> list[int]:
-    """Call ``act`` with a number before each step of a save that the disk sees."""
-    steps: list[int] = []
-
-    def counted(real: Callable[..., Any]) -> Callable[..., Any]:
-        def step(*args: Any, **kwargs: Any) -> Any:
-            steps.append(len(steps))
-            act(steps[-1])
-            return real(*args, **kwargs)
-
-        return step
-
-    for name in ("open", "fsync", "replace", "close"):
-        patch.setattr(folders.os, name, counted(getattr(os, name)))
-    patch.setattr(folders, "_remove", counted(folders._remove))
-    patch.setattr(shards, "save_file", counted(shards.save_file))
-    return steps
-
-
-def _numbers() -> list[Any]:
-    few = range(FEW)
-    return [*few, *(pytest.param(n, marks=pytest.mark.slow) for n in range(FEW, MANY))]
-
-
-@pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_save_killed_at_a_step_leaves_the_old_or_the_new(
-    model: PreTrainedModel, old: FlatKVCache, new: FlatKVCache, every: int, tmp_path: Path
-) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        count = len(_counted(patch, new, tmp_path / "counted", old))
-    # The last ones are the most interesting.
-    ends = {}
-    for step in range(count - 1, -1, -every):
-        place = tmp_path / f"step-{step}"
-        old.save_pretrained(place)
-
-        def work(step: int = step, place: Path = place) -> None:
-            patch = pytest.MonkeyPatch()
-            _steps(patch, lambda n: os.kill(os.getpid(), signal.SIGKILL) if n == step else None)
-            new.save_pretrained(place, overwrite=True)
-
-        assert os.WTERMSIG(_in_child(work)) == signal.SIGKILL, step
-        ends[step] = _check(model, place, old, new)
-    assert len(ends) == -(-count // every) and count > 30
-    # One step is the change from the one to the other.
-    assert list(ends.values()) == sorted(ends.values()) and set(ends.values()) == {"old", "new"}
-
-
-def _counted(
-    patch: pytest.MonkeyPatch, new: FlatKVCache, place: Path, old: FlatKVCache
-) -> list[int]:
-    old.save_pretrained(place)
-    steps = _steps(patch, lambda n: None)
-    new.save_pretrained(place, overwrite=True)
-    return steps
-
-
-@pytest.mark.parametrize("number", _numbers())
+@pytest.mark.parametrize(
+    "number",
+    [*range(FEW), *(pytest.param(n, marks=pytest.mark.slow) for n in range(FEW, MANY))],
+)
 def test_a_save_killed_at_any_moment_leaves_the_old_or_the_new(
     model: PreTrainedModel, old: FlatKVCache, new: FlatKVCache, number: int, tmp_path: Path
 ) -> None:
