@@ -26,7 +26,6 @@ class Repository:
     """Commits by sha, each with the bytes of its files; branches and pull requests by name."""
 
     private: bool = False
-    gated: bool = False
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
     refs: dict[str, str] = field(default_factory=dict)
     messages: list[str] = field(default_factory=list)
@@ -156,8 +155,6 @@ class _Handler(BaseHTTPRequestHandler):
         if repository is None or (repository.private and not owner):
             # The hub does not tell strangers whether a repository is private or absent.
             raise _Refusal(404 if user else 401, "RepoNotFound", "Repository not found")
-        if repository.gated and not owner:
-            raise _Refusal(403, "GatedRepo", "Access to this model is restricted")
         if write and not owner:
             raise _Refusal(403 if user else 401, message="No write access to this repository")
         return repository
