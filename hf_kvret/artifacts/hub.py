@@ -6,6 +6,7 @@ So its settings apply: ``HF_ENDPOINT``, ``HF_TOKEN``, ``HF_HOME``, ``HF_HUB_OFFL
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 from huggingface_hub import HfApi, constants, snapshot_download, try_to_load_from_cache
@@ -99,20 +100,22 @@ def check_repository(
         OSError: of the hub's client.
         ValueError: as ``check_description``.
     """
-    try:
-        # A cached copy may be older than the file that would be replaced.
-        path = hub_api(token).hf_hub_download(
-            repo_id, DESCRIPTION, revision=revision, force_download=True
-        )
-    except RevisionNotFoundError:
-        if revision is not None:
-            check_repository(repo_id, method, token=token)
-        return
-    except (RemoteEntryNotFoundError, RepositoryNotFoundError):
-        return
+    # A cached copy may be older than the file that would be replaced, so none is taken.
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            path = hub_api(token).hf_hub_download(
+                repo_id, DESCRIPTION, revision=revision, local_dir=folder
+            )
+        except RevisionNotFoundError:
+            if revision is not None:
+                check_repository(repo_id, method, token=token)
+            return
+        except (RemoteEntryNotFoundError, RepositoryNotFoundError):
+            return
+        content = Path(path).read_bytes()
     place = f"{DESCRIPTION} of {repo_id} on {constants.ENDPOINT}"
     way_out = f"give a new repository, for instance USER/MODEL-{method}"
-    check_description(Path(path).read_bytes(), method, place, way_out)
+    check_description(content, method, place, way_out)
 
 
 def is_hub_id(text: str) -> bool:
