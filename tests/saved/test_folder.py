@@ -222,7 +222,9 @@ def test_a_full_disk_leaves_the_old(tmp_path: Path) -> None:
     assert files(tmp_path) == whole(OLD)
 
 
-def test_an_interrupted_save_leaves_the_old(tmp_path: Path) -> None:
+def test_an_interrupted_save_leaves_the_old_or_once_it_is_named_the_new(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save(tmp_path, OLD)
     with pytest.raises(KeyboardInterrupt), replacing(tmp_path, "it.json", "it") as new:
         new.keep(b"half", NEW, ".bin")
@@ -230,16 +232,10 @@ def test_an_interrupted_save_leaves_the_old(tmp_path: Path) -> None:
         raise KeyboardInterrupt
     assert files(tmp_path) == whole(OLD)
     assert load(tmp_path) == OLD.encode()
-
-
-def test_an_interruption_once_the_new_is_named_leaves_the_new(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ctrl-C is noticed when the replacement returns."""
-    save(tmp_path, OLD)
     replace = os.replace
 
     def interrupted(source: str, goal: Path) -> None:
+        """Ctrl-C is noticed when the replacement returns."""
         replace(source, goal)
         if goal.name == "it.json":
             raise KeyboardInterrupt
