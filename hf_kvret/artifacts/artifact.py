@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
+from huggingface_hub import HfApi
 
 from hf_kvret.artifacts.card import model_card
 from hf_kvret.artifacts.files import TENSORS, read_description, read_tensors, write_folder
-from hf_kvret.artifacts.hub import check_repository, find_folder, hub_api
+from hf_kvret.artifacts.hub import check_repository, find_folder
 from hf_kvret.artifacts.identity import ModelIdentity, WeightsReport, compare_weights
 from hf_kvret.saved.plain_json import plain_bytes
 from hf_kvret.version import __version__
@@ -195,7 +196,7 @@ class CalibrationArtifact:
             OSError: of the hub's client: offline, not logged in, or no right to write there.
             ValueError: no hub id, or ``config.json`` there is a model's or of another method.
         """
-        api = hub_api(token)
+        api = HfApi(token=token)
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
         check_repository(repo_id, self.method, revision=revision, token=token)
         # A pull request that is open has a branch of its own, refs/pr/<number>.

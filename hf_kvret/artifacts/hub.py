@@ -9,7 +9,12 @@ import os
 import tempfile
 from pathlib import Path
 
-from huggingface_hub import HfApi, constants, snapshot_download, try_to_load_from_cache
+from huggingface_hub import (
+    constants,
+    hf_hub_download,
+    snapshot_download,
+    try_to_load_from_cache,
+)
 from huggingface_hub.errors import (
     HfHubHTTPError,
     HFValidationError,
@@ -20,15 +25,9 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import validate_repo_id
 
 from hf_kvret.artifacts.files import DESCRIPTION, PATTERNS, check_description
-from hf_kvret.version import __version__
 
 # The base class of the HTTP client's errors without a response; the client differs by version.
 CLIENT_ERROR: type[Exception] = HfHubHTTPError.__bases__[0]
-
-
-def hub_api(token: str | bool | None) -> HfApi:
-    """The hub's client, which names us to the hub."""
-    return HfApi(token=token, library_name="hf-kvret", library_version=__version__)
 
 
 def find_folder(
@@ -69,8 +68,6 @@ def find_folder(
         token=token,
         local_files_only=local_files_only,
         allow_patterns=[str(Path(subfolder, pattern)) for pattern in PATTERNS],
-        library_name="hf-kvret",
-        library_version=__version__,
     )
     return Path(folder, subfolder)
 
@@ -103,8 +100,8 @@ def check_repository(
     # A cached copy may be older than the file that would be replaced, so none is taken.
     with tempfile.TemporaryDirectory() as folder:
         try:
-            path = hub_api(token).hf_hub_download(
-                repo_id, DESCRIPTION, revision=revision, local_dir=folder
+            path = hf_hub_download(
+                repo_id, DESCRIPTION, revision=revision, local_dir=folder, token=token
             )
         except RevisionNotFoundError:
             if revision is not None:
