@@ -228,6 +228,8 @@ def test_an_interrupted_save_leaves_the_old_or_once_it_is_named_the_new(
     save(tmp_path, OLD)
     with pytest.raises(KeyboardInterrupt), replacing(tmp_path, "it.json", "it") as new:
         new.keep(b"half", NEW, ".bin")
+        # An artifact that is saved again has the same file.
+        new.keep(OLD.encode(), OLD, ".bin")
         (new.new_folder() / "half").touch()
         raise KeyboardInterrupt
     assert files(tmp_path) == whole(OLD)
