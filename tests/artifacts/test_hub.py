@@ -182,6 +182,6 @@ def test_a_name_that_is_no_hub_id_is_refused(hub: Any, artifact: CalibrationArti
     with pytest.raises(ValueError, match="alice/a/b"):
         artifact.push_to_hub("alice/a/b", token="hf_alice")
     for name in ("alice/a/b", Path("alice/a")):
-        with pytest.raises(FileNotFoundError, match=rf"no folder {name}, and it is no hub id eith"):
+        with pytest.raises(FileNotFoundError, match=rf"no folder {name}, and it is no hub id"):
             CalibrationArtifact.from_pretrained(name)
     assert not hub.requests
