@@ -1,9 +1,9 @@
 """GPUs that are not at hand, for which ``compile_target.py sm90`` compiles every Triton kernel.
 
 A driver only names its target, and a launch stops after the compilation. The calls are those of the
-table of operations, in several shapes, and of what it lacks. Prints a line for each launch: the
-kernel, ``fused`` where it multiplies and adds at once, ``spills`` where it does not keep to its
-registers.
+table of operations, in several shapes, and of what it lacks. Prints a line for each launch: whose
+call it is, the kernel, ``fused`` where it multiplies and adds at once, ``spills`` where it does not
+keep to its registers.
 """
 
 from __future__ import annotations
@@ -35,14 +35,16 @@ SHAPES = (
 )
 
 
-def calls() -> Iterator[Callable[[], object]]:
-    """Of the operations of the table, and of what it lacks."""
+def calls() -> Iterator[tuple[str, Callable[[], object]]]:
+    """Of the table of operations, of what it lacks, and of latent attention."""
     for operation in OPERATIONS:
         for shape in SHAPES:
             call = operation.prepare(shape, Draw(torch.device("cpu"), 0))
-            yield partial(call.run, "triton")
-    yield from _more_calls()
-    yield from _calls_with_values_in_keys()
+            yield "table", partial(call.run, "triton")
+    for each in _more_calls():
+        yield "more", each
+    for each in _calls_with_values_in_keys():
+        yield "latents", each
 
 
 def _more_calls() -> Iterator[partial]:
@@ -51,6 +53,7 @@ def _more_calls() -> Iterator[partial]:
     from hf_kvret_kernels.codebook import triton as codebook
     from hf_kvret_kernels.paged import PagedRows
     from hf_kvret_kernels.paged_triton import gather_rows
+    from hf_kvret_kernels.paris import random_signs, triton_encode
     from hf_kvret_kernels.proxy import ROW_DTYPES, triton_scores
     from hf_kvret_kernels.relevance import triton as relevance
 
@@ -79,6 +82,10 @@ def _more_calls() -> Iterator[partial]:
     for dtype in (torch.int32, torch.int64):
         yield partial(centroid.unite, index.to(dtype), valid)
         yield partial(relevance.count_ids, index.to(dtype), torch.zeros((), dtype=torch.int64))
+    for dim, m in ((128, 8), (136, 4)):
+        keys, sign = torch.zeros(1, 2, 501, dim, dtype=HALF), torch.zeros(1, 2, 501, dim // 8)
+        yield partial(triton_encode.rotate, keys, random_signs(dim, 0))
+        yield partial(triton_encode.count_centroids, sign.byte(), m, valid)
     ids, table = torch.zeros(1, 2, 1, 256, dtype=torch.int32), torch.zeros(1, 8).int()
     coded = torch.zeros(8, 2, 64, 132, dtype=torch.uint8)
     for rows in (
@@ -123,8 +130,8 @@ def _calls_with_values_in_keys() -> Iterator[partial]:
             yield partial(triton_attend.attend_partials, query, coded, ids, 0.1, 50.0)
 
 
-def _compile_instead_of_launching(capability: int) -> None:
-    """Make Triton compile for ``capability`` and return before it would launch."""
+def _compile_instead_of_launching(capability: int) -> list[str]:
+    """Make Triton compile for ``capability``; the list gets a line for each launch."""
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
@@ -136,6 +143,7 @@ def _compile_instead_of_launching(capability: int) -> None:
     _dispatch.interpreted = lambda: True
     driver.set_active(NamedTarget(capability))
     run = JITFunction.run
+    launches: list[str] = []
 
     @functools.wraps(run)
     def compile_only(self: JITFunction, *args: object, warmup: bool, **kwargs: object) -> object:
@@ -145,7 +153,8 @@ def _compile_instead_of_launching(capability: int) -> None:
         fused = "fused" if "fma.rn" in kernel.asm["ptx"] else ""
         # The stack of a thread holds the registers that were spilled.
         spills = "spills" if usage_of(kernel.asm["cubin"])["STACK"] else ""
-        print(label_of(self.fn.__module__, self.fn.__name__), fused, spills)
+        label = label_of(self.fn.__module__, self.fn.__name__)
+        launches.append(f"{label} {fused} {spills}")
         # What it did not write may be anything, and torch may look places up in it.
         for argument in args:
             if isinstance(argument, torch.Tensor):
@@ -153,9 +162,13 @@ def _compile_instead_of_launching(capability: int) -> None:
         return kernel
 
     JITFunction.run = compile_only
+    return launches
 
 
 if __name__ == "__main__":
-    _compile_instead_of_launching(TARGETS[sys.argv[1]])
-    for call in calls():
-        call()
+    lines = _compile_instead_of_launching(TARGETS[sys.argv[1]])
+    for caller, run_call in calls():
+        run_call()
+        for line in lines:
+            print(caller, line)
+        lines.clear()

@@ -17,19 +17,19 @@ import pytest
 from .test_machine_code import all_kernels
 
 SCRIPT = Path(__file__).with_name("compile_target.py")
-# Of codewords no kernel spills, and of rows of latent attention none with 99 KiB of shared memory.
-KEEP_TO_REGISTERS = {"sm80": r"codebook\.", "sm90": r"codebook\.|paged_triton\.|resident\."}
+# Codebooks spill nowhere, latent attention not where shared memory is large.
+KEEP_TO_REGISTERS = {"sm80": r"\w+ codebook\.", "sm90": r"\w+ codebook\.|latents "}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", KEEP_TO_REGISTERS)
 def test_kernels_compile(target: str) -> None:
     lines = compiled(target)
-    assert {line.split()[0] for line in lines} == all_kernels()
+    assert {line.split()[1] for line in lines} == all_kernels()
     # Products and sums are one instruction.
-    assert all("fused" in line for line in lines if line.startswith("merge."))
-    spilling = {line.split()[0] for line in lines if "spills" in line}
-    assert not [name for name in spilling if re.match(KEEP_TO_REGISTERS[target], name)]
+    assert all("fused" in line for line in lines if " merge." in line)
+    spilling = [line for line in lines if "spills" in line]
+    assert not [line for line in spilling if re.match(KEEP_TO_REGISTERS[target], line)]
 
 
 def compiled(target: str) -> list[str]:
