@@ -1,9 +1,8 @@
 """GPUs that are not at hand, for which ``compile_target.py sm90`` compiles every Triton kernel.
 
 A driver only names its target, and a launch stops after the compilation. The calls are those of the
-table of operations, in several shapes, and of what it lacks. Prints a line for each launch: whose
-call it is, the kernel, ``fused`` where it multiplies and adds at once, ``spills`` where it does not
-keep to its registers.
+table of operations, in several shapes, and of what it lacks. Prints for each launch whose call it
+is, the kernel, ``fused`` for products and sums in one, ``spills`` where registers do not suffice.
 """
 
 from __future__ import annotations
@@ -41,10 +40,8 @@ def calls() -> Iterator[tuple[str, Callable[[], object]]]:
         for shape in SHAPES:
             call = operation.prepare(shape, Draw(torch.device("cpu"), 0))
             yield "table", partial(call.run, "triton")
-    for each in _more_calls():
-        yield "more", each
-    for each in _calls_with_values_in_keys():
-        yield "latents", each
+    yield from (("more", call) for call in _more_calls())
+    yield from (("latents", call) for call in _calls_with_values_in_keys())
 
 
 def _more_calls() -> Iterator[partial]:
@@ -87,12 +84,9 @@ def _more_calls() -> Iterator[partial]:
         yield partial(triton_encode.rotate, keys, random_signs(dim, 0))
         yield partial(triton_encode.count_centroids, sign.byte(), m, valid)
     ids, table = torch.zeros(1, 2, 1, 256, dtype=torch.int32), torch.zeros(1, 8).int()
-    coded = torch.zeros(8, 2, 64, 132, dtype=torch.uint8)
-    for rows in (
-        PagedRows([torch.zeros(8, 2, 64, 256, dtype=HALF)], table, 128),
-        PagedRows([coded], table, 128, apart=True),
-    ):
-        yield partial(gather_rows, rows, ids)
+    for width, dtype, apart in ((256, HALF, False), (132, torch.uint8, True)):
+        pages = torch.zeros(8, 2, 64, width, dtype=dtype)
+        yield partial(gather_rows, PagedRows([pages], table, 128, apart=apart), ids)
 
 
 def _calls_with_values_in_keys() -> Iterator[partial]:

@@ -196,14 +196,11 @@ def test_pinned_pages_are_read_from_the_device() -> None:
 
 
 @pytest.mark.parametrize(("first", "last"), [(0, 6), (-1, 2), (3, 3), (4, 2)])
-def test_columns_that_the_table_lacks_are_refused(first: int, last: int) -> None:
-    with pytest.raises(ValueError, match=rf"columns {first} \.\. {last}: the table has 5"):
-        copy_pages(_pages_of(torch.float32, 4, 6, (7,)), first, last)
-
-
-def test_no_programs_are_refused() -> None:
+def test_columns_that_the_table_lacks_and_no_programs_are_refused(first: int, last: int) -> None:
     with pytest.raises(ValueError, match="programs=0: at least 1"):
         copy_pages(_pages_of(torch.float32, 4, 6, (7,)), 0, 1, programs=0)
+    with pytest.raises(ValueError, match=rf"columns {first} \.\. {last}: the table has 5"):
+        copy_pages(_pages_of(torch.float32, 4, 6, (7,)), first, last)
 
 
 PAGE_LEN, KEY_DIM, VALUE_DIM = 8, 16, 24
