@@ -88,11 +88,6 @@ def test_a_search_reads_all_keys() -> None:
     assert _index(keys).cost(50, 5) == SearchCost(50, keys.nbytes)
 
 
-def test_a_missing_tensor_is_named() -> None:
-    with pytest.raises(KeyError, match="keys"):
-        FlatIndex().load_state_dict({"rows": torch.zeros(1)})
-
-
 def test_a_soft_cap_counts_where_heads_of_a_group_compete() -> None:
     """Without a cap head 1 gives token 1 the largest weight; a cap evens out tokens 1 and 2."""
     keys = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 0.93]]).view(1, 1, 3, 2)

@@ -98,8 +98,9 @@ def test_reordered_rows_go_on_like_the_old_ones() -> None:
     _assert_same(moved.steps(range(40, 52), rows), expected)
 
 
-def test_what_is_cropped_is_forgotten_and_what_was_evicted_stays_so() -> None:
-    run = _read()
+@pytest.mark.parametrize("top_k", [OPTIONS["top_k"], 14])
+def test_what_is_cropped_is_forgotten_and_what_was_evicted_stays_so(top_k: float) -> None:
+    run = _read(top_k=top_k)
     run.steps(range(10, 40))
     before = run.scores
     assert run.length == 90 and run.cold_len == 82

@@ -235,10 +235,3 @@ def test_a_saved_cache_may_name_the_published_tables_by_their_numbers() -> None:
     assert ParisConfig.from_saved(**saved) == ParisConfig(tables="paper")
     with pytest.raises(ValueError, match=r"schedule=.* this version only does as"):
         ParisConfig.from_saved(schedule=rows)
-
-
-def test_an_empty_index_has_no_codes() -> None:
-    index, rows = ParisIndex(ParisConfig()), torch.ones(1, 2, 3, 32)
-    for method in (index.rotate, index.encode):
-        with pytest.raises(RuntimeError, match="the index is empty: add a block first"):
-            method(rows)
