@@ -18,7 +18,13 @@ from transformers import PreTrainedModel
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.generate.requests import Request, current_request, is_using
 from hf_kvret.models.compiled import not_compiled
-from hf_kvret.models.kept_state import is_shift, kept, put, shifts, take
+from hf_kvret.models.kept_state import (
+    is_shift,
+    read_state,
+    shifts,
+    stateful_attributes,
+    write_state,
+)
 from hf_kvret.models.versions import cache_argument
 from hf_kvret.saved.identity import without_wrapper
 from hf_kvret_model_patches.decoders import decoder_of
@@ -91,7 +97,7 @@ def _refuse(model: nn.Module) -> NoReturn:
 def keep_state(model: PreTrainedModel) -> None:
     """Have the passes of ``model`` with a retrieval cache use what that cache keeps of it."""
     model = without_wrapper(model)
-    if not kept(model):
+    if not stateful_attributes(model):
         return
     for module in _hooked(model):
         _models[module] = weakref.ref(model)
@@ -140,14 +146,14 @@ def prepare_state(call: Request) -> None:
     """Have ``generate`` prepare positions with what the cache of ``call`` keeps."""
     model = call.model
     # A function from a folder may call `generate` itself, in any thread.
-    if not kept(model) or isinstance(call.arguments.get("custom_generate"), str):
+    if not stateful_attributes(model) or isinstance(call.arguments.get("custom_generate"), str):
         return
     use, cache = _Use(None, call.retrieves), cache_argument(call.arguments)
     use.begin(model)
     call.preparation = use
     if isinstance(cache, RetrievalCache):
-        put(model, _for_prompt(cache.model_state.values(), call))
-    use.before = take(model)
+        write_state(model, _for_prompt(cache.model_state.values(), call))
+    use.before = read_state(model)
 
 
 def _for_prompt(state: dict[str, Any], call: Request) -> dict[str, Any]:
@@ -174,7 +180,7 @@ def end_use(call: Request) -> None:
 def _before_pass(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Give the model what the cache keeps, at the outermost of its modules.
 
-    A pass with another cache is noted, too: it writes what the model keeps.
+    A pass with another cache counts, too: it writes what the model keeps.
     """
     cache, model = _cache_of(args, kwargs), _model_of(module)
     use = newest = _uses.get(model)
@@ -182,7 +188,7 @@ def _before_pass(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
         use = _Use(module, cache is not None)
         use.begin(model)
         if cache is not None:
-            put(model, _state_of_pass(model, cache, newest))
+            write_state(model, _state_of_pass(model, cache, newest))
             use.start = cache.get_seq_length()
             use.has_positions = kwargs.get("position_ids") is not None
     if isinstance(kwargs.get("position_ids"), torch.Tensor):
@@ -207,7 +213,7 @@ def _state_of_pass(model: Any, cache: RetrievalCache, newest: _Use | None) -> di
     call.preparation = None
     if newest is not None and newest.thread != prepared.thread:
         _refuse(model)
-    now = take(model)
+    now = read_state(model)
     return state | {name: x for name, x in now.items() if x is not prepared.before[name]}
 
 
@@ -235,7 +241,7 @@ def _after_pass(
 
 def _keep(model: nn.Module, cache: RetrievalCache, use: _Use, mask: Any) -> None:
     """Keep what ``model`` keeps after a pass, whose attention mask was ``mask``, in ``cache``."""
-    state, now = cache.model_state, take(model)
+    state, now = cache.model_state, read_state(model)
     start, end = use.start, cache.get_seq_length()
     rows = cache.retrieval_layers[0].batch_size
     shift = next((name for name in now if is_shift(name)), None)
@@ -250,4 +256,4 @@ def _keep(model: nn.Module, cache: RetrievalCache, use: _Use, mask: Any) -> None
         cuts = shifts(positions, mask, start, state.shift, rows)
         if not state.changed(now):
             now[shift] = cuts[:, -1:].long()
-    state.note(now, start, end, rows, cuts)
+    state.record(now, start, end, rows, cuts)

@@ -15,7 +15,6 @@ from hf_kvret.generate.model_state import add_hooks
 from hf_kvret.generate.requests import Request, is_using
 from hf_kvret.models.compiled import not_compiled
 from hf_kvret.models.versions import (
-    CACHE_NAME,
     CACHE_NAMES,
     cache_argument,
     cache_name_of,
@@ -27,8 +26,8 @@ from hf_kvret_model_patches.decoders import decoder_of
 
 # Types whose own count of positions forgets the cached tokens. `generate` always passes positions.
 _COUNT_FROM_ZERO = {"bamba"}
-# Entries that are noted, two for a pass, before all of them are written.
-_MOST_NOTED = 256
+# Most pending entries, two for a pass, before all of them are written.
+_MOST_PENDING = 256
 
 
 def check_origin(
@@ -75,17 +74,12 @@ def watch(model: PreTrainedModel) -> None:
         add_hooks(module, _before_pass, _after_pass)
 
 
-def _cache_of(kwargs: dict[str, Any]) -> Any:
-    cache = kwargs.get(CACHE_NAME)
-    return cache_argument(kwargs) if cache is None else cache
-
-
 # The hooks themselves may stand in a graph, with other caches; recording is no part of it.
 def _before_pass(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Begin a pass, and compare the model where the cache does not know it."""
-    cache = _cache_of(kwargs)
+    cache = cache_argument(kwargs)
     if not isinstance(cache, RetrievalCache):
         return None
     _begin(module, cache, args, kwargs)
@@ -107,10 +101,10 @@ def _begin(
         end = start + tokens.shape[1]
         kwargs["position_ids"] = torch.arange(start, end, device=tokens.device)[None]
     if record.owner not in (None, module) and record.start == start:
-        # A pass inside of another one, whose module notes the ids.
+        # A pass inside of another one, which records the ids.
         return
     record.owner, record.start = module, start
-    record.noted.append((start, None))
+    record.pending.append((start, None))
     # Steps of one token with the same module are not compared: that would cost more than to record
     # them.
     is_step = start > 0 and tokens is not None and tokens.shape[1] == 1
@@ -125,7 +119,7 @@ def _begin(
 def _after_pass(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
 ) -> None:
-    cache = _cache_of(kwargs)
+    cache = cache_argument(kwargs)
     if isinstance(cache, RetrievalCache):
         _end(module, cache, args, kwargs, output)
 
@@ -144,9 +138,9 @@ def _end(
     if output is None or tokens is None or tokens.shape[1] != end - start:
         return
     if not tokens.is_floating_point():
-        record.noted.append((start, tokens.to(torch.int32, copy=True)))
-    if len(record.noted) > _MOST_NOTED:
-        record.write_noted()
+        record.pending.append((start, tokens.to(torch.int32, copy=True)))
+    if len(record.pending) > _MOST_PENDING:
+        record.write_pending()
     # `generate` recorded all of them at once.
     inputs = _other_inputs(kwargs) if end - start > 1 and not is_using(cache) else {}
     if inputs:

@@ -35,46 +35,48 @@ LONGEST = "max_seq_len_cached"
 _SHIFT_AXES = 3
 
 
-class Kept(NamedTuple):
+class StatefulAttribute(NamedTuple):
     """An attribute that a module of a model keeps.
 
     Attributes:
         name: of the value: path and attribute, the same for a model and for its base model.
         path: of the module in the model.
         attribute: its name on the module.
-        origin: the module's attribute with the value of a fresh model; empty where that is None.
+        initial: the module's attribute with the value of a fresh model; empty where that is None.
     """
 
     name: str
     path: str
     attribute: str
-    origin: str
+    initial: str
 
 
-_kept: weakref.WeakKeyDictionary[nn.Module, tuple[Kept, ...]] = weakref.WeakKeyDictionary()
+_found: weakref.WeakKeyDictionary[nn.Module, tuple[StatefulAttribute, ...]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
-def kept(model: Any) -> tuple[Kept, ...]:
+def stateful_attributes(model: Any) -> tuple[StatefulAttribute, ...]:
     """What ``model`` keeps between passes; empty for most text models. Searched once.
 
     Empty, too, for what is no module and yet has ``generate``, as of other runtimes.
     """
     if not isinstance(model, nn.Module):
         return ()
-    result = _kept.get(model)
+    result = _found.get(model)
     if result is None:
         base = f"{getattr(model, 'base_model_prefix', '')}."
-        result = _kept[model] = tuple(
-            Kept(
-                f"{path}.{attribute}".removeprefix(base).removeprefix("."), path, attribute, origin
+        result = _found[model] = tuple(
+            StatefulAttribute(
+                f"{path}.{attribute}".removeprefix(base).removeprefix("."), path, attribute, initial
             )
             for path, module in model.named_modules()
-            for attribute, origin in _kept_by(module)
+            for attribute, initial in _attributes_of(module)
         )
     return result
 
 
-def _kept_by(module: nn.Module) -> Iterator[tuple[str, str]]:
+def _attributes_of(module: nn.Module) -> Iterator[tuple[str, str]]:
     """The attributes that ``module`` keeps, each with that of a fresh model's value."""
     if hasattr(module, SHIFT):
         yield SHIFT, ""
@@ -96,52 +98,54 @@ def _growing(module: nn.Module) -> list[str]:
 
 def grows(model: nn.Module) -> bool:
     """Whether ``model`` has rotary embeddings whose frequencies grow with the text."""
-    return any(one.attribute != SHIFT for one in kept(model))
+    return any(one.attribute != SHIFT for one in stateful_attributes(model))
 
 
-def take(model: nn.Module) -> dict[str, Any]:
+def read_state(model: nn.Module) -> dict[str, Any]:
     """What ``model`` keeps now, by name: the very values, not copies."""
-    return {one.name: _value(model.get_submodule(one.path), one) for one in kept(model)}
+    return {
+        one.name: _value(model.get_submodule(one.path), one) for one in stateful_attributes(model)
+    }
 
 
-def put(model: nn.Module, state: Mapping[str, Any]) -> None:
-    """Have ``model`` keep ``state``, which ``take`` gave; what that lacks becomes fresh.
+def write_state(model: nn.Module, state: Mapping[str, Any]) -> None:
+    """Have ``model`` keep ``state``, which ``read_state`` gave; what that lacks becomes fresh.
 
     Raises:
         ValueError: a value that this model does not keep, or frequencies of another form.
     """
-    unknown = state.keys() - {one.name for one in kept(model)}
+    unknown = state.keys() - {one.name for one in stateful_attributes(model)}
     if unknown:
         raise ValueError(
             f"the cache was filled by a model that keeps {min(unknown)}, which "
             f"{type(model).__name__} does not: use it with the model that filled it"
         )
-    for one in kept(model):
+    for one in stateful_attributes(model):
         module = model.get_submodule(one.path)
-        origin = _origin(module, one)
-        value = state.get(one.name, origin)
+        initial = _initial(module, one)
+        value = state.get(one.name, initial)
         if value is _value(module, one):
             continue
         if one.attribute.endswith(FREQUENCIES):
-            if value.shape != origin.shape:
+            if value.shape != initial.shape:
                 raise ValueError(
                     f"the cache keeps {one.name} of shape {list(value.shape)}, "
-                    f"{type(model).__name__} has {list(origin.shape)}: use it with the model that "
+                    f"{type(model).__name__} has {list(initial.shape)}: use it with the model that "
                     "filled it"
                 )
             value = value.to(getattr(module, one.attribute).device)
         setattr(module, one.attribute, value)
 
 
-def _value(module: nn.Module, one: Kept) -> Any:
+def _value(module: nn.Module, one: StatefulAttribute) -> Any:
     # Some attributes of single types of layers are first made when they grow.
     if hasattr(module, one.attribute):
         return getattr(module, one.attribute)
-    return _origin(module, one)
+    return _initial(module, one)
 
 
-def _origin(module: nn.Module, one: Kept) -> Any:
-    return getattr(module, one.origin) if one.origin else None
+def _initial(module: nn.Module, one: StatefulAttribute) -> Any:
+    return getattr(module, one.initial) if one.initial else None
 
 
 def is_shift(name: str) -> bool:
@@ -236,10 +240,10 @@ class ModelState:
             is_shift(name) and value is not self._values.get(name) for name, value in values.items()
         )
 
-    def note(
+    def record(
         self, values: Mapping[str, Any], start: int, end: int, rows: int, cuts: torch.Tensor | None
     ) -> None:
-        """Note what the model keeps after a pass.
+        """Record what the model keeps after a pass.
 
         Args:
             values: by name.

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_kvret.models.exact_chunks import depends_on_length, why_whole
-from hf_kvret.models.kept_state import put, take
+from hf_kvret.models.kept_state import read_state, write_state
 from hf_kvret.models.ranks import is_split
 from hf_kvret.models.versions import cache_name_of
 from hf_kvret.saved.token_record import UNKNOWN, ids_of_pictures
@@ -77,7 +77,7 @@ def check_rows(cache: Any, model: PreTrainedModel, owner: str) -> None:
     is_text = not (cache.tokens.passes and "pixel_values" in parameters)
     if ids is None or not ids.shape[1] or not (is_here and is_exact and is_text):
         return
-    read, kept = DynamicCache(config=config), take(model)
+    read, kept = DynamicCache(config=config), read_state(model)
     inputs: dict[str, Any] = {"input_ids": ids.to(decoder.device), "use_cache": True}
     # As `generate` counts them, where a model would count from its padding id.
     if "position_ids" in parameters:
@@ -86,7 +86,7 @@ def check_rows(cache: Any, model: PreTrainedModel, owner: str) -> None:
         with torch.no_grad():
             decoder(**inputs, **{cache_name_of(cls): read})
     finally:
-        put(model, kept)
+        write_state(model, kept)
     for layer in cache.retrieval_layers:
         number = layer.layer_info.number
         now: Any = read.layers[number]

@@ -60,11 +60,11 @@ class InputDigest(NamedTuple):
 class TokenRecord(State):
     """Ids of the tokens in a cache, as far as it saw them, and digests of its other inputs.
 
-    Ids are copied when they are noted, without waiting for the device, and read when they are
+    Ids are copied as they come, without waiting for the device, and read when they are
     compared or saved. Tokens that came as embeddings, or by hand, are ``UNKNOWN``.
 
     Attributes:
-        noted: passes that are not written yet, in their order: the first token, and a copy of the
+        pending: passes that are not written yet, in their order: the first token, and a copy of the
             ids ``[B, n]``; None: they are unknown. A step appends to it, and calls nothing.
         passes: digests of the passes with inputs that are no text, in their order.
         owner: the outermost module of the running pass, which writes its ids; None between passes.
@@ -77,40 +77,40 @@ class TokenRecord(State):
     _ids: TokenBuffer = part(TokenBuffer)
 
     def __init__(self) -> None:
-        self.noted: list[tuple[int, torch.Tensor | None]] = []
+        self.pending: list[tuple[int, torch.Tensor | None]] = []
         self.passes: tuple[InputDigest, ...] = ()
         self.owner: Any = None
         self.checked_owner: Callable[[], Any] = _nobody
         self.start = 0
 
     def __len__(self) -> int:
-        self.write_noted()
+        self.write_pending()
         return len(self._ids)
 
     def __getstate__(self) -> dict[str, Any]:
         """Without modules, which are of this process alone."""
-        self.write_noted()
+        self.write_pending()
         return {**vars(self), "owner": None, "checked_owner": _nobody}
 
     def reset(self) -> None:
         super().reset()
-        self.noted, self.passes, self.checked_owner = [], (), _nobody
+        self.pending, self.passes, self.checked_owner = [], (), _nobody
 
     def fork(self) -> Self:
-        self.write_noted()
+        self.write_pending()
         twin = super().fork()
-        twin.noted = []
+        twin.pending = []
         return twin
 
     def crop(self, length: int) -> None:
         """Forget tokens from ``length`` on, and digests of passes that had some of them."""
-        self.write_noted()
+        self.write_pending()
         super().crop(length)
         self.passes = tuple(one for one in self.passes if one.end <= length)
 
     def reorder(self, rows: torch.Tensor) -> None:
         """As every state; digests are forgotten where the number of rows changes."""
-        self.write_noted()
+        self.write_pending()
         if not self._ids.is_allocated:
             return
         if len(rows) != len(self._ids.rows):
@@ -121,19 +121,19 @@ class TokenRecord(State):
 
     def write(self, ids: torch.Tensor, start: int) -> None:
         """Write ``ids`` ``[B, n]`` of the tokens from ``start`` on; earlier gaps are unknown."""
-        self.noted.append((start, ids))
-        self.write_noted()
+        self.pending.append((start, ids))
+        self.write_pending()
 
-    def write_noted(self) -> None:
-        """Write the ids of all passes that were noted."""
-        if not self.noted:
+    def write_pending(self) -> None:
+        """Write the ids of all pending passes."""
+        if not self.pending:
             return
         # Memory made in inference mode could not be written to outside of it.
         with SIGNALS_WAIT, torch.inference_mode(False):
-            while self.noted:
-                start, ids = self.noted[0]
+            while self.pending:
+                start, ids = self.pending[0]
                 self._write(ids, start)
-                del self.noted[0]
+                del self.pending[0]
 
     def _write(self, ids: torch.Tensor | None, start: int) -> None:
         self._ids.crop(start)
@@ -152,7 +152,7 @@ class TokenRecord(State):
 
     def ids(self, length: int) -> torch.Tensor | None:
         """``[B, length]`` int32 of the tokens from 0 on; None if nothing was ever written."""
-        self.write_noted()
+        self.write_pending()
         if not self._ids.is_allocated:
             return None
         ids = self._ids.rows[:, 0, :length]

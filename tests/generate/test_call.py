@@ -136,21 +136,17 @@ def test_a_cache_that_stayed_dense_says_so_once(
         "dense_below=2308, and held 43"
     ]
     assert "dense_below=2308, and held 50" in cache.stats()["dense"]
+    caplog.clear()
+    cache = hf_kvret.ParisKVCache(llama.config, **COVERING_OPTIONS)
+    with caplog.at_level(logging.INFO, "hf_kvret"):
+        llama.generate(prompt(1, 40), **RUN, past_key_values=cache)
+    assert cache.stats()["dense"] is None and "retrieved nothing" not in caplog.text
 
 
 def test_a_cache_whose_window_was_never_full_says_so(llama: PreTrainedModel) -> None:
     cache = hf_kvret.FlatKVCache(llama.config, dense_below=0)
     llama.generate(prompt(1, 40), **RUN, past_key_values=cache)
     assert "43 tokens fit into the window (sink=4, recent=256" in cache.stats()["dense"]
-
-
-def test_a_cache_that_retrieved_says_nothing(
-    llama: PreTrainedModel, caplog: pytest.LogCaptureFixture
-) -> None:
-    cache = hf_kvret.ParisKVCache(llama.config, **COVERING_OPTIONS)
-    with caplog.at_level(logging.INFO, "hf_kvret"):
-        llama.generate(prompt(1, 40), **RUN, past_key_values=cache)
-    assert cache.stats()["dense"] is None and "retrieved nothing" not in caplog.text
 
 
 @pytest.mark.parametrize("asked", ["cache", "attention"])
@@ -247,8 +243,10 @@ def _phi_config(kind: str) -> PreTrainedConfig:
     )
 
 
-@pytest.mark.parametrize("kind", ["phi3", "phimoe"])
-@pytest.mark.parametrize("prompt_len", [LIMIT - 20, LIMIT - 1, LIMIT, LIMIT + 1, LIMIT + 40])
+@pytest.mark.parametrize(
+    ("kind", "prompt_len"),
+    [("phimoe", LIMIT - 20), *(("phi3", LIMIT + more) for more in (-20, -1, 0, 1, 40))],
+)
 def test_a_text_that_is_read_anew_at_a_limit_stays_in_the_cache(kind: str, prompt_len: int) -> None:
     ids = prompt(1, prompt_len)
     expected = phi(kind).generate(ids, max_new_tokens=30, **TRUTH)
@@ -275,11 +273,12 @@ def test_a_text_that_is_read_anew_at_a_limit_stays_in_the_cache(kind: str, promp
         {"num_beams": 2, "num_return_sequences": 2},
         {"prompt_lookup_num_tokens": 3},
         {"repetition_penalty": 1.3},
+        {"attention_mask": ragged((LIMIT - 30, LIMIT - 8))[1]},
     ],
     ids=lambda mode: "-".join(mode),
 )
 def test_the_limit_is_crossed_in_every_mode(mode: dict[str, Any]) -> None:
-    ids = prompt(1, LIMIT - 12)
+    ids = ragged((LIMIT - 30, LIMIT - 8))[0] if "attention_mask" in mode else prompt(1, LIMIT - 12)
     drafts = "prompt_lookup_num_tokens" in mode
     expected = phi().generate(ids, max_new_tokens=30, **({} if drafts else mode), **TRUTH)
     model = phi()
@@ -287,15 +286,6 @@ def test_the_limit_is_crossed_in_every_mode(mode: dict[str, Any]) -> None:
     tokens = model.generate(ids, max_new_tokens=30, past_key_values=cache, **mode, **GREEDY)
     assert torch.equal(tokens, expected)
     assert cache.get_seq_length() >= tokens.shape[1] - 1
-
-
-def test_the_limit_is_crossed_by_a_padded_batch() -> None:
-    ids, mask = ragged((LIMIT - 30, LIMIT - 8))
-    run = {"attention_mask": mask, "max_new_tokens": 30}
-    expected = phi().generate(ids, **run, **TRUTH)
-    model = phi()
-    tokens = model.generate(ids, **run, **GREEDY, past_key_values=new_cache(model))
-    assert torch.equal(tokens, expected)
 
 
 def test_the_limit_is_crossed_in_a_second_turn() -> None:
@@ -460,38 +450,6 @@ def test_passes_of_a_logits_processor_are_its_own(llama: PreTrainedModel) -> Non
     cache = new_cache(llama)
     assert torch.equal(llama.generate(prompt(1, 40), past_key_values=cache, **run), expected)
     assert cache.get_seq_length() == 45
-
-
-@pytest.mark.parametrize("negative", [None, 90])
-def test_guidance_keeps_its_own_cache(negative: int | None) -> None:
-    ids = prompt(1, LIMIT + 8)
-    given = {} if negative is None else {"negative_prompt_ids": prompt(1, negative)}
-    run = {"max_new_tokens": 6, "guidance_scale": 1.5, **given, **GREEDY}
-    llama = MODELS["llama"].build()
-    expected = llama.generate(ids, **run)
-    assert torch.equal(llama.generate(ids, past_key_values=new_cache(llama), **run), expected)
-
-
-def test_prompts_of_embeddings_end_well(llama: PreTrainedModel) -> None:
-    ids = prompt(1, 40)
-    given = {"inputs_embeds": llama.get_input_embeddings()(ids)}
-    for run in (given, {**given, "input_ids": ids}):
-        expected = llama.generate(**run, max_new_tokens=5, **GREEDY)
-        cache = new_cache(llama)
-        tokens = llama.generate(**run, max_new_tokens=5, past_key_values=cache, **GREEDY)
-        assert torch.equal(tokens, expected)
-        assert cache.get_seq_length() == 44
-
-
-def test_embeddings_whose_cache_is_dropped_behind_the_prompt_are_an_error(
-    llama: PreTrainedModel,
-) -> None:
-    Unfaithful(llama, 1, _drop)
-    embedded = llama.get_input_embeddings()(prompt(1, 40))
-    with pytest.raises(ValueError, match=r"without the cache of this call|ran forward passes"):
-        llama.generate(
-            inputs_embeds=embedded, past_key_values=new_cache(llama), max_new_tokens=20, **GREEDY
-        )
 
 
 FOREIGN = """

@@ -422,7 +422,7 @@ def test_restore_takes_the_hooks_away_and_plain_models_get_none() -> None:
         hf_kvret.attach(one)
         added = sum(len(module._forward_hooks) for module in one.modules()) - sum(hooks)
         # Two modules of each note tokens.
-        assert added == (4 if kept_state.kept(one) else 2)
+        assert added == (4 if kept_state.stateful_attributes(one) else 2)
         hf_kvret.restore(one)
         assert [len(module._forward_hooks) for module in one.modules()] == hooks
         assert not any(module._forward_hooks_always_called for module in one.modules())

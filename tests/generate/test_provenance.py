@@ -101,7 +101,7 @@ def test_the_record_is_what_the_first_layer_holds(without_positions: Any, name: 
         assert unknown == (120 if name == "inputs_embeds" else 0)
 
 
-def test_ids_are_noted_inside_inference_mode_and_outside(llama: Any) -> None:
+def test_ids_are_recorded_inside_inference_mode_and_outside(llama: Any) -> None:
     hf_kvret.attach(llama)
     cache, ids = new_cache(llama), prompt(1, 40)
     with torch.inference_mode():
@@ -119,13 +119,13 @@ def test_ids_are_noted_inside_inference_mode_and_outside(llama: Any) -> None:
 def test_ids_of_many_steps_are_written_before_anybody_asks(
     llama: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(provenance, "_MOST_NOTED", 6)
+    monkeypatch.setattr(provenance, "_MOST_PENDING", 6)
     hf_kvret.attach(llama)
     cache, ids = new_cache(llama), prompt(1, 50)
     with torch.inference_mode():
         for part in ids.split([30, *[1] * 20], dim=1):
             llama(part, past_key_values=cache)
-            assert len(cache.tokens.noted) <= 6
+            assert len(cache.tokens.pending) <= 6
             # The caller's tensor may be another step's next.
             part.zero_()
     assert held_ids(cache) == prompt(1, 50).tolist()
@@ -146,7 +146,7 @@ def test_a_cache_loaded_inside_inference_mode_goes_on_in_it_and_outside(
         assert held_ids(loaded)[0] == [*expected, int(ids[0, -1])]
 
 
-def test_a_pass_of_the_decoder_alone_is_noted(llama: Any) -> None:
+def test_a_pass_of_the_decoder_alone_is_recorded(llama: Any) -> None:
     """Adapters of PEFT call past the hooks of the whole model."""
     hf_kvret.attach(llama)
     cache = new_cache(llama)
@@ -174,7 +174,7 @@ def test_tokens_by_hand_are_unknown_and_never_refused(llama: Any) -> None:
         llama.generate(wrong, past_key_values=cache, **RUN)
 
 
-def test_a_failed_pass_notes_nothing(llama: Any) -> None:
+def test_a_failed_pass_records_nothing(llama: Any) -> None:
     hf_kvret.attach(llama)
     cache, ids = new_cache(llama), prompt(1, 40)
     with torch.no_grad():
@@ -246,7 +246,7 @@ def test_only_the_new_tokens_are_compared_with_nothing(llama: Any) -> None:
     assert held_ids(cache)[0][:90] == ids[0].tolist()
 
 
-def test_a_step_notes_a_token_without_looking_at_it(llama: Any) -> None:
+def test_a_step_records_a_token_without_looking_at_it(llama: Any) -> None:
     """Nothing is read from the device: no ids."""
     hf_kvret.attach(llama)
     cache = new_cache(llama)

@@ -201,40 +201,40 @@ def llama(**rope: object) -> LlamaForCausalLM:
 
 
 def test_a_plain_text_model_keeps_nothing() -> None:
-    assert kept_state.kept(llama(rope_type="default")) == ()
-    assert kept_state.kept(llama(rope_type="yarn", factor=2.0)) == ()
+    assert kept_state.stateful_attributes(llama(rope_type="default")) == ()
+    assert kept_state.stateful_attributes(llama(rope_type="yarn", factor=2.0)) == ()
     assert not kept_state.grows(llama(rope_type="default"))
 
 
 def test_a_model_and_its_base_model_name_alike_what_they_keep() -> None:
     growing, vision = llama(rope_type="dynamic", factor=2.0), picture_model("glm_ocr")
-    assert [one.name for one in kept_state.kept(growing)] == [
+    assert [one.name for one in kept_state.stateful_attributes(growing)] == [
         "rotary_emb.inv_freq",
         "rotary_emb.max_seq_len_cached",
     ]
-    assert [one.name for one in kept_state.kept(vision)] == ["rope_deltas"]
+    assert [one.name for one in kept_state.stateful_attributes(vision)] == ["rope_deltas"]
     assert kept_state.grows(growing) and not kept_state.grows(vision)
     for model in (growing, vision):
-        assert kept_state.take(model).keys() == kept_state.take(model.base_model).keys()
+        assert kept_state.read_state(model).keys() == kept_state.read_state(model.base_model).keys()
 
 
 @torch.no_grad()
-def test_put_brings_back_what_take_took_and_else_a_fresh_model() -> None:
+def test_state_is_written_back_as_it_was_read_or_that_of_a_fresh_model() -> None:
     model, ids = llama(rope_type="dynamic", factor=2.0), torch.arange(64).repeat(4)[None]
     first = model(ids[:, :40]).logits
-    unused = kept_state.take(model)
+    unused = kept_state.read_state(model)
     long = model(ids).logits
-    grown = kept_state.take(model)
+    grown = kept_state.read_state(model)
     assert int(grown["rotary_emb.max_seq_len_cached"]) == 256
     middle = model(ids[:, :100]).logits
-    kept_state.put(model, {})
+    kept_state.write_state(model, {})
     assert torch.equal(model(ids[:, :40]).logits, first)
     alone = model(ids[:, :100]).logits
     assert not torch.allclose(alone, middle, atol=1e-3)
-    kept_state.put(model, grown)
+    kept_state.write_state(model, grown)
     assert torch.equal(model(ids[:, :100]).logits, middle)
     assert torch.equal(model(ids).logits, long)
-    kept_state.put(model, unused)
+    kept_state.write_state(model, unused)
     assert torch.equal(model(ids[:, :100]).logits, alone)
 
 
@@ -247,12 +247,12 @@ def test_frequencies_of_types_of_layers_are_kept_each() -> None:
         module.register_buffer(f"{kind}_original_inv_freq", torch.ones(4))
     # The length is first made when the frequencies grow.
     names = ["full_attention_inv_freq", "full_attention_max_seq_len_cached"]
-    assert list(kept_state.take(module)) == names
-    assert kept_state.take(module)["full_attention_max_seq_len_cached"] == 32
-    kept_state.put(module, {names[0]: torch.zeros(4), names[1]: 70})
+    assert list(kept_state.read_state(module)) == names
+    assert kept_state.read_state(module)["full_attention_max_seq_len_cached"] == 32
+    kept_state.write_state(module, {names[0]: torch.zeros(4), names[1]: 70})
     assert not module.full_attention_inv_freq.any() and module.sliding_attention_inv_freq.all()
     assert module.full_attention_max_seq_len_cached == 70
-    kept_state.put(module, {})
+    kept_state.write_state(module, {})
     assert module.full_attention_inv_freq.all()
     assert module.full_attention_max_seq_len_cached == 32
 
@@ -260,9 +260,9 @@ def test_frequencies_of_types_of_layers_are_kept_each() -> None:
 def test_the_state_of_another_kind_of_model_is_refused() -> None:
     model = llama(rope_type="dynamic", factor=2.0)
     with pytest.raises(ValueError, match=r"keeps rope_deltas, which LlamaForCausalLM does not"):
-        kept_state.put(model, {"rope_deltas": torch.zeros(1, 1)})
+        kept_state.write_state(model, {"rope_deltas": torch.zeros(1, 1)})
     with pytest.raises(ValueError, match=r"rotary_emb.inv_freq of shape \[3\].*has \[16\]"):
-        kept_state.put(model, {"rotary_emb.inv_freq": torch.zeros(3)})
+        kept_state.write_state(model, {"rotary_emb.inv_freq": torch.zeros(3)})
 
 
 GRIDS = ((8, 12), (4, 4))
@@ -369,10 +369,10 @@ def filled() -> ModelState:
         [0, 0, 0, unknown, unknown, unknown, -2, -2, -2, -2, -2],
         [0, 0, 0, 0, unknown, unknown, unknown, unknown, -3, -3, -3],
     ]
-    state.note({NAME: shift(-2, -3)}, 0, 10, 2, torch.tensor(cuts, dtype=torch.int32))
-    state.note(state.values(), 10, 12, 2, None)
+    state.record({NAME: shift(-2, -3)}, 0, 10, 2, torch.tensor(cuts, dtype=torch.int32))
+    state.record(state.values(), 10, 12, 2, None)
     later = torch.tensor([[-2, -2, unknown, -4, -4], [-3] * 5], dtype=torch.int32)
-    state.note({NAME: shift(-4, -3)}, 12, 16, 2, later)
+    state.record({NAME: shift(-4, -3)}, 12, 16, 2, later)
     return state
 
 
@@ -382,7 +382,7 @@ def test_an_empty_state_has_no_values_and_takes_any_change() -> None:
     state.repeat(2)
     state.crop(0)
     assert state.values() == {} and state.state_dict(0) == {} and state.shift is None
-    state.note({NAME: None}, 0, 5, 1, None)
+    state.record({NAME: None}, 0, 5, 1, None)
     state.reorder(torch.tensor([0, 0]))
     state.crop(3)
     assert state.shift is None and state.state_dict(3) == {}
@@ -450,7 +450,7 @@ def test_a_fork_and_its_original_go_their_own_ways() -> None:
     state = filled()
     fork = state.fork()
     fork.crop(9)
-    state.note({NAME: shift(-9, -9)}, 16, 20, 2, None)
+    state.record({NAME: shift(-9, -9)}, 16, 20, 2, None)
     assert torch.equal(fork.values()[NAME], shift(-2, -3))
     assert torch.equal(state.values()[NAME], shift(-9, -9))
     state.reset()
@@ -461,7 +461,7 @@ def test_a_fork_and_its_original_go_their_own_ways() -> None:
 def test_a_pass_whose_positions_are_unknown_or_contradict_is_not_cut() -> None:
     for cuts in (None, torch.zeros(1, 6, dtype=torch.int32)):
         state = ModelState()
-        state.note({NAME: shift(-2)}, 0, 5, 1, cuts)
+        state.record({NAME: shift(-2)}, 0, 5, 1, cuts)
         restored = ModelState()
         restored.load_state_dict(state.state_dict(8), CPU)
         for one in (state, restored):
@@ -475,7 +475,7 @@ def test_a_pass_whose_positions_are_unknown_or_contradict_is_not_cut() -> None:
 
 def test_a_shift_of_fewer_rows_is_that_of_their_repetitions() -> None:
     state = ModelState()
-    state.note({NAME: shift(-2, -3)}, 0, 5, 6, None)
+    state.record({NAME: shift(-2, -3)}, 0, 5, 6, None)
     assert torch.equal(state.values()[NAME], shift(-2, -2, -2, -3, -3, -3))
 
 
@@ -485,7 +485,7 @@ def test_frequencies_stay_through_a_crop_and_go_with_the_last_token() -> None:
         "rotary_emb.inv_freq": torch.rand(4),
         "rotary_emb.max_seq_len_cached": torch.tensor(9),
     }
-    state.note(values, 0, 9, 2, None)
+    state.record(values, 0, 9, 2, None)
     state.crop(5)
     state.reorder(torch.tensor([1, 0]))
     twin = ModelState()
@@ -499,7 +499,7 @@ def test_frequencies_stay_through_a_crop_and_go_with_the_last_token() -> None:
 
 def test_a_shift_of_text_alone_is_saved_without_its_lengths() -> None:
     state = ModelState()
-    state.note({NAME: shift(0, 0)}, 0, 9, 2, torch.zeros(2, 10, dtype=torch.int32))
+    state.record({NAME: shift(0, 0)}, 0, 9, 2, torch.zeros(2, 10, dtype=torch.int32))
     saved = state.state_dict(50)
     assert list(saved[NAME].shape) == [2, 1]
     twin = ModelState()
