@@ -64,7 +64,8 @@ def around_generate(
                 check_foreign(call, past_len)
             failed, call.has_retrieved = False, call.cache is not None
         except Exception:
-            # The other ranks wait in `prepare_cache`, but for one of the caller's own loops.
+            # Other ranks block in `prepare_cache` until this one reports; a custom generate never
+            # gets there.
             if not call.is_prepared and arguments.get("custom_generate") is None:
                 share_error(model)
             raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +47,7 @@ def in_default_tests(artifacts: dict[str, str]) -> list[RankCase]:
     return [
         *(play(name) for name in ("saved", "other_files", "errors", "a_shelf", "by_hand")),
         play("saved", "a2ats", **learned),
-        *(covering("paris", mode, artifacts) for mode in ALL_MODES),
-        *(covering(method, mode, artifacts) for method in METHODS[2:] for mode in FEW_MODES[:2]),
+        *(covering(method, mode, artifacts) for method, mode in zip(cycle(METHODS), ALL_MODES)),
         *(RankCase(method, "second_turn", {**SMALL, "rest": "mean"}) for method in METHODS[:3]),
         RankCase("a2ats", "second_turn", {**SMALL, **learned}),
         RankCase("paris", "second_turn", {**SMALL, **more_of("split")}),
