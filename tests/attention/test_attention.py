@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from transformers import DynamicCache
 
 import hf_kvret
@@ -112,23 +111,3 @@ def test_a_keyword_that_is_none_or_harmless_passes() -> None:
     cache = FlatKVCache(MODELS["llama"].config(), **SMALL)
     out, weights = _call(cache, position_bias=None, position_ids=torch.arange(10), dropout=0.0)
     assert out.shape == (1, 10, 4, 16) and out.is_contiguous() and weights is None
-
-
-def test_layers_that_share_a_cache_layer_take_tokens_in_once() -> None:
-    config = MODELS["llama"].config()
-    config.num_hidden_layers = 1
-    cache = FlatKVCache(config, **SMALL)
-    key, value = cache.update(torch.randn(1, 2, 10, 16), torch.randn(1, 2, 10, 16), 0)
-    module: nn.Module = MODELS["llama"].build().model.layers[0].self_attn
-    query = torch.randn(1, 4, 10, 16)
-    first, _ = retrieval_attention(module, query, key, value, None)
-    second, _ = retrieval_attention(module, query, key, value, None)
-    assert torch.equal(first, second) and cache.get_seq_length() == 10
-    for count in (1, 3, 9):
-        key, value = cache.update(torch.randn(1, 2, count, 16), torch.randn(1, 2, count, 16), 0)
-        query = torch.randn(1, 4, count, 16)
-        first, _ = retrieval_attention(module, query, key, value, None)
-        second, _ = retrieval_attention(module, query, key, value, None)
-        # The second call finds the new tokens flushed or not: the same sums, merged elsewhere.
-        torch.testing.assert_close(first, second, atol=1e-5, rtol=1e-5)
-    assert cache.get_seq_length() == 23
