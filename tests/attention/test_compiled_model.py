@@ -66,7 +66,8 @@ REMEDY = "leave out fullgraph=True: what a retrieval cache does"
 
 
 @pytest.mark.parametrize(
-    "compiled", [_wrapped, _forward, pytest.param(_in_place, marks=pytest.mark.slow)]
+    "compiled",
+    [_wrapped, *(pytest.param(one, marks=pytest.mark.slow) for one in (_forward, _in_place))],
 )
 def test_a_compiled_model_gives_the_same_tokens_and_hardly_a_warning(
     compiled: Any, caplog: pytest.LogCaptureFixture
