@@ -21,31 +21,15 @@ from hf_kvret.layer.queries import AttentionCall
 from hf_kvret.replay.warm_up import warming_up
 from hf_kvret_kernels.prompt_attention import compiled, prompt_attention
 
-# Keywords that models pass beside the tensors. Those in the second set do not change attention.
-_ATTENTION_KEYWORDS = {
-    *("softcap", "s_aux", "is_causal", "sliding_window", "output_attentions"),
-}
+# Keywords that models pass beside the tensors. Those in the second set do not change attention, and
+# many models pass on arguments of `generate`.
+_ATTENTION_KEYWORDS = {"softcap", "s_aux", "is_causal", "sliding_window", "output_attentions"}
 _OTHER_KEYWORDS = {
-    "position_ids",
-    "cache_position",
-    "use_cache",
-    "position_embeddings",
-    "output_router_logits",
-    "output_hidden_states",
-    "logits_to_keep",
-    "return_dict",
-    "target_dtype",
-    "deterministic",
-    "num_logits_to_keep",
-    "token_type_ids",
-    # Arguments of `generate`, which many models pass on to their attention.
-    "tokenizer",
-    "assistant_tokenizer",
-    "assistant_model",
-    "streamer",
-    "synced_gpus",
-    "inputs_tensor",
-    "input_ids",
+    *("position_ids", "cache_position", "use_cache", "position_embeddings", "token_type_ids"),
+    *("output_router_logits", "output_hidden_states", "logits_to_keep", "num_logits_to_keep"),
+    *("return_dict", "target_dtype", "deterministic"),
+    *("tokenizer", "assistant_tokenizer", "assistant_model", "streamer", "synced_gpus"),
+    *("inputs_tensor", "input_ids"),
 }
 
 # Above this many elements the base implementation must not build a [q, kv] mask or score matrix.

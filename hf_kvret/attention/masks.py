@@ -101,10 +101,6 @@ class MaskInfo:
         batch, total = (self.arguments[name] for name in ("batch_size", "kv_length"))
         return MaskLayout((batch, 1, self.query_len, total))
 
-    def of_newest(self, count: int) -> MaskInfo:
-        """The mask of the newest ``count`` queries alone."""
-        return replace(self, query_len=count, _base_masks={})
-
     @cached_property
     def starts_padded(self) -> bool:
         """Whether a row begins with padding; may wait for the device, once a pass."""
@@ -288,7 +284,7 @@ def _cut_mask(mask: Any, index: Any) -> torch.Tensor | None:
     if stop != length or step != 1 or start == stop:
         return None
     cut = mask.detach()
-    setattr(cut, _INFO, info.of_newest(length - start))
+    setattr(cut, _INFO, replace(info, query_len=length - start, _base_masks={}))
     return cut
 
 

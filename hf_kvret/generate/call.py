@@ -28,7 +28,7 @@ from hf_kvret.generate.checks import (
 from hf_kvret.generate.chunks import chunk_prompt, forget_chunk
 from hf_kvret.generate.from_shelf import new_cache
 from hf_kvret.generate.lossless import check_lossless, steps_of
-from hf_kvret.generate.model_state import end_use, prepare_state
+from hf_kvret.generate.model_state import end_use, keep_prepared, prepare_state
 from hf_kvret.generate.requests import Request, current_request, is_served, request
 from hf_kvret.layer.hybrid import recording, stop_recording
 from hf_kvret.methods.known import METHODS
@@ -116,6 +116,7 @@ def prepare_cache(
 def _make_cache(call: Request, generation_config: Any, model_kwargs: dict[str, Any]) -> bool:
     """As ``prepare_cache``, of one rank."""
     model = call.model
+    keep_prepared(call)
     name = generation_config.cache_implementation
     cache: Any = model_kwargs.get(CACHE_NAME)
     mask = model_kwargs.get("attention_mask")

@@ -70,7 +70,7 @@ class _Use:
 
     def end(self) -> None:
         """It is over, and refers to no model: the dictionary of uses would keep it alive."""
-        self.is_over, self.module, self.positions = True, None, None
+        self.is_over, self.module, self.positions, self.before = True, None, None, {}
 
     def is_elsewhere(self) -> bool:
         """Whether it may be running, in another thread."""
@@ -160,12 +160,26 @@ def _for_prompt(state: dict[str, Any], call: Request) -> dict[str, Any]:
     """``state`` with one row for each of the prompt's, which ``generate`` repeats for beams."""
     prompt = call.prompt()[1]
     rows = len(prompt) if prompt is not None and prompt.ndim > 1 else 1
-    return {
-        name: value[:: max(1, len(value) // rows)]
-        if is_shift(name) and value is not None
-        else value
-        for name, value in state.items()
-    }
+    by_row = {name: x for name, x in state.items() if is_shift(name) and x is not None}
+    return {**state, **{name: x[:: max(1, len(x) // rows)] for name, x in by_row.items()}}
+
+
+def keep_prepared(call: Request) -> None:
+    """Keep, in ``call``, what ``generate`` has set on the model for the first pass.
+
+    A draft's passes, or those of a caller's own loop, may change it before. RuntimeError where
+    another thread ran the model in the meantime.
+    """
+    model, use = call.model, call.preparation
+    if use is None:
+        return
+    newest = _uses[model]
+    if newest.thread != use.thread and (use.retrieves or newest.retrieves):
+        _refuse(model)
+    now = read_state(model)
+    call.prepared_state = {name: x for name, x in now.items() if x is not use.before[name]}
+    use.end()
+    call.preparation = None
 
 
 def end_use(call: Request) -> None:
@@ -183,12 +197,12 @@ def _before_pass(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     A pass with another cache counts, too: it writes what the model keeps.
     """
     cache, model = _cache_of(args, kwargs), _model_of(module)
-    use = newest = _uses.get(model)
+    use = _uses.get(model)
     if use is None or not use.runs_here() or use.module in (None, module):
         use = _Use(module, cache is not None)
         use.begin(model)
         if cache is not None:
-            write_state(model, _state_of_pass(model, cache, newest))
+            write_state(model, _state_of_pass(model, cache))
             use.start = cache.get_seq_length()
             use.has_positions = kwargs.get("position_ids") is not None
     if isinstance(kwargs.get("position_ids"), torch.Tensor):
@@ -201,20 +215,13 @@ def _cache_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> RetrievalCache |
     return next((value for value in values if isinstance(value, RetrievalCache)), None)
 
 
-def _state_of_pass(model: Any, cache: RetrievalCache, newest: _Use | None) -> dict[str, Any]:
-    """What the cache keeps, and in the first pass of a call what ``generate`` prepared for it.
-
-    RuntimeError where another thread ran the model behind the preparation.
-    """
+def _state_of_pass(model: Any, cache: RetrievalCache) -> dict[str, Any]:
+    """What the cache keeps, and in the first pass of a call what ``generate`` prepared."""
     state, call = cache.model_state.values(), current_request(model)
-    prepared = call.preparation if call.cache is cache else None
-    if prepared is None:
+    if call.cache is not cache:
         return state
-    call.preparation = None
-    if newest is not None and newest.thread != prepared.thread:
-        _refuse(model)
-    now = read_state(model)
-    return state | {name: x for name, x in now.items() if x is not prepared.before[name]}
+    prepared, call.prepared_state = call.prepared_state, {}
+    return state | prepared
 
 
 @not_compiled

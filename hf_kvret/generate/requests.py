@@ -28,7 +28,8 @@ class Request:
         has_retrieved: the call used a retrieval cache to its end.
         is_delegated: a call of ``generate`` inside this one did.
         is_prepared: ``generate`` came to the point where it makes a cache.
-        preparation: of the state that a model keeps, until the first pass; or None.
+        preparation: of the state that a model keeps, or None.
+        prepared_state: what ``generate`` had the model keep for the first pass; empty after that.
         keep_prompt: called before each pass, and when the call ends, also where it fails.
         cuts_end: the last tokens of the prompt are read in a pass of their own.
         retrieves: it asks for a retrieval cache, as far as its arguments tell.
@@ -47,6 +48,7 @@ class Request:
     is_delegated: bool = False
     is_prepared: bool = False
     preparation: Any = None
+    prepared_state: dict[str, Any] = field(default_factory=dict)
     keep_prompt: Callable[[], None] = lambda: None
     cuts_end: bool = False
     retrieves: bool = False

@@ -35,7 +35,7 @@ LONGEST = "max_seq_len_cached"
 _SHIFT_AXES = 3
 
 
-class StatefulAttribute(NamedTuple):
+class Attribute(NamedTuple):
     """An attribute that a module of a model keeps.
 
     Attributes:
@@ -51,12 +51,10 @@ class StatefulAttribute(NamedTuple):
     initial: str
 
 
-_found: weakref.WeakKeyDictionary[nn.Module, tuple[StatefulAttribute, ...]] = (
-    weakref.WeakKeyDictionary()
-)
+_found: weakref.WeakKeyDictionary[nn.Module, tuple[Attribute, ...]] = weakref.WeakKeyDictionary()
 
 
-def stateful_attributes(model: Any) -> tuple[StatefulAttribute, ...]:
+def stateful_attributes(model: Any) -> tuple[Attribute, ...]:
     """What ``model`` keeps between passes; empty for most text models. Searched once.
 
     Empty, too, for what is no module and yet has ``generate``, as of other runtimes.
@@ -67,7 +65,7 @@ def stateful_attributes(model: Any) -> tuple[StatefulAttribute, ...]:
     if result is None:
         base = f"{getattr(model, 'base_model_prefix', '')}."
         result = _found[model] = tuple(
-            StatefulAttribute(
+            Attribute(
                 f"{path}.{attribute}".removeprefix(base).removeprefix("."), path, attribute, initial
             )
             for path, module in model.named_modules()
@@ -103,9 +101,8 @@ def grows(model: nn.Module) -> bool:
 
 def read_state(model: nn.Module) -> dict[str, Any]:
     """What ``model`` keeps now, by name: the very values, not copies."""
-    return {
-        one.name: _value(model.get_submodule(one.path), one) for one in stateful_attributes(model)
-    }
+    attributes = stateful_attributes(model)
+    return {one.name: _value(model.get_submodule(one.path), one) for one in attributes}
 
 
 def write_state(model: nn.Module, state: Mapping[str, Any]) -> None:
@@ -137,14 +134,14 @@ def write_state(model: nn.Module, state: Mapping[str, Any]) -> None:
         setattr(module, one.attribute, value)
 
 
-def _value(module: nn.Module, one: StatefulAttribute) -> Any:
+def _value(module: nn.Module, one: Attribute) -> Any:
     # Some attributes of single types of layers are first made when they grow.
     if hasattr(module, one.attribute):
         return getattr(module, one.attribute)
     return _initial(module, one)
 
 
-def _initial(module: nn.Module, one: StatefulAttribute) -> Any:
+def _initial(module: nn.Module, one: Attribute) -> Any:
     return getattr(module, one.initial) if one.initial else None
 
 
