@@ -15,6 +15,7 @@ from hf_kvret.generate.model_state import add_hooks
 from hf_kvret.generate.requests import Request, is_using
 from hf_kvret.models.compiled import not_compiled
 from hf_kvret.models.versions import (
+    CACHE_NAME,
     CACHE_NAMES,
     cache_argument,
     cache_name_of,
@@ -74,12 +75,18 @@ def watch(model: PreTrainedModel) -> None:
         add_hooks(module, _before_pass, _after_pass)
 
 
+def _cache_of(kwargs: dict[str, Any]) -> Any:
+    # The usual name first: steps are many, and other names few.
+    cache = kwargs.get(CACHE_NAME)
+    return cache_argument(kwargs) if cache is None else cache
+
+
 # The hooks themselves may stand in a graph, with other caches; recording is no part of it.
 def _before_pass(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Begin a pass, and compare the model where the cache does not know it."""
-    cache = cache_argument(kwargs)
+    cache = _cache_of(kwargs)
     if not isinstance(cache, RetrievalCache):
         return None
     _begin(module, cache, args, kwargs)
@@ -119,7 +126,7 @@ def _begin(
 def _after_pass(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
 ) -> None:
-    cache = cache_argument(kwargs)
+    cache = _cache_of(kwargs)
     if isinstance(cache, RetrievalCache):
         _end(module, cache, args, kwargs, output)
 
