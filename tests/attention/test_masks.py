@@ -233,6 +233,15 @@ def test_one_query_sees_what_any_mask_shows_it() -> None:
     assert seen is not None
     expected = [[True, True, False, True, True, True], [False, False, False, True, True, True]]
     assert seen.tolist() == expected
+    # A layer that reads another's keys may have the newest of several queries alone.
+    arguments = _arguments(3, 6, _padding(6), mask_function=hide_two, use_vmap=True)
+    seen = token_validity(retrieval_mask(**arguments), 1, 6, CPU)
+    assert seen is not None and seen.tolist() == expected
+
+
+def test_what_a_query_sees_is_a_mask_also_where_sdpa_needs_none() -> None:
+    seen = retrieval_mask(**_arguments(6, 6, None, mask_function=causal_mask_function))[:, 0]
+    assert torch.equal(seen, torch.ones(2, 6, 6, dtype=torch.bool).tril())
 
 
 def test_a_counter_that_moves_on_does_not_change_the_mask() -> None:
