@@ -8,22 +8,19 @@ import pytest
 
 import hf_kvret.generate.lossless as lossless_call
 from hf_kvret.lossless.pace import GivenPace
-from hf_kvret.testing import COVERING_OPTIONS, MODELS, MODES, Case, run_case
+from hf_kvret.testing import COVERING_OPTIONS, Case, run_case
 from hf_kvret.testing.conformance import ALL_MODELS
 
 from .cases import ArtifactOptions, caches, expect_passed
 
 METHODS = ("flat", "paris", "lrqk", "ctkvr", "a2ats")
-# These modes are of one sequence, which a call of generate or a loop of one's own decodes.
-ONE_SEQUENCE = (
-    *("greedy", "sampling", "second_turn", "guidance", "own_position_ids", "prefix_reuse"),
-    *("crop_small", "crop_deep", "assisted", "prompt_lookup", "early_exit"),
-)
-# The pass that verifies a draft can't be undone in these.
-RECURRENT = ("qwen3_next",)
+# One sequence in a call of generate, and the cache gone on with in every way.
+MODES = ("greedy", "second_turn", "guidance", "own_position_ids", "crop_deep", "prompt_lookup")
+# Sliding windows, soft caps, attention sinks, M-RoPE, experts, a linear state without recurrence.
+MODELS = ("llama", "gemma2", "gpt_oss", "qwen2_vl", "mixtral", "lfm2", "gpt2")
 FACTORS: dict[str, list[Any]] = {
-    "model": [name for name in MODELS if name not in RECURRENT],
-    "mode": [mode for mode in ONE_SEQUENCE if mode in MODES],
+    "model": list(MODELS),
+    "mode": list(MODES),
     "method": list(METHODS),
     "store": ["device", "host", "resident", "cpu", "split"],
     "drafts": [1, 5, 16, 32],
