@@ -292,9 +292,14 @@ class TestPlantedFaults:
         crop = hf_kvret.RetrievalCache.crop
         monkeypatch.setattr(ParisKVCache, "crop", lambda cache, n: crop(cache, min(0, n + 1)))
         full = generate(model, prompt(), output_logits=True)
-        ours = generate(model, prompt(), output_logits=True, **lossless())
-        most = (torch.stack(ours.logits) - torch.stack(full.logits)).abs().max()
-        assert most > 1e-2
+        try:
+            ours = generate(model, prompt(), output_logits=True, **lossless())
+        except ValueError as error:
+            # transformers 5.17 masks as many tokens as the loop has read.
+            assert "columns" in str(error)
+        else:
+            most = (torch.stack(ours.logits) - torch.stack(full.logits)).abs().max()
+            assert most > 1e-2
 
     def test_a_pass_that_retrieves_in_place_of_verifying_is_seen(
         self, model: Any, monkeypatch: pytest.MonkeyPatch
