@@ -378,8 +378,7 @@ def filled() -> ModelState:
 
 def test_an_empty_state_has_no_values_and_takes_any_change() -> None:
     state = ModelState()
-    state.reorder(torch.tensor([0]))
-    state.repeat(2)
+    state.reorder(torch.tensor([0, 0]))
     state.crop(0)
     assert state.values() == {} and state.state_dict(0) == {} and state.shift is None
     state.record({NAME: None}, 0, 5, 1, None)
@@ -439,7 +438,7 @@ def test_rows_move_with_the_batch_and_so_do_their_cuts() -> None:
     fork = state.fork()
     state.reorder(torch.tensor([1, 1, 0]))
     assert torch.equal(state.values()[NAME], shift(-3, -3, -4))
-    state.repeat(2)
+    state.reorder(torch.arange(3).repeat_interleave(2))
     assert torch.equal(state.values()[NAME], shift(-3, -3, -3, -3, -4, -4))
     state.crop(13)
     assert torch.equal(state.values()[NAME], shift(-3, -3, -3, -3, -2, -2))
