@@ -10,20 +10,19 @@ import torch
 import transformers
 
 import hf_kvret
+from hf_kvret.commands.documents import add_document_parsers
+from hf_kvret.commands.models import add_models_parser
+from hf_kvret.commands.serve import add_serve_parser
 from hf_kvret.lab.bench.parser import MEASUREMENTS, add_bench_parser
 from hf_kvret.lab.calibrate.command import add_calibrate_parser
-from hf_kvret.lab.documents.command import add_document_parsers
 from hf_kvret.lab.evaluate.demo import Demo
 from hf_kvret.lab.evaluate.lm_eval import add_lm_eval_parser
 from hf_kvret.lab.evaluate.measurement import add_measurement
 from hf_kvret.lab.evaluate.tasks import TASKS, add_eval_parser
-from hf_kvret.lab.models import add_models_parser
 from hf_kvret.lab.plan.command import add_fits_parser
-from hf_kvret.lab.program.help_text import HelpFormatter
 from hf_kvret.lab.program.program import Parser, kept_results, run_program
 from hf_kvret.lab.report.report import add_report_parser
 from hf_kvret.lab.selftest.command import add_selftest_parser
-from hf_kvret.lab.serve.command import add_serve_parser
 from hf_kvret.lab.tune.command import Tune
 from hf_kvret_kernels.host_attention import paths, why_not
 
@@ -40,7 +39,6 @@ def make_parser() -> argparse.ArgumentParser:
         description="Caches for Hugging Face transformers that look up the tokens a query attends "
         "to: a demo, a choice for your text, tasks and benchmarks, calibration, and pages of "
         "results.",
-        formatter_class=HelpFormatter,
     )
     parser.add_argument(
         "--version",

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoConfig, PreTrainedModel
 
 from hf_kvret.cache import RetrievalCache
-from hf_kvret.lab.models import text_class
+from hf_kvret.commands.models import text_class
 from hf_kvret.methods.flat import FlatKVCache
 from hf_kvret.models.versions import as_argument
 from hf_kvret.testing.conformance import LOGIT_TOLERANCE

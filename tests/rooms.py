@@ -50,12 +50,13 @@ ROOMS = (
     "hf_kvret.vllm",
     "hf_kvret.testing",
     "hf_kvret.lab",
+    "hf_kvret.commands",
     "hf_kvret.cli",
     "hf_kvret.__main__",
     "hf_kvret_cli",
 )
 LEVELS = {name: level for level, name in enumerate(ROOMS)}
-LAB, TESTING = "hf_kvret.lab", "hf_kvret.testing"
+LAB, COMMANDS, TESTING = "hf_kvret.lab", "hf_kvret.commands", "hf_kvret.testing"
 CEILINGS = ROOT / "tests" / "ceilings.json"
 """The most lines that each sum may have. A number here may only fall."""
 
@@ -155,7 +156,7 @@ def line_counts() -> Counter[str]:
 def sums() -> dict[str, int]:
     """Lines of Python, and of C++ among kernels, of the parts that have a ceiling."""
     counts = line_counts()
-    parts = {KERNELS: "kernels", LAB: "lab", TESTING: "testing"}
+    parts = {KERNELS: "kernels", LAB: "lab", COMMANDS: "lab", TESTING: "testing"}
     found = Counter({"kernels": _lines("kernels/csrc", ".cpp", ".h")})
     for name, count in counts.items():
         found[parts.get(name, "library")] += count

@@ -23,7 +23,7 @@ from hf_kvret.cli import main, make_parser
 from hf_kvret.lab.calibrate.runner import calibrate
 from hf_kvret.lab.evaluate import measurement
 from hf_kvret.lab.program.arguments import check_device, device_name, file_path, names
-from hf_kvret.lab.program.help_text import shown_default
+from hf_kvret.lab.program.program import shown_default
 from hf_kvret_kernels.host_attention import paths, why_not
 
 
@@ -158,7 +158,7 @@ def test_a_bad_number_is_refused_by_the_name_of_its_option(
 ) -> None:
     (tmp_path / "novel.txt").write_text("The grass is green. " * 200)
     monkeypatch.setattr("hf_kvret.cli.make_parser", lambda: PARSER)
-    for module in ("lab.evaluate.task", "lab.calibrate.command", "lab.documents.command"):
+    for module in ("lab.evaluate.task", "lab.calibrate.command", "commands.documents"):
         monkeypatch.setattr(f"hf_kvret.{module}.load_subject", _begun)
     monkeypatch.setattr("hf_kvret.lab.evaluate.demo.load_bundled_model", _begun)
     monkeypatch.setattr("hf_kvret.lab.bench.model_measurement.random_model", _begun)

@@ -16,7 +16,7 @@ from transformers import AutoConfig, DynamicCache, PreTrainedModel, masking_util
 from transformers.cache_utils import Cache
 
 from hf_kvret import FlatKVCache, attach, restore
-from hf_kvret.lab.models import default_type, text_class, type_names
+from hf_kvret.commands.models import default_type, text_class, type_names
 from hf_kvret.models.versions import as_argument
 from hf_kvret.testing.conformance import COVERING_OPTIONS, LOGIT_TOLERANCE
 from hf_kvret.testing.tiny import PAD_TOKEN, spread_weights

@@ -34,7 +34,7 @@ from .pages import DOCS, PAGES, README, ROOT, blocks, name, prose, table
 
 FIRST_STEPS = DOCS / "tutorials" / "first-steps.md"
 # Run with their commands in tests/lab/calibrate/test_tutorial_calibration.py and in
-# tests/examples/hub, where there is a hub, and in tests/lab/documents/test_tutorial_documents.py.
+# tests/examples/hub, where there is a hub, and in tests/commands/test_tutorial_documents.py.
 ELSEWHERE = (
     FIRST_STEPS,
     *(DOCS / "tutorials" / f"{page}.md" for page in ("calibrate-share-load", "two-bits")),

@@ -17,7 +17,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrained
 from transformers.models.auto.configuration_auto import model_type_to_module_name
 
 import hf_kvret
-from hf_kvret.lab.models import default_type, type_names
+from hf_kvret.commands.models import default_type, type_names
 from hf_kvret.models import kept_state
 from hf_kvret.models.versions import as_argument
 from hf_kvret.testing.conformance import LOGIT_TOLERANCE

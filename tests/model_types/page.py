@@ -16,7 +16,7 @@ from pathlib import Path
 
 import transformers
 
-from hf_kvret.lab.models import ModelType, scan
+from hf_kvret.commands.models import ModelType, scan
 from hf_kvret.lab.program.progress import tqdm
 from hf_kvret.testing.conformance import ALL_MODELS
 

@@ -15,7 +15,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from hf_kvret.lab.models import default_config, text_class
+from hf_kvret.commands.models import default_config, text_class
 from hf_kvret.models.compatibility import by_layer, text_key
 from hf_kvret.testing.tiny import PAD_TOKEN, spread_weights
 

@@ -7,7 +7,7 @@ import transformers
 from transformers import AutoConfig, PreTrainedConfig
 
 import hf_kvret
-from hf_kvret.lab.models import ModelType, scan
+from hf_kvret.commands.models import ModelType, scan
 
 from .page import PAGE, markdown, read_trials, table_in
 from .trial import Trial

@@ -7,7 +7,7 @@ import transformers
 from transformers import AutoConfig
 
 from hf_kvret import FlatKVCache
-from hf_kvret.lab.models import default_type
+from hf_kvret.commands.models import default_type
 from hf_kvret.models.compatibility import layer_shapes, model_layers
 
 from . import trial

@@ -11,8 +11,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from hf_kvret import FlatKVCache
+from hf_kvret.commands.models import default_type, type_names
 from hf_kvret.generate import chunks
-from hf_kvret.lab.models import default_type, type_names
 from hf_kvret.models.exact_chunks import Span, depends_on_length, why_whole
 from hf_kvret.models.versions import as_argument
 from hf_kvret.testing.conformance import COVERING_OPTIONS, LOGIT_TOLERANCE

@@ -14,7 +14,7 @@ import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.auto.configuration_auto import model_type_to_module_name
 
-from hf_kvret.lab.models import default_type, type_names
+from hf_kvret.commands.models import default_type, type_names
 from hf_kvret.models import kept_state
 from hf_kvret.models.kept_state import UNKNOWN, ModelState, shifts
 

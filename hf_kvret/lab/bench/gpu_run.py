@@ -28,8 +28,8 @@ from hf_kvret.lab.bench.gpu_stages import STAGES, Bench, Stage, cells_of
 from hf_kvret.lab.bench.triton_cache import KEY_FILE, rewrite_groups, triton_key_facts
 from hf_kvret.lab.evaluate.measurement import attempt
 from hf_kvret.lab.program.arguments import check_device, file_path, seconds_at_most
-from hf_kvret.lab.program.help_text import HelpFormatter, example_lines
 from hf_kvret.lab.program.options import add_options, option, read_options
+from hf_kvret.lab.program.program import example_lines
 from hf_kvret.lab.report.outputs import check_folder
 from hf_kvret.lab.report.results import Cell, sole_writer
 from hf_kvret.lab.selftest.check import without_folders
@@ -69,7 +69,6 @@ def add_all_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]
         description="Measure on a GPU, in the shape of Llama-3.1-8B, the most important first: "
         f"{names}. A finished cell is kept whatever happens, and the same call goes on.",
         epilog=example_lines(["hf-kvret bench all --out gpu", "hf-kvret bench all --dry"]),
-        formatter_class=HelpFormatter,
     )
     add_options(parser, BenchAll)
     parser.set_defaults(run=lambda parsed: run_all(read_options(BenchAll, parsed)), json=True)

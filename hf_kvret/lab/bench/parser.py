@@ -7,7 +7,6 @@ import argparse
 from hf_kvret.lab.bench.gpu_run import add_all_parser
 from hf_kvret.lab.bench.passes import Decode, Prefill
 from hf_kvret.lab.evaluate.measurement import Measurement, add_measurement
-from hf_kvret.lab.program.help_text import HelpFormatter
 from hf_kvret.lab.program.scripts import SCRIPTS, add_script_name
 
 _MEASUREMENTS: tuple[type[Measurement], ...] = (Decode, Prefill)
@@ -23,7 +22,6 @@ def add_bench_parser(commands: argparse._SubParsersAction[argparse.ArgumentParse
         help="measure the time of caches on models of true shape with random weights",
         description="Measure the time of caches on a model of true shape with random weights. Give "
         "--json to keep finished rows: the same command goes on where it was interrupted.",
-        formatter_class=HelpFormatter,
     )
     measurements = parser.add_subparsers(required=True, metavar="MEASURE")
     for cls in _MEASUREMENTS:

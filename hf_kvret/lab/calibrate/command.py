@@ -26,9 +26,9 @@ from hf_kvret.lab.calibrate.sources import (
 from hf_kvret.lab.evaluate.subject import Subject, load_subject
 from hf_kvret.lab.evaluate.texts import describe_file
 from hf_kvret.lab.program.arguments import DTYPES, check_device
-from hf_kvret.lab.program.help_text import HelpFormatter, example_lines
 from hf_kvret.lab.program.hub_access import why_unreachable
 from hf_kvret.lab.program.options import add_options, option, read_options
+from hf_kvret.lab.program.program import example_lines
 from hf_kvret.lab.report import outputs
 from hf_kvret.models.ranks import check_one_process
 from hf_kvret.saved.identity import printable
@@ -43,7 +43,6 @@ def add_calibrate_parser(commands: argparse._SubParsersAction[argparse.ArgumentP
         help="learn what a method must know about a model, and save or share it",
         description="Learn what a method must know about a model. The same command goes on where "
         "it was interrupted.",
-        formatter_class=HelpFormatter,
     )
     methods = parser.add_subparsers(required=True, metavar="METHOD")
     for cls in METHODS:
@@ -52,7 +51,6 @@ def add_calibrate_parser(commands: argparse._SubParsersAction[argparse.ArgumentP
             help=cls.summary,
             description=cls.description,
             epilog=example_lines([f"hf-kvret calibrate {cls.method} {_EXAMPLE}{cls.method}"]),
-            formatter_class=HelpFormatter,
         )
         add_options(one, cls)
         one.set_defaults(run=lambda parsed, cls=cls: run_calibrate(read_options(cls, parsed)))
@@ -62,7 +60,6 @@ def add_calibrate_parser(commands: argparse._SubParsersAction[argparse.ArgumentP
         description="Say what a calibration artifact is: method, model, data, sizes and quality. "
         "With --verify, check every byte of the cache and the artifact there; status 2 says that "
         "something is damaged.",
-        formatter_class=HelpFormatter,
     )
     add_options(parser, InspectOptions)
     parser.set_defaults(run=lambda parsed: run_inspect(read_options(InspectOptions, parsed)))

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
-from hf_kvret.lab.program.help_text import HelpFormatter, example_lines
+from hf_kvret.lab.program.program import example_lines
 from hf_kvret.registry import registered_methods
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ def add_lm_eval_parser(commands: argparse._SubParsersAction) -> None:
                 "pretrained=MODEL --tasks gsm8k --gen_kwargs cache_implementation=paris"
             ]
         ),
-        formatter_class=HelpFormatter,
     )
     parser.add_argument(
         "--cache-config",

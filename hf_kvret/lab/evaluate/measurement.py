@@ -22,8 +22,8 @@ from typing import Any, ClassVar, Self
 import torch
 
 from hf_kvret.lab.program.arguments import file_path
-from hf_kvret.lab.program.help_text import HelpFormatter, example_lines
 from hf_kvret.lab.program.options import add_options, option, read_options
+from hf_kvret.lab.program.program import example_lines
 from hf_kvret.lab.program.progress import tqdm
 from hf_kvret.lab.report.environment import program
 from hf_kvret.lab.report.outputs import check_outputs, write_outputs
@@ -279,7 +279,6 @@ def add_measurement(
         help=cls.summary,
         description=text,
         epilog=example_lines(cls.examples),
-        formatter_class=HelpFormatter,
     )
     fill_parser(parser, cls)
 

@@ -18,8 +18,8 @@ from hf_kvret.lab.plan.machine import Machine, find_memory, largest_batch, large
 from hf_kvret.lab.plan.prediction import Predictor, skipped_layers
 from hf_kvret.lab.program.arguments import DTYPES, known_names, lengths, names
 from hf_kvret.lab.program.common_options import budget_option, count_option, dtype_option
-from hf_kvret.lab.program.help_text import HelpFormatter, example_lines
 from hf_kvret.lab.program.options import add_options, option, read_options
+from hf_kvret.lab.program.program import example_lines
 from hf_kvret.lab.report.tables import markdown_table
 from hf_kvret.models.compatibility import is_latent
 from hf_kvret.saved.identity import printable
@@ -111,7 +111,6 @@ def add_fits_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser
                 "full,paris:store=split:device_budget=8GB",
             ]
         ),
-        formatter_class=HelpFormatter,
     )
     parser.add_argument(
         "model", help=f"{', '.join(SHAPES)}, or a folder or hub id with config.json"

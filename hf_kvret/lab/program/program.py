@@ -1,4 +1,4 @@
-"""How a program runs: a user's mistake prints one line, not a trace, and so does a signal."""
+"""How a program reads its words, shows its help and runs: a mistake or a signal prints one line."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -30,14 +31,66 @@ _MISTAKES = (
     MemoryError,
     torch.OutOfMemoryError,
 )
+# Multiples of this are written with a K, as they are on the command line.
+_K = 1024
+_WRITTEN = "; default: "
+
+
+class HelpFormatter(argparse.HelpFormatter):
+    """Adds the default to the help of every option that has one.
+
+    An end "; default: ..." of an option's help is of an option without a value, and gives way to
+    one that ``set_defaults`` gave later. An option whose help says "default" otherwise is left as
+    it is, and so are switches. A text of several lines is not wrapped.
+    """
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text = action.help or ""
+        default = action.default
+        if action.nargs == 0 or not action.option_strings:
+            return text
+        if default is None or default is argparse.SUPPRESS:
+            return text
+        text = text.partition(_WRITTEN)[0]
+        if "default" in text:
+            return text
+        shown = f"default: {shown_default(default)}".replace("%", "%%")
+        return f"{text} ({shown})" if text else shown
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        if "\n" in text:
+            return text
+        return super()._fill_text(text, width, indent)
+
+
+def shown_default(value: Any) -> str:
+    """A default as one would type it: ``4K,16K``, ``0.1``, ``cpu``."""
+    if isinstance(value, list | tuple):
+        return ",".join(
+            f"{one:g}" if isinstance(one, float) else shown_default(one) for one in value
+        )
+    if isinstance(value, int) and value >= 2 * _K and value % _K == 0:
+        return f"{value // _K}K"
+    if isinstance(value, float):
+        # A share of 1.0 is all, a count of 1 is one.
+        return "1.0" if value == 1 else f"{value:g}"
+    return str(value).strip()
+
+
+def example_lines(examples: Sequence[str]) -> str:
+    """An epilog with commands to copy, one a line."""
+    return "\n  ".join(["examples:", *examples])
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose commands name their own usage where an option is unknown.
+    """A parser whose help shows defaults, and whose commands name their own usage in an error.
 
     argparse hands what a command doesn't know to the program, whose usage then says nothing of the
     options of that command. Sub-commands get this class from the parser they are added to.
     """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{"formatter_class": HelpFormatter, **kwargs})
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hf_kvret.lab.evaluate.measurement import Measurement, fill_parser
-from hf_kvret.lab.program.help_text import HelpFormatter, example_lines
-from hf_kvret.lab.program.program import kept_results, run_program
+from hf_kvret.lab.program.program import Parser, example_lines, kept_results, run_program
 
 FOLDER = Path(__file__).parents[3] / "examples"
 """The examples of the checkout that the package is run from; code of others is never loaded."""
@@ -55,11 +54,10 @@ def load_measurement(title: str) -> type[Measurement]:
 
 def script_parser(cls: type[Measurement]) -> argparse.ArgumentParser:
     """The parser of a script's measurement."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=Path(SCRIPTS[cls.title()]).name,
         description=getattr(cls, "description", None) or sys.modules[cls.__module__].__doc__,
         epilog=example_lines(cls.examples) if hasattr(cls, "examples") else None,
-        formatter_class=HelpFormatter,
     )
     fill_parser(parser, cls)
     parser.add_argument("--smallest", action="store_true", help=f"as {cls.smallest}")

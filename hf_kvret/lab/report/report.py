@@ -9,7 +9,6 @@ from typing import Any
 
 from hf_kvret.lab.evaluate.measurement import Measurement
 from hf_kvret.lab.program.arguments import file_path
-from hf_kvret.lab.program.help_text import HelpFormatter
 from hf_kvret.lab.program.progress import tqdm
 from hf_kvret.lab.program.scripts import SCRIPTS, command_line, load_measurement
 from hf_kvret.lab.report.outputs import check_folder, check_own, page_mark
@@ -31,17 +30,12 @@ def add_report_parser(commands: argparse._SubParsersAction, measurements: _Known
         "bench wrote, with its table, picture, command, machine and versions. The text of "
         "NAME.notes.txt stands above the table. A file pages.toml puts several results on one "
         "page. Other JSON files are skipped, and named.",
-        formatter_class=HelpFormatter,
     )
     parser.add_argument("folder", type=file_path, metavar="DIR", help="holds the result files")
     parser.set_defaults(run=lambda options: _report(options.folder, measurements))
 
 
 def _report(folder: Path, measurements: _Known) -> int:
-    files = sorted(folder.glob("*.json"))
-    for path in files:
-        if not is_results(path):
-            print(f"skipped {printable(str(path))}: no results of hf-kvret")
     for page in write_report(folder, measurements):
         print(f"wrote {printable(str(page))}")
     return 0
@@ -50,6 +44,9 @@ def _report(folder: Path, measurements: _Known) -> int:
 def write_report(folder: Path, measurements: _Known) -> list[Path]:
     """Write the pages of every result file in ``folder``; returns them.
 
+    Prints which JSON files it skips: those of others, and results of a command that this version
+    doesn't have.
+
     Raises:
         FileNotFoundError: no such folder, or no result file in it.
         ValueError: results of another version; a page of somebody else where ours would be; a
@@ -57,23 +54,23 @@ def write_report(folder: Path, measurements: _Known) -> list[Path]:
     """
     if not folder.is_dir():
         raise FileNotFoundError(f"no folder {folder}: give the one that holds the result files")
-    files = [path for path in sorted(folder.glob("*.json")) if is_results(path)]
-    if not files:
+    # Studies join them when one of their files is found.
+    measurements, loaded = dict(measurements), {}
+    for path in sorted(folder.glob("*.json")):
+        results = Results.load(path) if is_results(path) else None
+        name = "" if results is None else results.name
+        if name in SCRIPTS and name not in measurements:
+            measurements[name] = load_measurement(name)
+        if results is not None and name in measurements:
+            loaded[path.stem] = results
+        else:
+            why = f"this version does not know {name!r}" if name else "no results of hf-kvret"
+            print(f"skipped {printable(f'{path}: {why}')}")
+    if not loaded:
         raise FileNotFoundError(
             f"{folder} has no result file: make one with hf-kvret eval TASK --json "
             f"{folder}/NAME.json"
         )
-    loaded = {path.stem: Results.load(path) for path in files}
-    # Studies join them when they are met.
-    measurements = dict(measurements)
-    for name, results in loaded.items():
-        if results.name in SCRIPTS and results.name not in measurements:
-            measurements[results.name] = load_measurement(results.name)
-        if results.name not in measurements:
-            raise ValueError(
-                f"{folder / name}.json holds {results.name!r}, which this version does not know: "
-                f"{', '.join(measurements)}"
-            )
     pages = listed_pages(folder, loaded)
     on_page = {part.result for page in pages.values() for part in page.parts}
     pages |= {

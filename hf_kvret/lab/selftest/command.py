@@ -15,8 +15,8 @@ import torch
 
 from hf_kvret.lab.program.arguments import check_device, file_path, known_names
 from hf_kvret.lab.program.common_options import device_option
-from hf_kvret.lab.program.help_text import HelpFormatter, example_lines
 from hf_kvret.lab.program.options import add_options, option, read_options
+from hf_kvret.lab.program.program import example_lines
 from hf_kvret.lab.program.progress import tqdm
 from hf_kvret.lab.report.environment import describe_environment
 from hf_kvret.lab.report.outputs import check_file
@@ -73,7 +73,6 @@ def add_selftest_parser(commands: Any) -> None:
         epilog=example_lines(
             ["hf-kvret selftest", "hf-kvret selftest --device cuda --report selftest.md"]
         ),
-        formatter_class=HelpFormatter,
     )
     add_options(parser, SelfTest)
     parser.set_defaults(run=lambda parsed: run_selftest(read_options(SelfTest, parsed)))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass
 
 import pytest
 
 from hf_kvret.lab.program.arguments import known_names, lengths, one_or_both, whole_number
-from hf_kvret.lab.program.help_text import HelpFormatter
 from hf_kvret.lab.program.options import add_options, option, read_options
+from hf_kvret.lab.program.program import Parser
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +42,7 @@ class Look:
 
 
 def parse(kind: type, *words: str) -> object:
-    parser = argparse.ArgumentParser(formatter_class=HelpFormatter)
+    parser = Parser()
     add_options(parser, kind)
     return read_options(kind, parser.parse_args(words))
 

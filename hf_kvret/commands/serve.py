@@ -12,7 +12,7 @@ from transformers.utils.import_utils import is_accelerate_available, is_serve_av
 
 from hf_kvret.lab.evaluate.caches import choose_cache
 from hf_kvret.lab.program.arguments import whole_number
-from hf_kvret.lab.program.help_text import HelpFormatter, example_lines
+from hf_kvret.lab.program.program import example_lines
 from hf_kvret.shelf import Shelf
 from hf_kvret.stores.disk import check_folder
 
@@ -35,7 +35,6 @@ def add_serve_parser(commands: Any) -> None:
         epilog=example_lines(
             ["hf-kvret serve --method paris:top_k=512 --shelf shelf MODEL --port 8000"]
         ),
-        formatter_class=HelpFormatter,
     )
     parser.add_argument(
         "--method",
@@ -113,7 +112,7 @@ def run_serve(
     import typer
     from transformers.cli.serve import Serve
 
-    from hf_kvret.lab.serve.requests import ServedCache, answering_with
+    from hf_kvret.commands.serve_requests import ServedCache, answering_with
 
     defaults = asdict(type(choice.options)())
     values = asdict(choice.options)

@@ -20,8 +20,8 @@ from transformers.models.auto import modeling_auto
 from transformers.utils import logging as transformers_logging
 
 from hf_kvret.generate.chunks import recurs
-from hf_kvret.lab.program.help_text import HelpFormatter, example_lines
 from hf_kvret.lab.program.hub_access import check_type, unknown_type
+from hf_kvret.lab.program.program import example_lines
 from hf_kvret.lab.report.tables import markdown_table
 from hf_kvret.layer.layer import RetrievalLayer
 from hf_kvret.methods.flat import FlatKVCache
@@ -99,7 +99,6 @@ def add_models_parser(commands: argparse._SubParsersAction[argparse.ArgumentPars
         description="Say whether a model is served, from its config.json alone, or list every "
         "type of transformers that generates text, by its default configuration.",
         epilog=example_lines(["hf-kvret models gemma3", "hf-kvret models ./my-model --json"]),
-        formatter_class=HelpFormatter,
     )
     parser.add_argument(
         "model", nargs="?", help="one model: a type, a folder with config.json, or a hub id"

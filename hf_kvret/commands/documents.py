@@ -17,23 +17,22 @@ import torch
 from transformers import TextStreamer
 
 from hf_kvret.cache import RetrievalCache
+from hf_kvret.commands.document_text import document_text, is_stream
 from hf_kvret.contracts.signals import SIGNALS_WAIT
 from hf_kvret.generate.chunks import recurs
-from hf_kvret.lab.calibrate.inspection import verify
-from hf_kvret.lab.documents.document import document_text, is_stream
 from hf_kvret.lab.evaluate.bundled import default_model
 from hf_kvret.lab.evaluate.caches import choose_cache
 from hf_kvret.lab.evaluate.subject import Subject, load_subject, model_folder
 from hf_kvret.lab.plan.prediction import Predictor
 from hf_kvret.lab.program.arguments import DTYPES, check_device, file_path, whole_number
 from hf_kvret.lab.program.common_options import count_option, device_option, dtype_option
-from hf_kvret.lab.program.help_text import HelpFormatter
 from hf_kvret.lab.program.options import add_options, option, read_options
 from hf_kvret.lab.program.progress import prompt_bar, tqdm
 from hf_kvret.lab.report.tables import markdown_table
 from hf_kvret.models.compatibility import layer_shapes
 from hf_kvret.models.versions import as_argument
 from hf_kvret.registry import registered_methods
+from hf_kvret.saved.description import verify_cache
 from hf_kvret.saved.identity import printable
 from hf_kvret.shelf import Shelf, ShelfEntry, ask, document_ids
 from hf_kvret.shelf.questions import positions
@@ -101,9 +100,7 @@ def add_document_parsers(commands: Any) -> None:
     """Add ``read``, ``ask`` and ``shelf`` to the program."""
 
     def add(name: str, cls: type[Any], run: Callable[[Any], int], help: str, more: str) -> None:
-        parser: argparse.ArgumentParser = commands.add_parser(
-            name, help=help, description=more, formatter_class=HelpFormatter
-        )
+        parser: argparse.ArgumentParser = commands.add_parser(name, help=help, description=more)
         add_options(parser, cls)
         parser.set_defaults(run=lambda parsed: run(read_options(cls, parsed)))
 
@@ -326,8 +323,10 @@ def run_shelf(options: ShelfOptions) -> int:
     else:
         entry, *others = shelf.named(options.name)
         _say_others(entry, others)
-        facts = _facts(entry)
-        lines = (_inspect if options.action == "inspect" else _verify)(shelf, entry)
+        facts, folder = _facts(entry), shelf.folder / entry.name
+        lines = [f"{name}: {value}" for name, value in (facts | {"folder": folder}).items()]
+        if options.action == "verify":
+            lines = verify_cache(folder)
     if options.json:
         print(json.dumps({"entry": facts, "said": lines}))
     else:
@@ -356,12 +355,3 @@ def _list(shelf: Shelf, as_json: bool) -> int:
 def _facts(entry: ShelfEntry) -> dict[str, Any]:
     """All that is not hashes."""
     return {name: value for name, value in asdict(entry).items() if name not in ("key", "chain")}
-
-
-def _inspect(shelf: Shelf, entry: ShelfEntry) -> list[str]:
-    facts = {**_facts(entry), "folder": str(shelf.folder / entry.name)}
-    return [f"{name}: {value}" for name, value in facts.items()]
-
-
-def _verify(shelf: Shelf, entry: ShelfEntry) -> list[str]:
-    return list(verify(shelf.folder / entry.name))

@@ -21,9 +21,9 @@ from transformers import DynamicCache, PreTrainedModel
 import hf_kvret
 from hf_kvret import ParisKVCache, Shelf
 from hf_kvret.cli import main
+from hf_kvret.commands import documents as command
+from hf_kvret.commands.document_text import document_text, is_stream
 from hf_kvret.contracts.signals import interruptible
-from hf_kvret.lab.documents import command
-from hf_kvret.lab.documents.document import document_text, is_stream
 from hf_kvret.lab.evaluate.subject import Subject, load_subject
 from hf_kvret.shelf.questions import plain_generation_config, positions
 from hf_kvret.testing import COVERING_OPTIONS, MODELS

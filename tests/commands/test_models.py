@@ -9,7 +9,7 @@ import pytest
 from transformers import LlamaConfig, MistralConfig
 
 from hf_kvret.cli import main
-from hf_kvret.lab import models
+from hf_kvret.commands import models
 
 NAMES = ("bloom", "gemma3", "gpt2", "jamba", "mimo_v2_flash")
 

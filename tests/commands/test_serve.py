@@ -20,16 +20,15 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from hf_kvret import RetrievalCache
-from hf_kvret.lab.serve.command import run_serve
+from hf_kvret.commands.serve import run_serve
 from hf_kvret.shelf import Shelf
 from hf_kvret.testing import MODELS
 
 openai = pytest.importorskip("openai")
 pytest.importorskip("fastapi")
 
-from hf_kvret.lab.serve import bodies  # noqa: E402
-from hf_kvret.lab.serve.bodies import Client  # noqa: E402
-from hf_kvret.lab.serve.requests import ServedCache, answering_with  # noqa: E402
+from hf_kvret.commands import serve_requests  # noqa: E402
+from hf_kvret.commands.serve_requests import Client, ServedCache, answering_with  # noqa: E402
 
 SMALL = {"dense_below": 0, "sink": 4, "recent": 16, "flush": 16, "top_k": 16}
 POSITIONS = 3000
@@ -401,7 +400,7 @@ def test_a_client_that_leaves_ends_its_request(
                 assert self.wait(30)
             return super().is_set()
 
-    monkeypatch.setattr(bodies, "Client", lambda: Client(Leaving()))
+    monkeypatch.setattr(serve_requests, "Client", lambda: Client(Leaving()))
     own = json.dumps({"min_new_tokens": 500, "max_new_tokens": 500})
     body = {**_long(route, 900), "stream": stream, "generation_config": own}
     connection = HTTPConnection("127.0.0.1", served.port)

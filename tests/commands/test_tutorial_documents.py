@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from ...docs.pages import ROOT
-from ..calibrate.test_tutorial_calibration import read
+from ..docs.pages import ROOT
+from ..lab.calibrate.test_tutorial_calibration import read
 
 PAGE = ROOT / "docs" / "tutorials" / "ask-a-long-text.md"
 

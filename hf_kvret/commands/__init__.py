@@ -1,0 +1,1 @@
+"""Commands for those who use a model, beside the laboratory, whose models they load."""

@@ -1,1 +1,0 @@
-"""transformers' server with retrieval caches."""
