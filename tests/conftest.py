@@ -336,3 +336,20 @@ def artifact_options(
         return {"artifact": paths[method, model]}
 
     return find
+
+
+@pytest.fixture
+def program(capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    """``program(*words, status=0)`` runs ``hf-kvret``; its ``out`` and ``err`` were printed."""
+    from hf_kvret.cli import main
+
+    def run(*words: object, status: int = 0) -> Any:
+        capsys.readouterr()
+        try:
+            ended: Any = main([*map(str, words)])
+        except SystemExit as stopped:
+            ended = stopped.code
+        assert ended == status
+        return capsys.readouterr()
+
+    return run

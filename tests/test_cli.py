@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -103,11 +104,8 @@ def test_an_unknown_option_prints_the_usage_of_its_command(
     assert has_commands or "unrecognized arguments: --nonsense" in shown
 
 
-def test_versions_are_told(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main(["--version"])
-    assert stopped.value.code == 0
-    output = capsys.readouterr().out
+def test_version_names_the_packages_and_the_kernels(program: Any) -> None:
+    output = program("--version").out
     for version in (hf_kvret.__version__, torch.__version__, transformers.__version__):
         assert version in output
     assert f"CPU kernels: {why_not() or ', '.join(paths())}" in " ".join(output.split())
@@ -151,10 +149,7 @@ def _command(words: tuple[str, ...], option: str, value: str, folder: str) -> li
 
 @pytest.mark.parametrize("words", WORDS)
 def test_a_bad_number_is_refused_by_the_name_of_its_option(
-    words: tuple[str, ...],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    words: tuple[str, ...], tmp_path: Path, program: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "novel.txt").write_text("The grass is green. " * 200)
     monkeypatch.setattr("hf_kvret.cli.make_parser", lambda: PARSER)
@@ -165,12 +160,8 @@ def test_a_bad_number_is_refused_by_the_name_of_its_option(
     for action in number_options(words):
         option = action.option_strings[0]
         for value in ("-1", "nan", "x"):
-            try:
-                status = main(_command(words, option, value, str(tmp_path)))
-            except SystemExit as stopped:
-                status = stopped.code
-            assert status == 2
-            assert option in capsys.readouterr().err.splitlines()[-1]
+            error = program(*_command(words, option, value, str(tmp_path)), status=2).err
+            assert option in error.splitlines()[-1]
 
 
 def _begun(*args: object) -> None:
@@ -190,40 +181,31 @@ def _begun(*args: object) -> None:
     ids=lambda error: type(error).__name__,
 )
 def test_no_mistake_ends_in_a_trace(
-    error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    error: Exception, monkeypatch: pytest.MonkeyPatch, program: Any
 ) -> None:
     def fail(*args: object) -> int:
         raise error
 
     monkeypatch.setattr("hf_kvret.lab.evaluate.measurement.run_measurement", fail)
-    assert main(["demo"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    (line,) = program("demo", status=2).err.splitlines()
     assert line.startswith("hf-kvret: error: ") and len(line) > len("hf-kvret: error: ")
 
 
 @pytest.mark.parametrize(
     "device", ["meta", "mps", "xpu", "cpu:0", "cuda:", "cuda:²", "cuda:-1", "cuda:999", "gpu", ""]
 )
-def test_a_device_that_nothing_here_runs_on_is_refused(
-    device: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main(["demo", "--device", device])
-    assert stopped.value.code == 2
-    line = capsys.readouterr().err.splitlines()[-1]
+def test_a_device_that_nothing_here_runs_on_is_refused(device: str, program: Any) -> None:
+    line = program("demo", "--device", device, status=2).err.splitlines()[-1]
     assert "--device" in line and "write cpu, cuda, or one of several as cuda:1" in line
 
 
-def test_a_gpu_must_be_one_of_this_machine(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_gpu_must_be_one_of_this_machine(monkeypatch: pytest.MonkeyPatch, program: Any) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     for device in ("cpu", "cuda", "cuda:0", "cuda:1"):
         assert device_name(device) == device
         check_device(device)
-    assert main(["demo", "--device", "cuda:7"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    (line,) = program("demo", "--device", "cuda:7", status=2).err.splitlines()
     assert "--device cuda:7: 2 CUDA devices here, numbered from 0; use --device cuda:0" in line
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match="--device cuda:0: no CUDA device here"):
@@ -238,21 +220,15 @@ def test_a_gpu_must_be_one_of_this_machine(
         if words and any("--limit" in a.option_strings for a in options(words))
     ],
 )
-def test_no_limit_is_a_limit_of_infinity(
-    words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_limit_is_a_limit_of_infinity(words: tuple[str, ...], program: Any) -> None:
     assert PARSER.parse_args([*words, "--limit", "inf"]).limit == math.inf
     for value in ("0", "-1", "nan", "-inf", "x"):
-        with pytest.raises(SystemExit):
-            PARSER.parse_args([*words, f"--limit={value}"])
-        line = capsys.readouterr().err.splitlines()[-1]
+        line = program(*words, f"--limit={value}", status=2).err.splitlines()[-1]
         assert f"--limit: {value!r} is no number of seconds above 0" in line
 
 
-def test_a_wrong_batch_is_told_what_a_batch_is(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["bench", "decode", "--batch", "0"])
-    line = capsys.readouterr().err.splitlines()[-1]
+def test_a_wrong_batch_is_refused_with_an_example(program: Any) -> None:
+    line = program("bench", "decode", "--batch", 0, status=2).err.splitlines()[-1]
     assert line.endswith("argument --batch: '0' is no whole number from 1: write 1 or 1,8")
 
 
@@ -262,10 +238,6 @@ def test_a_plot_that_cannot_be_drawn_is_refused_before_the_work(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setattr(measurement, "measure", lambda *a: pytest.fail("the demo ran first"))
     assert main(["demo", "--plot", "x.png"]) == 2
-
-
-def test_an_empty_list_of_caches_is_refused() -> None:
-    assert main(["demo", "--context", "2000", "--caches", ","]) == 2
 
 
 # These end without torch, and the whole program says the same.
@@ -311,6 +283,7 @@ def test_a_command_is_run_by_the_whole_program() -> None:
     done = run_apart(["fits", "--nonsense"])
     assert done.returncode == 2
     assert "TORCH" in done.stderr and "usage: hf-kvret fits" in done.stderr
+    assert done.stderr.count("loading") == 1
 
 
 def test_every_command_is_known_by_its_help() -> None:
@@ -321,61 +294,46 @@ def test_every_command_is_known_by_its_help() -> None:
 
 # While torch loads: one line, and one more after Ctrl-C; others see nothing.
 
-SCRIPT = "import sys\nfrom hf_kvret_cli import main\nsys.exit(main())\n"
+START = "import sys\nfrom hf_kvret_cli import main\nsys.argv[1:] = {words}\nsys.exit(main())\n"
 # Instead of torch: the first heavy import of the package.
 CTRL_C = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(20)\n"
 
 
-def start(folder: Path, torch: str | None = None) -> subprocess.CompletedProcess[str]:
-    """``hf-kvret --version`` with a module ``torch`` of our own."""
-    script = folder / "hf-kvret"
-    script.write_text(SCRIPT)
-    return run_stubbed([str(script), "--version"], folder, torch)
-
-
 def run_stubbed(
-    arguments: list[str], folder: Path, torch: str | None
+    program: str, folder: Path, torch: str | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Python with these arguments."""
-    stubs = folder / "stubs"
-    stubs.mkdir()
+    """A program in a process of its own, with a module ``torch`` of ours if it is given."""
     if torch is not None:
-        (stubs / "torch.py").write_text(torch)
+        (folder / "torch.py").write_text(torch)
     return subprocess.run(
-        [sys.executable, *arguments],
-        env=os.environ | {"PYTHONPATH": str(stubs)},
+        [sys.executable, "-c", program],
+        env=os.environ | {"PYTHONPATH": str(folder)},
         capture_output=True,
         text=True,
         timeout=120,
     )
 
 
-def test_ctrl_c_while_loading_is_one_line(tmp_path: Path) -> None:
-    result = start(tmp_path, CTRL_C)
-    assert result.stderr == "hf-kvret: loading ...\n\nhf-kvret: interrupted\n"
-    assert (result.returncode, result.stdout) == (130, "")
-
-
-def test_the_line_comes_before_torch_does(tmp_path: Path) -> None:
-    result = start(tmp_path, "raise SystemExit(7)")
-    assert (result.returncode, result.stderr) == (7, "hf-kvret: loading ...\n")
-
-
-def test_the_line_is_printed_once(tmp_path: Path) -> None:
-    result = start(tmp_path)
-    assert result.returncode == 0 and result.stdout.startswith("hf-kvret ")
-    assert result.stderr.count("loading") == 1
+@pytest.mark.parametrize(
+    ("torch", "status", "shown"),
+    [(CTRL_C, 130, "\nhf-kvret: interrupted\n"), ("raise SystemExit(7)", 7, "")],
+    ids=["ctrl-c", "exit"],
+)
+def test_a_line_comes_before_torch_does_and_ctrl_c_is_one_more(
+    torch: str, status: int, shown: str, tmp_path: Path
+) -> None:
+    result = run_stubbed(START.format(words=["--version"]), tmp_path, torch)
+    assert result.stderr == f"hf-kvret: loading ...\n{shown}"
+    assert (result.returncode, result.stdout) == (status, "")
 
 
 def test_ctrl_c_is_the_commands_again_once_it_runs(tmp_path: Path) -> None:
     program = (
-        "import signal, sys\nfrom hf_kvret import cli\n"
+        "import signal\nfrom hf_kvret import cli\n"
         "import hf_kvret.lab.evaluate.measurement as measurement\n"
         "measurement.run_measurement = lambda *given: signal.raise_signal(signal.SIGINT)\n"
-        "from hf_kvret_cli import main\n"
-        "sys.argv = ['hf-kvret', 'demo']\nsys.exit(main())\n"
     )
-    result = run_stubbed(["-c", program], tmp_path, None)
+    result = run_stubbed(program + START.format(words=["demo"]), tmp_path)
     assert result.returncode == 130
     assert "hf-kvret: loading ...\n\nhf-kvret: interrupted, and nothing" in result.stderr
 
@@ -385,7 +343,7 @@ def test_importing_the_library_prints_nothing_and_keeps_ctrl_c(name: str, tmp_pa
     """Whatever the program is called."""
     check = "import signal\nassert signal.getsignal(signal.SIGINT) is signal.default_int_handler\n"
     program = f"import sys\nsys.argv[0] = {name!r}\nimport hf_kvret"
-    result = run_stubbed(["-c", program], tmp_path, check + "raise SystemExit(7)")
+    result = run_stubbed(program, tmp_path, check + "raise SystemExit(7)")
     assert (result.returncode, result.stdout, result.stderr) == (7, "", "")
 
 

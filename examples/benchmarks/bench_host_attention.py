@@ -221,13 +221,13 @@ class HostAttention(TimedTogether):
         ("bfloat16", "float32"), f"of {', '.join(DTYPES)}", kind=known_names(DTYPES)
     )
     tokens: int = option(131_072, "of a sequence", kind=length)
-    heads: int = common.heads_option()
-    group: int = common.group_option()
-    dim: int = common.dim_option()
+    heads: int = common.count_option(8, "KV heads")
+    group: int = common.count_option(4, "query heads of a KV head")
+    dim: int = common.count_option(128, "of a key, and of a value")
     threads: int | None = common.threads_option(
         None, "of both; default: torch's, no more than processors"
     )
-    repeats: int = common.repeats_option(20)
+    repeats: int = common.count_option(20, "timed calls of each way")
     memory: int | None = option(
         None,
         "the most to use, as 6GB; default: half of what is free. Where the rows of a batch "

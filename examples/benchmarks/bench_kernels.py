@@ -71,14 +71,14 @@ class Kernels(TimedTogether):
     )
     context: tuple[int, ...] = common.context_option((4096, 32_768, 131_072), "tokens")
     batch: tuple[int, ...] = common.batch_option()
-    heads: int = common.heads_option()
-    group: int = common.group_option()
-    head_dim: int = common.dim_option()
+    heads: int = common.count_option(8, "KV heads")
+    group: int = common.count_option(4, "query heads of a KV head")
+    head_dim: int = common.count_option(128, "of a key, and of a value")
     top_k: int = common.count_option(1024, "tokens that a head selects")
     codewords: int = common.count_option(4096, "of a codebook")
     rank: int = common.count_option(32, "numbers of a proxy")
     threads: int = common.threads_option(1, "of torch and the CPU kernels")
-    repeats: int = common.repeats_option(20)
+    repeats: int = common.count_option(20, "timed calls of each way")
     limit: float = common.limit_option(
         10.0, "time fewer calls of a way where --repeats of them would take longer"
     )

@@ -62,7 +62,7 @@ class Save(Measurement):
     shape: str = option("qwen3-0.6b", f"of {', '.join(SHAPES)}, or a folder with config.json")
     caches: str = option("flat,paris", "retrieval caches, comma-separated, options after colons")
     context: tuple[int, ...] = common.context_option((32_768,), "tokens that the cache holds")
-    repeats: int = common.repeats_option(5, "timed saves and loads of each way")
+    repeats: int = common.count_option(5, "timed saves and loads of each way")
     folder: Path | None = option(
         None, "where to save; default: the system's temporary files", kind=Path, metavar="DIR"
     )

@@ -17,7 +17,7 @@ from hf_kvret.lab.evaluate.caches import CacheChoice
 from hf_kvret.lab.evaluate.needles import NeedleLanguage
 from hf_kvret.lab.evaluate.reader import Reader, check_positions
 from hf_kvret.lab.evaluate.subject import Subject
-from hf_kvret.lab.evaluate.task import Choices, Task
+from hf_kvret.lab.evaluate.task import Task
 from hf_kvret.lab.evaluate.texts import describe_file, text_windows
 from hf_kvret.lab.program.arguments import known_names
 from hf_kvret.lab.program.common_options import context_option, count_option, text_option
@@ -144,11 +144,11 @@ class Ablation(Task):
     def _places(self, part: str) -> list[Cell]:
         return [{}] if part in self.apart else [{"length": length} for length in self.context]
 
-    def check_cells(self, cells: Sequence[Cell], subject: Subject, choices: Choices) -> None:
-        super().check_cells(cells, subject, choices)
-        self.check_contexts(cells, subject)
+    def check_cells(self, cells: Sequence[Cell]) -> None:
+        super().check_cells(cells)
+        self.check_contexts(cells, self.subject)
         for name in dict.fromkeys(cell["cache"] for cell in cells):
-            Reader(subject.model, choices[name], 0).check_step(self.step)
+            Reader(self.subject.model, self.choices[name], 0).check_step(self.step)
 
     def check_contexts(self, cells: Sequence[Cell], subject: Subject) -> None:
         """ValueError where the text, or the model's positions, are too few for one of ``cells``."""

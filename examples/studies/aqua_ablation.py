@@ -53,7 +53,6 @@ from hf_kvret.lab.calibrate.study import Calibration, Carried, LayerFindings, Pr
 from hf_kvret.lab.evaluate.caches import CacheChoice, choose_cache
 from hf_kvret.lab.evaluate.reader import Reader
 from hf_kvret.lab.evaluate.subject import Subject
-from hf_kvret.lab.evaluate.task import Choices
 from hf_kvret.lab.evaluate.texts import describe_file
 from hf_kvret.lab.program.arguments import file_path, length, number
 from hf_kvret.lab.program.common_options import (
@@ -221,9 +220,9 @@ class AquaAblation(Ablation):
     def folders(self) -> dict[str, Path]:
         return {} if self.artifacts is None else {"--artifacts": self.artifacts}
 
-    def check_cells(self, cells: Sequence[Cell], subject: Subject, choices: Choices) -> None:
+    def check_cells(self, cells: Sequence[Cell]) -> None:
         # Caches are not tried: their artifacts may not be there yet.
-        self.check_contexts(cells, subject)
+        self.check_contexts(cells, self.subject)
 
     def details(self) -> dict[str, Any]:
         other = describe_file("--calibration-text", self.calibration_text)
@@ -242,8 +241,8 @@ class AquaAblation(Ablation):
     def following(self, part: str) -> int:
         return self.new_tokens if part == "pruned" else 0
 
-    def run(self, cell: Cell, subject: Subject, choice: CacheChoice) -> dict[str, Any]:
-        part, name = cell["part"], cell["variant"]
+    def run(self, cell: Cell, choice: CacheChoice) -> dict[str, Any]:
+        subject, part, name = self.subject, cell["part"], cell["variant"]
         if part == "variance":
             quality = self.artifact(EXPLAINED[name], subject)[1].quality
             return {"layers": [dict(one) for one in quality]}

@@ -283,12 +283,12 @@ class Assumptions(Ablation):
             )
         return texts
 
-    def run(self, cell: Cell, subject: Subject, choice: CacheChoice) -> dict[str, Any]:
-        length, measure = cell["length"], PARTS[cell["part"]][0]
+    def run(self, cell: Cell, choice: CacheChoice) -> dict[str, Any]:
+        model, length, measure = self.subject.model, cell["length"], PARTS[cell["part"]][0]
         if length not in self._read:
             self._read.clear()
-            windows = enumerate(self.contexts(subject, "", length))
-            self._read[length] = [read_layers(subject.model, ids, n == 0) for n, ids in windows]
+            windows = enumerate(self.contexts(self.subject, "", length))
+            self._read[length] = [read_layers(model, ids, n == 0) for n, ids in windows]
         texts = self._read[length]
         bar = tqdm(range(len(texts[0])), desc="layers", leave=False)
         return {"layers": [measure(texts, n, cell["variant"]) for n in bar]}

@@ -192,12 +192,12 @@ def _check_positions(subject: Subject, tokens: int, new: int = 0) -> None:
     most, is_table = positions(subject.model)
     if not most or tokens + new <= most:
         return
-    said = f"{tokens:,} tokens" + (f" and up to {new:,} of an answer" if new else "")
-    said += f", and the model has {most:,} positions (max_position_embeddings)"
+    fact = f"{tokens:,} tokens" + (f" and up to {new:,} of an answer" if new else "")
+    fact += f", and the model has {most:,} positions (max_position_embeddings)"
     if is_table and tokens > most:
-        raise ValueError(f"{said}, which end there: give a part of the document, or another model")
+        raise ValueError(f"{fact}, which end there: give a part of the document, or another model")
     rest = "the answer ends there" if is_table else "what lies behind them it may not understand"
-    print(f"warning: {said}: {rest}", file=sys.stderr)
+    print(f"warning: {fact}: {rest}", file=sys.stderr)
 
 
 def _check_size(options: ReadOptions, shelf: Shelf, subject: Subject, tokens: int) -> None:
@@ -248,10 +248,10 @@ def _read(subject: Subject, cache: RetrievalCache, ids: torch.Tensor, name: str)
 
 
 def _keep_part(shelf: Shelf, cache: RetrievalCache, ids: torch.Tensor, subject: Subject) -> None:
-    """Put what was read before an interrupt, where it can be told from what broke off."""
+    """Put what was read before an interrupt, without the pass that broke off."""
     try:
         cache.crop(0)
-        # A pass that broke off behind the last layer noted no tokens.
+        # A pass that broke off behind the last layer recorded no tokens.
         known = cache.input_ids
         unknown = 0 if known is None else int((known < 0).sum())
         cache.crop(-unknown)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from transformers.utils.import_utils import is_accelerate_available, is_serve_av
 
 from hf_kvret.lab.evaluate.caches import choose_cache
 from hf_kvret.lab.program.arguments import whole_number
+from hf_kvret.lab.program.options import add_options, option, read_options
 from hf_kvret.lab.program.program import example_lines
 from hf_kvret.shelf import Shelf
 from hf_kvret.stores.disk import check_folder
@@ -22,6 +23,32 @@ _REFUSED = {
     "--non-blocking": "the server would go on without the cache",
 }
 _OURS = ("--method", "--shelf", "--max-size", "--max-prompt")
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """The options of ``hf-kvret serve`` that are ours."""
+
+    method: str | None = option(
+        None,
+        "of requests that name no cache, and its options after colons; the one that the model's "
+        "generation config names unless given, else paris",
+    )
+    shelf: Path | None = option(
+        None,
+        "keep prompts there, so that what requests have in common is read once",
+        kind=Path,
+        metavar="DIR",
+    )
+    max_size: str | None = option(
+        None, "of the shelf (default: half of what its disk has for it)", metavar="SIZE"
+    )
+    max_prompt: int | None = option(
+        None,
+        "tokens; a longer prompt is refused (default, and at most: the model's positions)",
+        kind=whole_number(1),
+        metavar="N",
+    )
 
 
 def add_serve_parser(commands: Any) -> None:
@@ -36,26 +63,7 @@ def add_serve_parser(commands: Any) -> None:
             ["hf-kvret serve --method paris:top_k=512 --shelf shelf MODEL --port 8000"]
         ),
     )
-    parser.add_argument(
-        "--method",
-        help="of requests that name no cache, and its options after colons; the one that the "
-        "model's generation config names unless given, else paris",
-    )
-    parser.add_argument(
-        "--shelf",
-        type=Path,
-        metavar="DIR",
-        help="keep prompts there, so that what requests have in common is read once",
-    )
-    parser.add_argument(
-        "--max-size", help="of the shelf (default: half of what its disk has for it)"
-    )
-    parser.add_argument(
-        "--max-prompt",
-        type=whole_number(1),
-        metavar="N",
-        help="tokens; a longer prompt is refused (default, and at most: the model's positions)",
-    )
+    add_options(parser, ServeOptions)
     parser.add_argument(
         "arguments",
         nargs=argparse.REMAINDER,
@@ -63,28 +71,16 @@ def add_serve_parser(commands: Any) -> None:
         help="a folder or a hub id, and more for transformers",
     )
     parser.set_defaults(
-        run=lambda parsed: run_serve(
-            parsed.arguments, parsed.method, parsed.shelf, parsed.max_size, parsed.max_prompt
-        )
+        run=lambda parsed: run_serve(parsed.arguments, read_options(ServeOptions, parsed))
     )
 
 
-def run_serve(
-    arguments: Sequence[str],
-    method: str | None = None,
-    shelf: Path | None = None,
-    max_size: str | None = None,
-    max_prompt: int | None = None,
-) -> int:
+def run_serve(arguments: Sequence[str], options: ServeOptions) -> int:
     """Serve until the process is ended; returns the exit status.
 
     Args:
         arguments: of `transformers serve`.
-        method: of requests that name no cache, with options after colons; None: that of the
-            model's generation config, else paris.
-        shelf: folder for prompts, or None.
-        max_size: of the shelf; None: half of what its disk has for it.
-        max_prompt: tokens that a prompt may have; None: as many as the model has positions.
+        options: ours.
 
     Raises:
         ModuleNotFoundError: the packages of a server are missing.
@@ -101,10 +97,10 @@ def run_serve(
             raise ValueError(f"{name} is hf-kvret's: put it in front of {words[0]}")
         if name in _REFUSED:
             raise ValueError(f"{name}: {_REFUSED[name]}; leave it out, or use `transformers serve`")
-    choice = choose_cache(method or "paris")
+    choice = choose_cache(options.method or "paris")
     if choice.options is None:
         raise ValueError(
-            f"--method {method}: name a cache of hf-kvret, or use `transformers serve`"
+            f"--method {options.method}: name a cache of hf-kvret, or use `transformers serve`"
         )
     if choice.options.disk is not None:
         check_folder(choice.options.disk)
@@ -116,15 +112,16 @@ def run_serve(
 
     defaults = asdict(type(choice.options)())
     values = asdict(choice.options)
-    options = {name: value for name, value in values.items() if value != defaults[name]}
+    chosen = {name: value for name, value in values.items() if value != defaults[name]}
     place: Shelf | str | None = None
-    if shelf is not None:
-        Shelf(shelf, max_size).check_writable()
-        place = str(shelf) if max_size is None else Shelf(shelf, max_size)
+    if options.shelf is not None:
+        shelf = Shelf(options.shelf, options.max_size)
+        shelf.check_writable()
+        place = str(options.shelf) if options.max_size is None else shelf
     app = typer.Typer(add_completion=False)
     app.command()(Serve)
-    cache = ServedCache(choice.method, options, place, model_first=method is None)
-    with answering_with(cache, max_prompt):
+    cache = ServedCache(choice.method, chosen, place, model_first=options.method is None)
+    with answering_with(cache, options.max_prompt):
         try:
             app(args=words, prog_name="hf-kvret serve MODEL")
         except SystemExit as end:

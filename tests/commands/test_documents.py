@@ -20,7 +20,6 @@ from transformers import DynamicCache, PreTrainedModel
 
 import hf_kvret
 from hf_kvret import ParisKVCache, Shelf
-from hf_kvret.cli import main
 from hf_kvret.commands import documents as command
 from hf_kvret.commands.document_text import document_text, is_stream
 from hf_kvret.contracts.signals import interruptible
@@ -64,9 +63,16 @@ def document(tmp_path: Path) -> Path:
     return path
 
 
-def _read(document: Path, folder: Path, *more: str) -> int:
-    words = ["read", str(document), "--model", "reference", "--method", METHOD]
-    return main([*words, "--shelf", str(folder), *more])
+@pytest.fixture
+def shelf(tmp_path: Path) -> Shelf:
+    return Shelf(tmp_path / "shelf")
+
+
+@pytest.fixture
+def read(program: Any, document: Path, shelf: Shelf) -> Any:
+    """Reads the document onto the shelf: what was printed, as of ``program``."""
+    words = ["read", document, "--model", "reference", "--method", METHOD, "--shelf", shelf.folder]
+    return lambda *more, **status: program(*words, *more, **status)
 
 
 def _cache(model: PreTrainedModel, ids: torch.Tensor, **options: Any) -> ParisKVCache:
@@ -77,38 +83,33 @@ def _cache(model: PreTrainedModel, ids: torch.Tensor, **options: Any) -> ParisKV
 
 
 def test_a_document_is_read_once_and_asked_about(
-    reference: Subject, document: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    reference: Subject, shelf: Shelf, read: Any, program: Any
 ) -> None:
-    shelf, tokenizer = tmp_path / "shelf", reference.need_tokenizer("a test")
-    assert _read(document, shelf) == 0
+    tokenizer = reference.need_tokenizer("a test")
     ids = hf_kvret.document_ids(tokenizer, TEXT)
     count = ids.shape[1]
-    assert f"read {count:,} of {count:,} tokens" in capsys.readouterr().out
-    asks = ["ask", "kings", QUESTION, "--shelf", str(shelf), "--new-tokens", "9"]
-    assert main([*asks, "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
+    assert f"read {count:,} of {count:,} tokens" in read().out
+    asks = ["ask", "kings", QUESTION, "--shelf", shelf.folder, "--new-tokens", 9]
+    report = json.loads(program(*asks, "--json").out)
     behind = tokenizer(f"\n\n{QUESTION}\n", add_special_tokens=False)["input_ids"]
     prompt = torch.cat([ids, torch.tensor([behind])], dim=1)
     model: Any = reference.model
     expected = model.generate(prompt, max_new_tokens=9, do_sample=False)[0, prompt.shape[1] :]
     assert report["answer"] == tokenizer.decode(expected, skip_special_tokens=True).strip()
     assert report["tokens"] == count
-    assert main(asks) == 0
-    assert report["answer"] in capsys.readouterr().out
-    assert _read(document, shelf) == 0
-    assert f"all {count:,} tokens are on" in capsys.readouterr().out
-    assert _read(document, shelf, "--name", "other") == 0
-    assert f"read 1 of {count:,} tokens" in capsys.readouterr().out
-    [entry] = Shelf(shelf).entries()
+    assert report["answer"] in program(*asks).out
+    assert f"all {count:,} tokens are on" in read().out
+    assert f"read 1 of {count:,} tokens" in read("--name", "other").out
+    [entry] = shelf.entries()
     assert entry.title == "other", "one title each"
 
 
 @pytest.mark.parametrize("moment", ["layer", "head", "put"])
-def test_what_was_read_before_an_interrupt_is_kept(
+def test_an_interrupt_keeps_whole_chunks(
     moment: str,
-    subjects: Callable[..., Subject],
-    document: Path,
-    tmp_path: Path,
+    reference: Subject,
+    shelf: Shelf,
+    read: Any,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -120,7 +121,7 @@ def test_what_was_read_before_an_interrupt_is_kept(
         if len(calls) == 3:
             raise KeyboardInterrupt
 
-    model: Any = subjects("reference", torch.float32, "cpu").model
+    model: Any = reference.model
     with ExitStack() as stack:
         if moment == "put":
             calls += [1, 1]
@@ -130,15 +131,14 @@ def test_what_was_read_before_an_interrupt_is_kept(
             part = model.model.layers[2] if moment == "layer" else model.lm_head
             stack.callback(part.register_forward_pre_hook(count).remove)
         with pytest.raises(KeyboardInterrupt):
-            _read(document, tmp_path / "shelf")
+            read()
     kept = "256" if moment != "put" else ""
     assert f"{kept} tokens were kept" in capsys.readouterr().err
-    [entry] = Shelf(tmp_path / "shelf").entries()
+    [entry] = shelf.entries()
     assert entry.tokens == 256 or moment == "put"
-    assert _read(document, tmp_path / "shelf", "--name", "kings") == 0
-    whole = Shelf(tmp_path / "shelf").entry("kings")
-    new = 1 if moment == "put" else whole.tokens - 256
-    assert f"read {new:,} of" in capsys.readouterr().out
+    shown = read("--name", "kings").out
+    new = 1 if moment == "put" else shelf.entry("kings").tokens - 256
+    assert f"read {new:,} of" in shown
 
 
 @pytest.mark.parametrize("name", ["gemma3", "qwen3_next"])
@@ -193,25 +193,24 @@ def test_a_signal_in_a_chunk_keeps_whole_ones(
 
 
 @pytest.mark.parametrize("store", ["resident", "higgs"])
-def test_what_is_larger_than_the_shelf_is_not_read(
+def test_a_document_larger_than_the_shelf_is_not_read(
     store: str,
     reference: Subject,
     document: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    shelf: Shelf,
+    read: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    method, folder = f"{METHOD}:store={store}", tmp_path / "shelf"
-    assert _read(document, folder, "--method", method) == 0
-    [entry] = Shelf(folder).entries()
-    Shelf(folder).remove(entry.name)
+    method = f"{METHOD}:store={store}"
+    read("--method", method)
+    [entry] = shelf.entries()
+    shelf.remove(entry.name)
     # An estimate refuses nothing that there is a place for.
     options = command.ReadOptions(document, method=method)
-    command._check_size(options, Shelf(folder, entry.nbytes), reference, entry.tokens)
+    command._check_size(options, Shelf(shelf.folder, entry.nbytes), reference, entry.tokens)
     monkeypatch.delattr(command, "_read")
-    assert _read(document, folder, "--method", method, "--max-size", "100KB") == 2
-    said = capsys.readouterr().err
-    assert "446 tokens, which take" in said and "give a larger --max-size" in said
+    error = read("--method", method, "--max-size", "100KB", status=2).err
+    assert "446 tokens, which take" in error and "give a larger --max-size" in error
 
 
 @pytest.mark.parametrize("template", [None, TEMPLATE.replace("</{{ m.role }}>", "</s>")])
@@ -235,74 +234,62 @@ def test_control_tokens_of_strangers_are_text(
     assert usual == tokenizer(before + TEXT)["input_ids"], "all at once where it is harmless"
 
 
-def test_a_shelf_is_listed_checked_and_cleared(
-    document: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shelf = ["--shelf", str(tmp_path / "shelf")]
-    assert main(["shelf", "list", *shelf]) == 0
-    assert "nothing is on" in capsys.readouterr().out
-    assert _read(document, tmp_path / "shelf", "--name", "a") == 0
-    capsys.readouterr()
-    assert main(["shelf", "list", *shelf, "--json"]) == 0
-    [facts] = json.loads(capsys.readouterr().out)
+def test_a_shelf_is_listed_checked_and_cleared(shelf: Shelf, read: Any, program: Any) -> None:
+    place = ["--shelf", shelf.folder]
+    assert "nothing is on" in program("shelf", "list", *place).out
+    read("--name", "a")
+    [facts] = json.loads(program("shelf", "list", *place, "--json").out)
     assert (facts["title"], facts["method"], facts["dtype"]) == ("a", "paris", "float32")
     for action, expected in (("inspect", "tokens: "), ("verify", "whole"), ("remove", "removed a")):
-        assert main(["shelf", action, "--name", "a", *shelf]) == 0
-        assert expected in capsys.readouterr().out
-    assert main(["shelf", "remove", "--name", "a", *shelf]) == 2
-    assert "no entry 'a', it has nothing" in capsys.readouterr().err
-    assert main(["shelf", "remove", *shelf]) == 2
-    assert "give --name" in capsys.readouterr().err
-    assert main(["ask", "a", "Why?", *shelf]) == 2
+        assert expected in program("shelf", action, "--name", "a", *place).out
+    error = program("shelf", "remove", "--name", "a", *place, status=2).err
+    assert "no entry 'a', it has nothing" in error
+    assert "give --name" in program("shelf", "remove", *place, status=2).err
+    program("ask", "a", "Why?", *place, status=2)
 
 
-def test_of_documents_with_one_name_the_newest_is_asked_about(
-    document: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_ask_takes_the_newest_document_of_a_name(
+    reference: Subject, document: Path, shelf: Shelf, read: Any, program: Any
 ) -> None:
-    folder = tmp_path / "shelf"
-    shelf, place = Shelf(folder), ["--shelf", str(folder)]
+    place = ["--shelf", shelf.folder]
     names = []
     for text in (TEXT, TEXT.replace("ships", "boats"), TEXT):
         document.write_text(text)
-        assert _read(document, folder) == 0
+        read()
         names.append(shelf.entry("kings").name)
         old = next((one for one in shelf.entries() if one.name != names[-1]), None)
         if old is not None:
             # A use makes no document newer.
-            shelf.load(old.name, load_subject("reference").model)
+            shelf.load(old.name, reference.model)
             assert shelf.entry("kings").name == names[-1]
     newest, other, again = names
     assert newest == again != other
-    capsys.readouterr()
-    assert main(["ask", "kings", QUESTION, *place, "--json", "--new-tokens", "2"]) == 0
-    said = capsys.readouterr()
-    assert json.loads(said.out)["entry"] == newest and json.loads(said.out)["others"] == [other]
-    assert f"2 documents are called kings: this is {newest}" in said.err
-    assert main(["shelf", "inspect", "--name", "kings", *place]) == 0
-    assert f"name: {newest}" in capsys.readouterr().out
-    assert main(["shelf", "remove", "--name", "kings", *place]) == 2
-    assert f"give the name of one, {newest}, {other}" in capsys.readouterr().err
-    assert main(["shelf", "remove", "--name", other, *place]) == 0
-    assert main(["shelf", "remove", "--name", "kings", *place]) == 0
+    shown = program("ask", "kings", QUESTION, *place, "--json", "--new-tokens", 2)
+    report = json.loads(shown.out)
+    assert (report["entry"], report["others"]) == (newest, [other])
+    assert f"2 documents are called kings: this is {newest}" in shown.err
+    assert f"name: {newest}" in program("shelf", "inspect", "--name", "kings", *place).out
+    error = program("shelf", "remove", "--name", "kings", *place, status=2).err
+    assert f"give the name of one, {newest}, {other}" in error
+    program("shelf", "remove", "--name", other, *place)
+    program("shelf", "remove", "--name", "kings", *place)
     assert not shelf.entries()
 
 
-def test_names_are_shown_escaped(
-    document: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_names_are_shown_escaped(document: Path, tmp_path: Path, program: Any) -> None:
     folder, title = tmp_path / "a\x1bb", "a|b\nc\x1b[31m"
-    shown, place = title.encode("unicode_escape").decode(), ["--shelf", str(folder)]
-    assert _read(document, folder, "--name", title) == 0
-    assert main(["shelf", "list", *place]) == 0
-    *_, header, _, row = (said := capsys.readouterr()).out.strip().splitlines()
-    assert shown.replace("|", "\\|") in row
+    name, place = title.encode("unicode_escape").decode(), ["--shelf", folder]
+    words = ["read", document, "--model", "reference", "--method", METHOD, *place]
+    shown = [program(*words, "--name", title), program("shelf", "list", *place)]
+    *_, header, _, row = shown[1].out.strip().splitlines()
+    assert name.replace("|", "\\|") in row
     assert row.replace("\\|", "").count("|") == header.count("|")
     # As it is shown, it can be asked for.
-    assert main(["shelf", "inspect", "--name", shown, *place]) == 0
-    assert main(["ask", shown, QUESTION, *place, "--new-tokens", "2"]) == 0
-    assert main(["read", str(tmp_path / "no\x1bfile"), *place]) == 2
-    assert main(["shelf", "remove", "--name", title, *place]) == 0
-    assert "\x1b" not in said.out + said.err + "".join(capsys.readouterr())
+    shown.append(program("shelf", "inspect", "--name", name, *place))
+    shown.append(program("ask", name, QUESTION, *place, "--new-tokens", 2))
+    shown.append(program("read", tmp_path / "no\x1bfile", *place, status=2))
+    shown.append(program("shelf", "remove", "--name", title, *place))
+    assert not any("\x1b" in one.out + one.err for one in shown)
 
 
 @pytest.mark.parametrize(
@@ -336,7 +323,7 @@ def test_defaults_of_a_model_do_not_contradict_a_question(
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_positions_of_the_model_are_told(
+def test_a_text_beyond_the_models_positions_is_warned_of(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = MODELS[name].build()
@@ -493,28 +480,12 @@ def test_a_pipe_is_read(
         ("a.txt", b"a\0b", "null characters"),
     ],
 )
-def test_what_is_no_text_is_refused(
-    name: str, content: bytes, message: str, tmp_path: Path
-) -> None:
+def test_only_text_is_read(name: str, content: bytes, message: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=message):
         document_text(tmp_path / name, 100)
-    with pytest.raises(FileNotFoundError):
-        document_text(tmp_path / "none.txt", 100)
 
 
-@pytest.mark.parametrize(
-    ("more", "message"), [(["--method", "full"], "only caches of hf-kvret"), (["--shelf", "f"], "")]
-)
-def test_bad_options_of_read_are_told(
-    more: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    missing = str(tmp_path / "none.txt")
-    document = tmp_path / "a.txt"
-    document.write_text("words")
-    if message:
-        assert main(["read", str(document), *more]) == 2
-        assert message in capsys.readouterr().err
-    else:
-        assert main(["read", missing, *more]) == 2
-        assert "no file" in capsys.readouterr().err
+def test_mistakes_of_read_are_named(document: Path, read: Any, program: Any) -> None:
+    assert "only caches of hf-kvret" in read("--method", "full", status=2).err
+    assert "no file" in program("read", document.with_name("none.txt"), status=2).err

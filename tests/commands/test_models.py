@@ -4,48 +4,36 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import LlamaConfig, MistralConfig
 
-from hf_kvret.cli import main
 from hf_kvret.commands import models
 
 NAMES = ("bloom", "gemma3", "gpt2", "jamba", "mimo_v2_flash")
 
 
-def shown(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    assert main(["models", *words]) == 0
-    return capsys.readouterr().out
-
-
-def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    assert main(["models", *words]) == 2
-    return capsys.readouterr().err
-
-
-def test_the_list_has_a_line_for_each_type(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_list_has_a_line_for_each_type(program: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models, "type_names", lambda: list(NAMES[:4]))
-    _, _, *lines = shown(capsys).splitlines()
+    _, _, *lines = program("models").out.splitlines()
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     assert cells[0][:5] == ["bloom", "", "", "", ""]
     assert "computes attention by itself and ignores" in cells[0][5]
     assert cells[1][:4] == ["gemma3", "22 sliding, 4 full", "4 x 256", "16,384"]
     assert cells[2] == ["gpt2", "12 full", "12 x 64", "36,864", "yes", ""]
     assert cells[3] == ["jamba", "28 recurrent, 4 full", "8 x 128", "16,384", "", ""]
-    entries = json.loads(shown(capsys, "--json"))
+    entries = json.loads(program("models", "--json").out)
     assert [entry["name"] for entry in entries] == list(NAMES[:4])
 
 
-def test_one_type_says_all_that_is_known(capsys: pytest.CaptureFixture[str]) -> None:
-    text = shown(capsys, "deepseek_v3")
+def test_one_type_says_all_that_is_known(program: Any) -> None:
+    text = program("models", "deepseek_v3").out
     for words in ("61 full", "1 heads, 576 numbers", "70,272 in bf16", "replayed", "may be cut"):
         assert words in text
-    assert "is_decoder=True" in shown(capsys, "bert")
-    assert "refused: mistral has no full-attention layer" in shown(capsys, "mistral")
-    assert "encoder-decoder" in shown(capsys, "t5")
+    assert "is_decoder=True" in program("models", "bert").out
+    assert "refused: mistral has no full-attention layer" in program("models", "mistral").out
+    assert "encoder-decoder" in program("models", "t5").out
 
 
 def test_values_narrower_than_keys_count_with_their_own_size() -> None:
@@ -55,28 +43,26 @@ def test_values_narrower_than_keys_count_with_their_own_size() -> None:
 
 
 def test_a_folder_with_a_configuration_is_read(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, program: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     MistralConfig(sliding_window=None, num_hidden_layers=3).save_pretrained(tmp_path / "full")
-    full = json.loads(shown(capsys, str(tmp_path / "full"), "--json"))
+    full = json.loads(program("models", str(tmp_path / "full"), "--json").out)
     assert (full["name"], full["layers"], full["refusal"]) == ("mistral", {"full": 3}, "")
     LlamaConfig(
         hidden_size=128, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=5
     ).save_pretrained(tmp_path / "a" / "b" / "c")
     monkeypatch.chdir(tmp_path)
     for name in ("a/b/c", "./a/b/c", "a/b/c/"):
-        small = json.loads(shown(capsys, name, "--json"))
+        small = json.loads(program("models", name, "--json").out)
         assert (small["kv_heads"], small["key_dim"]) == (2, 32)
         assert small["token_bytes"] == 5 * 2 * 64 * 2
 
 
 @pytest.mark.parametrize("name", ["./nosuchfolder", "~/nosuchfolder", "/no/such", "a/b/c", "a/b/"])
-def test_a_path_that_leads_nowhere_is_not_asked_of_the_hub(
-    name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert f"there is no folder '{name}'" in refused(capsys, name)
+def test_a_path_that_leads_nowhere_is_not_asked_of_the_hub(name: str, program: Any) -> None:
+    assert f"there is no folder '{name}'" in program("models", name, status=2).err
 
 
-def test_an_unknown_type_and_one_without_text_say_so(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "does not know the type 'qwen33'" in refused(capsys, "qwen33")
-    assert "refused: " in shown(capsys, "clip_vision_model")
+def test_an_unknown_type_and_one_without_text_say_so(program: Any) -> None:
+    assert "does not know the type 'qwen33'" in program("models", "qwen33", status=2).err
+    assert "refused: " in program("models", "clip_vision_model").out

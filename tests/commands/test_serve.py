@@ -20,7 +20,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from hf_kvret import RetrievalCache
-from hf_kvret.commands.serve import run_serve
+from hf_kvret.commands.serve import ServeOptions, run_serve
 from hf_kvret.shelf import Shelf
 from hf_kvret.testing import MODELS
 
@@ -197,7 +197,7 @@ def test_four_at_once_and_a_second_turn(served: Served, folder: Path) -> None:
     assert served.ask(messages) == _full(folder, messages)
 
 
-def test_what_requests_have_in_common_is_read_once(
+def test_a_common_beginning_of_requests_is_read_once(
     served: Served, shelf: Shelf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text, lengths = TEXT * 14, []
@@ -382,9 +382,9 @@ def test_prompts_and_answers_end_with_the_models_positions(served: Served) -> No
         assert answer["usage"]["completion_tokens"] == expected
 
 
-@pytest.mark.parametrize("route", list(GOOD))
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("passes", [1, 5])
+@pytest.mark.factor("route", list(GOOD))
+@pytest.mark.factor("stream", [False, True])
+@pytest.mark.factor("passes", [1, 5])
 def test_a_client_that_leaves_ends_its_request(
     route: str, stream: bool, passes: int, served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -411,7 +411,7 @@ def test_a_client_that_leaves_ends_its_request(
     assert count < passes + 20
 
 
-def test_a_model_without_a_template_and_with_other_defaults_is_told_of_and_completes(
+def test_a_model_without_a_template_completes_and_logs_what_it_drops(
     folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     bare = shutil.copytree(folder, tmp_path / "bare", ignore=lambda *_: ["chat_template.jinja"])
@@ -441,7 +441,7 @@ def test_the_models_own_cache_goes_first_where_no_method_is_named(
     ("arguments", "status"), [(["--help"], 0), (["--prot", "1"], 2), (["--port", "many"], 2)]
 )
 def test_transformers_own_options_are_its_own(arguments: list[str], status: int) -> None:
-    assert run_serve(["MODEL", *arguments]) == status
+    assert run_serve(["MODEL", *arguments], ServeOptions()) == status
 
 
 @pytest.mark.parametrize(
@@ -457,8 +457,6 @@ def test_transformers_own_options_are_its_own(arguments: list[str], status: int)
         (["MODEL"], "paris:top_q=3", "no option 'top_q'"),
     ],
 )
-def test_what_can_not_be_served_is_refused(
-    arguments: list[str], method: str | None, message: str
-) -> None:
+def test_serve_refuses_bad_options(arguments: list[str], method: str | None, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        run_serve(arguments, method)
+        run_serve(arguments, ServeOptions(method))

@@ -18,11 +18,10 @@ from hf_kvret.lab.evaluate.bundled import load_bundled_model
 from hf_kvret.lab.evaluate.caches import CacheChoice, choose_caches
 from hf_kvret.lab.evaluate.measurement import Measurement, Progress, Row
 from hf_kvret.lab.evaluate.needles import NeedleLanguage
-from hf_kvret.lab.evaluate.reader import Reader, UsageSum
-from hf_kvret.lab.evaluate.recall import (
+from hf_kvret.lab.evaluate.reader import (
     LayerRecall,
-    branch,
-    layer_recalls,
+    Reader,
+    UsageSum,
     mean_by_layer,
     mean_recall,
 )
@@ -48,15 +47,14 @@ _USUAL = tuple(name for name in _SECONDS if name not in _SLOW)
 
 @dataclass(frozen=True, kw_only=True)
 class Demo(Measurement):
-    """The main job in small: every cache is asked the same questions about the same document."""
+    """Ask the bundled model questions about one long document, and compare its caches.
+
+    These are full attention and retrieval caches. It needs no network.
+    """
 
     command: ClassVar[str] = "demo"
     name: ClassVar[str] = ""
     summary: ClassVar[str] = "ask questions about a long document, with the bundled model"
-    description: ClassVar[str] = (
-        "Read one long document with the bundled model, ask questions about it, and compare full "
-        "attention with retrieval caches. Needs no network."
-    )
     examples: ClassVar[tuple[str, ...]] = ("hf-kvret demo --context 8K --caches static,paris",)
 
     context: int = option(16_384, "document length in tokens, as 4096 or 4K", kind=length)
@@ -203,12 +201,12 @@ class Demo(Measurement):
             "device_bytes": usage.device_bytes,
             "host_bytes": usage.host_bytes,
             "full_bytes": usage.full_bytes,
-            "read_ratio": used.read_ratio or 0.0,
+            "read_ratio": used.usage.read_ratio or 0.0,
             "recall": means["overlap"],
             "mass": means["mass"],
             "example": example,
-            "recall_by_layer": {str(one.layer): one.overlap for one in layers},
-            "mass_by_layer": {str(one.layer): one.mass for one in layers},
+            "recall_by_layer": {str(one["layer"]): one["overlap"] for one in layers},
+            "mass_by_layer": {str(one["layer"]): one["mass"] for one in layers},
         }
 
     @classmethod
@@ -236,9 +234,9 @@ def _recall(reader: Reader, prompts: torch.Tensor, count: int) -> list[LayerReca
     samples = []
     if isinstance(reader.cache, RetrievalCache):
         for prompt in tqdm(list(prompts), desc=f"{reader.choice.name}: recall", leave=False):
-            turn = branch(reader)
+            turn = reader.branch()
             turn.answer(turn.feed(prompt), count)
-            samples.append(layer_recalls(turn))
+            samples.append(turn.recalls())
     return mean_by_layer(samples)
 
 

@@ -58,13 +58,13 @@ class Outputs:
 class Measurement(ABC):
     """A question, cut into cells. Subclasses are frozen dataclasses of ``option`` fields.
 
+    Their docstring is the text of the command's own ``--help``.
     What is loaded or built on the way is a ``functools.cached_property``.
 
     Attributes:
         command: the program's command, as ``eval``.
         name: of its sub-command, as ``niah``; empty where there is none.
         summary: one line for ``--help``.
-        description: the text of the command's own ``--help``; the class's docstring without one.
         examples: commands below it.
         smallest: of a script, the options of its smallest run.
     """
@@ -72,7 +72,6 @@ class Measurement(ABC):
     command: ClassVar[str]
     name: ClassVar[str]
     summary: ClassVar[str]
-    description: ClassVar[str]
     examples: ClassVar[tuple[str, ...]]
     smallest: ClassVar[str] = ""
 
@@ -136,8 +135,8 @@ class Measurement(ABC):
         """The cells without numbers."""
         return [cell for cell in self.cells() if _waits(results, cell)]
 
-    def count(self, results: Results) -> int | None:
-        """How many cells the plan has; None where it is found out on the way."""
+    def count(self, results: Results) -> int:
+        """How many cells the plan has."""
         return len(self.waiting(results))
 
     def folders(self) -> dict[str, Path]:
@@ -178,12 +177,12 @@ class Progress:
 def measure(measurement: Measurement, results: Results) -> list[tuple[Cell, str]]:
     """Measure what ``results`` lack and add it; returns the cells that got no row, with reasons."""
     failed: list[tuple[Cell, str]] = []
-    done, count = 0, measurement.count(results)
+    done = 0
     groups = measurement.plan(results)
     # The first group is taken before there is a bar, as mistakes are named then.
     first = list(islice(groups, 1))
     with tqdm(
-        total=count,
+        total=measurement.count(results),
         desc=measurement.name or measurement.command,
         unit="cell",
         bar_format="{l_bar}{bar}| {n:.0f}/{total_fmt} cells [{elapsed}<{remaining}{postfix}]",
@@ -249,9 +248,7 @@ def run_measurement(measurement: Measurement, outputs: Outputs) -> int:
             if len(results):
                 print(f"\n{measurement.table(results)}")
                 # Without those that the plan leaves out.
-                missing = measurement.count(results)
-                missing = len(measurement.waiting(results)) if missing is None else missing
-                if missing:
+                if missing := measurement.count(results):
                     there = sum(not _waits(results, cell) for cell in measurement.cells())
                     print(f"\n{missing} of {missing + there} cells are not finished")
     for cell, reason in failed:
@@ -273,11 +270,10 @@ def add_measurement(
     commands: argparse._SubParsersAction[argparse.ArgumentParser], cls: type[Measurement]
 ) -> None:
     """Add the command of a measurement, with its options, to ``commands``."""
-    text = getattr(cls, "description", None) or " ".join((cls.__doc__ or "").split())
     parser = commands.add_parser(
         cls.name or cls.command,
         help=cls.summary,
-        description=text,
+        description=" ".join((cls.__doc__ or "").split()),
         epilog=example_lines(cls.examples),
     )
     fill_parser(parser, cls)

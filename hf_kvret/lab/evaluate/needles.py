@@ -21,26 +21,13 @@ import numpy as np
 import torch
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from hf_kvret.lab.evaluate.ruler.prompts import NOISE
+from hf_kvret.lab.evaluate.ruler.prompts import NOISE, TEMPLATES, filled
 from hf_kvret.lab.evaluate.subject import Subject
 from hf_kvret.lab.evaluate.texts import encode, first_tokens, read_text
 from hf_kvret.lab.evaluate.words import adjective_noun_pairs
 
 # Fewer tokens of haystack are no haystack; a length that leaves less is refused.
 LEAST_HAYSTACK = 16
-
-# RULER's wording, in the singular as RULER puts it where one value is asked for.
-HEADS = (
-    "A special magic number is hidden within the following text. Make sure to memorize it. "
-    "I will quiz you about the number afterwards.",
-    "Some special magic numbers are hidden within the following text. Make sure to memorize it. "
-    "I will quiz you about the numbers afterwards.",
-)
-_NEEDLE = " One of the special magic numbers for {key} is: {value}."
-_QUESTION = (
-    "\nWhat is the special magic number for {key} mentioned in the provided text? "
-    "The special magic number for {key} mentioned in the provided text is"
-)
 
 _CLOSING = r"[.!?][\"'”’)\]]*"
 _SENTENCE_END = re.compile(_CLOSING + r"\s")
@@ -320,13 +307,18 @@ def magic_wording(subject: Subject, task: str, essays: Path | None, answer_len: 
         facts = []
         for index in rng.choice(len(pairs), size=count, replace=False):
             key, value = pairs[int(index)], str(rng.integers(1_000_000, 10_000_000))
-            needle = encode(tokenizer, _NEEDLE.format(key=key, value=value))
-            question = encode(tokenizer, _QUESTION.format(key=key))
-            facts.append(Fact(needle, question, encode(tokenizer, f" {value}."), value))
+            needle = TEMPLATES["needle"].format(type_v="numbers", key=key, value=value)
+            asked = filled("niah_one", "", (), type_v="number", query=key)
+            question = encode(tokenizer, asked.question + asked.answer_prefix)
+            right = encode(tokenizer, f" {value}.")
+            facts.append(Fact(encode(tokenizer, f" {needle}"), question, right, value))
         return facts
 
-    bos = first_tokens(tokenizer)
-    heads = (bos + encode(tokenizer, HEADS[0]), bos + encode(tokenizer, HEADS[1]))
+    def head(template: str, type_v: str) -> list[int]:
+        text = filled(template, "", (), type_v=type_v, query="").context.rstrip()
+        return first_tokens(tokenizer) + encode(tokenizer, text)
+
+    heads = head("niah_one", "number"), head("niah", "numbers")
     return text_wording("magic", subject, heads, essays, draw, answer_len)
 
 

@@ -1,11 +1,11 @@
-"""A cache at work: read a context, branch off, go on token by token, and say what it took."""
+"""A cache at work: read a context, branch off, go on by tokens, say what it took and recalled."""
 
 from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,10 @@ from hf_kvret.models.versions import as_argument
 
 # These layers replace their tensors and never write into them, so that copies may share.
 _SHAREABLE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
+_SHARES = ("overlap", "mass", "best_mass")
+
+LayerRecall = dict[str, Any]
+"""``layer``, and ``overlap``, ``mass`` and ``best_mass`` as in ``observe.recall.Recall``."""
 
 
 @dataclass(frozen=True)
@@ -53,16 +57,15 @@ class Usage:
 
 
 class UsageSum:
-    """Rows and seconds summed over readers; bytes of the last one.
+    """What several readers took.
 
     Attributes:
-        rows_read, rows_cold: as in ``Usage``.
+        usage: rows summed; bytes of the last reader.
         seconds: of forward passes.
     """
 
     def __init__(self) -> None:
-        self.rows_read, self.rows_cold, self.seconds = 0, 0, 0.0
-        self._last: Usage | None = None
+        self.usage, self.seconds = Usage(0, 0, 0, 0, 0, 0), 0.0
 
     def add(self, reader: Reader) -> None:
         """Count what ``reader`` took since it was made or forked."""
@@ -70,23 +73,19 @@ class UsageSum:
 
     def count(self, usage: Usage, seconds: float) -> None:
         """Count rows and seconds; the bytes of ``usage`` are the last ones now."""
-        self._last = usage
-        self.rows_read += usage.rows_read
-        self.rows_cold += usage.rows_cold
+        self.usage = replace(
+            usage,
+            rows_read=self.usage.rows_read + usage.rows_read,
+            rows_cold=self.usage.rows_cold + usage.rows_cold,
+        )
         self.seconds += seconds
-
-    @property
-    def read_ratio(self) -> float | None:
-        """Share of the cold rows that was read; None before anything was cold."""
-        return self.rows_read / self.rows_cold if self.rows_cold else None
 
     def row(self, seconds: str = "seconds") -> dict[str, Any]:
         """The numbers as a part of a row; ``seconds`` is the name of the time."""
-        assert self._last is not None, "no reader was added"
         sizes = ("device_bytes", "host_bytes", "full_bytes", "step_bytes")
         return {
-            "read_ratio": self.read_ratio,
-            **{name: getattr(self._last, name) for name in sizes},
+            "read_ratio": self.usage.read_ratio,
+            **{name: getattr(self.usage, name) for name in sizes},
             seconds: self.seconds,
         }
 
@@ -118,11 +117,11 @@ class Reader:
         self.length = 0
         self.seconds = 0.0
 
-    def prefill(self, tokens: torch.Tensor, keep: int = 1) -> torch.Tensor:
+    def prefill(self, tokens: torch.Tensor) -> torch.Tensor:
         """Read a context ``[n]``: as ``feed``, with a bar, and presses compress at its end."""
         bar = prompt_bar(self.model, len(tokens), self.choice.name)
         with bar, self.choice.around_prefill(self.model):
-            return self.feed(tokens, keep)
+            return self.feed(tokens)
 
     @torch.inference_mode()
     def feed(self, tokens: torch.Tensor, keep: int = 1) -> torch.Tensor:
@@ -176,7 +175,7 @@ class Reader:
             )
 
     def fork(self, **changes: Any) -> Reader:
-        """A reader at the same place that goes its own way; time and counts start anew.
+        """A reader at the same place that goes its own way; time and counts start at 0.
 
         ``changes`` are options for a retrieval cache, as ``track_recall=True``; TypeError for
         another cache.
@@ -194,6 +193,20 @@ class Reader:
             for layer in self.cache.layers
         ]
         return twin
+
+    def branch(self) -> Reader:
+        """A fork whose cache tracks recall where it retrieves."""
+        return self.fork(**{"track_recall": True} if isinstance(self.cache, RetrievalCache) else {})
+
+    def recalls(self) -> list[LayerRecall]:
+        """Recall of each layer that selected since the reader was branched off; else nothing."""
+        if not isinstance(self.cache, RetrievalCache):
+            return []
+        return [
+            {"layer": stats["layer"], **{name: stats[f"recall_{name}"] for name in _SHARES}}
+            for stats in self.cache.stats()["layers"]
+            if "recall_overlap" in stats
+        ]
 
     def answer(
         self,
@@ -231,16 +244,13 @@ class Reader:
                 sum(layer["cold_rows"] + layer["exact_rows"] for layer in layers),
                 memory.other_layers + sum(map(_step_bytes, self.cache.retrieval_layers)),
             )
-        sizes = [_layer_bytes(layer) for layer in self.cache.layers]
-        host = sum(sizes) if self.choice.on_host else 0
-        full = self._full_bytes()
+        size = sum(_nbytes(vars(layer)) for layer in self.cache.layers)
+        host = size if self.choice.on_host else 0
+        width = sum(shape.width for shape in layer_shapes(self.model.config))
+        full = 2 * self.length * width * self.model.dtype.itemsize
         # All rows that are left are read, whatever their encoding; a press leaves fewer.
         length = self.cache.get_seq_length()
-        return Usage(sum(sizes) - host, host, full, int(length), self.length, sum(sizes))
-
-    def _full_bytes(self) -> int:
-        width = sum(shape.width for shape in layer_shapes(self.model.config))
-        return 2 * self.length * width * self.model.dtype.itemsize
+        return Usage(size - host, host, full, int(length), self.length, size)
 
 
 def begin(
@@ -274,6 +284,22 @@ def check_positions(model: PreTrainedModel, count: int) -> None:
         )
 
 
+def mean_recall(recalls: Sequence[LayerRecall]) -> dict[str, float | None]:
+    """``overlap``, ``mass`` and ``best_mass``, means over ``recalls``; None each for none."""
+    return {
+        name: sum(one[name] for one in recalls) / len(recalls) if recalls else None
+        for name in _SHARES
+    }
+
+
+def mean_by_layer(samples: Iterable[Sequence[LayerRecall]]) -> list[LayerRecall]:
+    """The recall of each layer, mean over the samples that have it."""
+    by_layer: dict[int, list[LayerRecall]] = {}
+    for one in (recall for sample in samples for recall in sample):
+        by_layer.setdefault(one["layer"], []).append(one)
+    return [{"layer": layer, **mean_recall(some)} for layer, some in sorted(by_layer.items())]
+
+
 def _step_bytes(layer: RetrievalLayer) -> int:
     """Bytes that the next step reads of a retrieval layer; see ``Usage.step_bytes``."""
     kv = layer.kv
@@ -293,12 +319,8 @@ def _step_bytes(layer: RetrievalLayer) -> int:
     return read + cost.nbytes + rows * row + means
 
 
-def _layer_bytes(layer: Any) -> int:
-    """Bytes of the tensors of a layer, those inside tuples and of quantized wrappers too."""
-    return sum(_nbytes(value) for value in vars(layer).values())
-
-
 def _nbytes(value: Any) -> int:
+    """Bytes of the tensors in a value, those inside containers and quantized wrappers too."""
     if isinstance(value, torch.Tensor):
         inner = getattr(value, "__tensor_flatten__", None)
         if inner is not None and type(value) is not torch.Tensor:

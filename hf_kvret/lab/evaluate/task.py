@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
@@ -23,9 +23,6 @@ from hf_kvret.lab.program.arguments import DTYPES, check_device, names
 from hf_kvret.lab.program.options import option
 from hf_kvret.lab.report.results import Cell, Results
 from hf_kvret.registry import registered_methods
-
-Choices = Mapping[str, CacheChoice]
-"""Caches by the name that cells have."""
 
 # These caches are compared where --caches is not given.
 _CACHES = ("full", "flat", "paris", "lrqk", "ctkvr")
@@ -64,8 +61,8 @@ class Task(Measurement):
         return load_subject(self.model, DTYPES[self.dtype], self.device, self.device_map)
 
     @cached_property
-    def choices(self) -> Choices:
-        """The caches that are compared; ValueError for one that can't be."""
+    def choices(self) -> dict[str, CacheChoice]:
+        """The caches that are compared, by name; ValueError for one that can't be."""
         caches = names(self.caches) if self.caches else default_caches(self.model)
         return choose_caches(caches, self._retrieval(), self.device)
 
@@ -108,7 +105,7 @@ class Task(Measurement):
     def cells_of(self, caches: Sequence[str]) -> list[Cell]:
         """The cells, in the order in which they are run. Each names its ``cache``."""
 
-    def check_cells(self, cells: Sequence[Cell], subject: Subject, choices: Choices) -> None:
+    def check_cells(self, cells: Sequence[Cell]) -> None:
         """Look at what ``cells`` need before any of them is run: caches that serve the model.
 
         Tasks add texts that are long enough, and lengths that the model has positions for.
@@ -117,25 +114,25 @@ class Task(Measurement):
             ValueError: something of that can't be.
         """
         for name in dict.fromkeys(cell["cache"] for cell in cells):
-            Reader(subject.model, choices[name], 0)
+            Reader(self.subject.model, self.choices[name], 0)
 
     def plan(self, results: Results) -> Iterator[Sequence[Cell]]:
         """One by one, after a look at all of them."""
         check_artifacts(results, self._artifacts)
-        self.check_cells(self.waiting(results), self.subject, self.choices)
+        self.check_cells(self.waiting(results))
         yield from super().plan(results)
 
     def rows(self, group: Sequence[Cell], progress: Progress) -> list[Row]:
         """The numbers of a cell, and which artifact its cache works with."""
         rows = []
         for cell in group:
-            row = self.run(cell, self.subject, self.choices[cell["cache"]])
+            row = self.run(cell, self.choices[cell["cache"]])
             artifact = self._artifacts[cell["cache"]]
             rows.append(row if artifact is None else {**row, "artifact": artifact})
         return rows
 
     @abstractmethod
-    def run(self, cell: Cell, subject: Subject, choice: CacheChoice) -> Row:
+    def run(self, cell: Cell, choice: CacheChoice) -> Row:
         """The numbers of one cell, as plain JSON values. Long work shows a progress bar."""
 
     def lacking(self, cell: Cell, why: Row) -> None:

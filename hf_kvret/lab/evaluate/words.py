@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterable
 from importlib.resources import files
-from itertools import accumulate
 
 
 def single_words() -> list[str]:
@@ -14,8 +12,23 @@ def single_words() -> list[str]:
 
 
 def adjective_noun_pairs() -> Pairs:
-    """All six million "adjective-noun" pairs, sorted, without repetitions."""
+    """All six million "adjective-noun" pairs."""
     return Pairs(_word_list("adjective"), _word_list("noun"))
+
+
+class Pairs:
+    """Every ``f"{first}-{second}"``, by first and then by second word; made on demand."""
+
+    def __init__(self, firsts: Iterable[str], seconds: Iterable[str]) -> None:
+        self._firsts = sorted({f"{first}-" for first in firsts})
+        self._seconds = sorted(set(seconds))
+
+    def __len__(self) -> int:
+        return len(self._firsts) * len(self._seconds)
+
+    def __getitem__(self, index: int) -> str:
+        first, second = divmod(index, len(self._seconds))
+        return self._firsts[first] + self._seconds[second]
 
 
 def _word_list(name: str) -> list[str]:
@@ -30,40 +43,3 @@ def _word_list(name: str) -> list[str]:
         ) from error
     text = files("wonderwords.assets").joinpath(f"{name}list.txt").read_text(encoding="utf-8")
     return [line.rstrip() for line in text.splitlines()]
-
-
-class Pairs:
-    """``sorted({f"{first}-{second}" ...})``, whose entries are made on demand.
-
-    Entries with the same first word are neighbours and sorted by the second, with one exception:
-    if a first word and a hyphen begin another first word ("blue", "blue-eyed"), their entries mix.
-    Such families are made in full, the others are computed from the index.
-    """
-
-    def __init__(self, firsts: Iterable[str], seconds: Iterable[str]) -> None:
-        endings = sorted(set(seconds))
-        families: list[list[str]] = []
-        for stem in sorted({f"{first}-" for first in firsts}):
-            if families and stem.startswith(families[-1][0]):
-                families[-1].append(stem)
-            else:
-                families.append([stem])
-        # Each block has the text that begins all of its entries, and what follows it.
-        self._blocks = [
-            (family[0], endings)
-            if len(family) == 1
-            else ("", sorted({stem + ending for stem in family for ending in endings}))
-            for family in families
-        ]
-        self._ends = list(accumulate(len(block) for _, block in self._blocks))
-
-    def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
-
-    def __getitem__(self, index: int) -> str:
-        if not 0 <= index < len(self):
-            raise IndexError(f"index {index} is outside {len(self)} pairs")
-        number = bisect_right(self._ends, index)
-        stem, block = self._blocks[number]
-        # The difference is negative, so it counts from the block's end.
-        return stem + block[index - self._ends[number]]

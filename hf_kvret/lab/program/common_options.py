@@ -69,29 +69,9 @@ def batch_option(usual: tuple[int, ...] = (1,)) -> Any:
     return option(usual, "as 1,8", kind=arguments.batches)
 
 
-def heads_option() -> Any:
-    """``--heads``."""
-    return count_option(8, "KV heads")
-
-
-def group_option() -> Any:
-    """``--group``."""
-    return count_option(4, "query heads of a KV head")
-
-
-def dim_option() -> Any:
-    """``--head-dim``, or ``--dim``."""
-    return count_option(128, "of a key, and of a value")
-
-
 def threads_option(usual: int | None, of: str) -> Any:
     """``--threads``, at most the processors."""
     return option(usual, of, kind=arguments.threads)
-
-
-def repeats_option(usual: int, of: str = "timed calls of each way") -> Any:
-    """``--repeats``."""
-    return count_option(usual, of)
 
 
 def limit_option(usual: float, of: str) -> Any:

@@ -56,7 +56,7 @@ def script_parser(cls: type[Measurement]) -> argparse.ArgumentParser:
     """The parser of a script's measurement."""
     parser = Parser(
         prog=Path(SCRIPTS[cls.title()]).name,
-        description=getattr(cls, "description", None) or sys.modules[cls.__module__].__doc__,
+        description=sys.modules[cls.__module__].__doc__,
         epilog=example_lines(cls.examples) if hasattr(cls, "examples") else None,
     )
     fill_parser(parser, cls)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_kvret.lab.report.plots import require_matplotlib
-from hf_kvret.lab.report.results import check_results
+from hf_kvret.lab.report.results import read_results
 from hf_kvret.saved.folder import replace_file
 from hf_kvret.saved.identity import printable
 
@@ -40,9 +40,13 @@ def check_outputs(options: Any, measurement: Any) -> None:
         )
     if options.json is not None:
         check_file("--json", options.json)
-        check_results(options.json, measurement.title())
+        if options.json.is_file():
+            read_results(options.json, measurement.title())
     for picture in pictures:
-        check_picture("--plot", picture)
+        if picture.suffix.lower() not in PICTURES:
+            raise ValueError(f"--plot {picture}: its name must end in {', '.join(PICTURES)}")
+        check_file("--plot", picture)
+        require_matplotlib()
     if options.table is not None:
         check_file("--table", options.table)
         check_own(options.table, "give --table another one")
@@ -55,18 +59,6 @@ def check_file(option: str, path: Path) -> None:
     if path.is_dir():
         raise ValueError(f"{option} {path} is a folder: give a file in it")
     check_folder(option, path.parent)
-
-
-def check_picture(option: str, path: Path) -> None:
-    """As ``check_file``, and the ending must be one of ``PICTURES``.
-
-    Raises:
-        ModuleNotFoundError: matplotlib is missing.
-    """
-    if path.suffix.lower() not in PICTURES:
-        raise ValueError(f"{option} {path}: its name must end in {', '.join(PICTURES)}")
-    check_file(option, path)
-    require_matplotlib()
 
 
 def check_folder(option: str, path: Path) -> None:

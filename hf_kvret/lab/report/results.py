@@ -47,9 +47,8 @@ class Results:
         self.name, self.setup, self.path = name, json.loads(json.dumps(setup)), path
         self.environments: list[dict[str, Any]] = []
         self._results: dict[str, tuple[Cell, dict[str, Any]]] = {}
-        content = None if path is None else check_results(path, name)
-        if content is not None:
-            self._take(content)
+        if path is not None and path.is_file():
+            self._take(read_results(path, name))
         environment = describe_environment()
         if environment not in self.environments:
             self.environments.append(environment)
@@ -113,12 +112,12 @@ class Results:
             self._results[_key(entry["cell"])] = (entry["cell"], entry["result"])
 
 
-def read_results(path: Path) -> dict[str, Any]:
-    """The content of a result file.
+def read_results(path: Path, name: str | None = None) -> dict[str, Any]:
+    """The content of a result file, of the task ``name`` where it is given.
 
     Raises:
         FileNotFoundError: there is none.
-        ValueError: it is not one of ours, or of another version.
+        ValueError: it is not one of ours, or of another version or task.
     """
     if not path.is_file():
         raise FileNotFoundError(f"no file {path}")
@@ -132,19 +131,7 @@ def read_results(path: Path) -> dict[str, Any]:
             f"{path} has format {content['format']!r}, this version reads {FORMAT}: make it again, "
             "or upgrade hf-kvret"
         )
-    return content
-
-
-def check_results(path: Path, name: str) -> dict[str, Any] | None:
-    """The content of a result file of ``name``; None where there is no file.
-
-    Raises:
-        ValueError: it is not one of ours, or of another task.
-    """
-    if not path.is_file():
-        return None
-    content = read_results(path)
-    if content["name"] != name:
+    if name not in (None, content["name"]):
         raise ValueError(
             f"{path} holds results of {content['name']!r}, not of {name!r}: give another --json"
         )

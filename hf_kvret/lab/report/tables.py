@@ -9,8 +9,8 @@ from hf_kvret.lab.report.results import Cell, Results
 from hf_kvret.saved.identity import printable
 
 Columns = Mapping[str, Callable[[Cell, dict[str, Any]], str]]
-"""By header, what stands in a column: a function of cell and row. A blank at the end tells headers
-apart that read alike."""
+"""By header, what stands in a column: a function of cell and row. A blank at the end
+keeps headers apart that read alike."""
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

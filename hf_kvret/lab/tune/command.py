@@ -45,19 +45,18 @@ from hf_kvret.stores import store_names
 
 @dataclass(frozen=True, kw_only=True)
 class Tune(Measurement):
-    """Which method, store, budget and rest are cheapest at a wanted agreement."""
+    """Find the cheapest cache that agrees with full attention on your text.
+
+    Contexts are read at several places of it; the tokens that follow there are forced through
+    every variant, and the first choices for the next token are compared with those of full
+    attention. After each window a variant is left out if it plainly misses --agreement, or is
+    dearer than one that plainly reaches it. The result is the front (agreement against bytes
+    and time) and one configuration for generate, as JSON.
+    """
 
     command: ClassVar[str] = "tune"
     name: ClassVar[str] = ""
     summary: ClassVar[str] = "find the cheapest cache that agrees with full attention on your text"
-    description: ClassVar[str] = (
-        "Find the cheapest cache that agrees with full attention on your text. Contexts are read "
-        "at several places of it; the tokens that follow there are forced through every variant, "
-        "and the first choices for the next token are compared with those of full attention. After "
-        "each window a variant is left out if it plainly misses --agreement, or is dearer than one "
-        "that plainly reaches it. The result is the front (agreement against bytes and time) and "
-        "one configuration for generate, as JSON."
-    )
     examples: ClassVar[tuple[str, ...]] = (
         "hf-kvret tune --model ./my-model --text my-text.txt --context 8K --agreement 0.99",
         "hf-kvret tune --model needle --context 2K --agreement 0.95 --out cache.json",

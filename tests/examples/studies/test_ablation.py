@@ -22,8 +22,7 @@ from hf_kvret.lab.program.scripts import (
     load_measurement,
     script_parser,
 )
-from hf_kvret.lab.report.pages import Part, listed_pages, shown_tables
-from hf_kvret.lab.report.report import write_report
+from hf_kvret.lab.report.report import Part, listed_pages, shown_tables, write_report
 from hf_kvret.lab.report.results import Results
 
 ROOT = Path(__file__).parents[3]

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,25 +28,14 @@ ROOT = Path(__file__).parents[3]
 SCRIPT = ROOT / "examples" / "train_needle_model.py"
 
 
-def test_the_weights_are_small_and_bf16_and_have_a_card() -> None:
+def test_the_bundled_model_is_small_has_a_card_and_is_ready() -> None:
     weights = BUNDLED_MODEL / "model.safetensors"
     assert weights.stat().st_size <= 8_000_000
     assert {tensor.dtype for tensor in load_file(weights).values()} == {torch.bfloat16}
     card = (BUNDLED_MODEL / "README.md").read_text(encoding="utf-8")
     assert card.startswith("---\nlicense: apache-2.0\n") and "## Training" in card
-
-
-def test_it_is_loaded_to_be_used() -> None:
     model = load_bundled_model(torch.float16)
     assert not model.training and model.dtype == torch.float16
-
-
-def test_a_missing_model_says_how_to_get_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(bundled.OUR_MODELS, "needle", tmp_path)
-    with pytest.raises(FileNotFoundError, match="install hf_kvret again, or train it"):
-        load_bundled_model()
 
 
 def test_the_examples_are_found_in_the_checkout_that_was_installed(
@@ -59,40 +49,34 @@ def test_the_examples_are_found_in_the_checkout_that_was_installed(
 
 
 @pytest.mark.parametrize(
-    ("written", "folder"),
+    ("files", "folder"),
     [
-        ('{"url": "file:///a%20b/c", "dir_info": {}}', Path("/a b/c")),
-        ('{"url": "https://example.org/x.whl", "archive_info": {}}', None),
+        ({"direct_url.json": '{"url": "file:///a%20b/c", "dir_info": {}}'}, Path("/a b/c")),
+        ({"direct_url.json": '{"url": "https://example.org/x.whl"}'}, None),
+        ({}, None),
         (None, None),
     ],
 )
 def test_where_pip_installed_from_is_read(
-    written: str | None, folder: Path | None, monkeypatch: pytest.MonkeyPatch
+    files: dict[str, str] | None, folder: Path | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Installed:
-        def read_text(self, name: str) -> str | None:
-            assert name == "direct_url.json"
-            return written
+    def distribution(name: str) -> SimpleNamespace:
+        if files is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return SimpleNamespace(read_text=files.get)
 
-    monkeypatch.setattr(importlib.metadata, "distribution", lambda name: Installed())
+    monkeypatch.setattr(importlib.metadata, "distribution", distribution)
     assert bundled._installed_from() == folder
 
 
-def test_a_package_that_was_not_installed_came_from_nowhere(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def missing(name: str) -> None:
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(importlib.metadata, "distribution", missing)
-    assert bundled._installed_from() is None
-
-
-def test_an_example_that_is_missing_is_explained(
+def test_a_missing_model_says_how_to_get_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert example_model("reference") == bundled.REFERENCE_MODEL
-    monkeypatch.setitem(bundled.OUR_MODELS, "reference", tmp_path)
+    for name in ("needle", "reference"):
+        monkeypatch.setitem(bundled.OUR_MODELS, name, tmp_path)
+    with pytest.raises(FileNotFoundError, match="install hf_kvret again, or train it"):
+        load_bundled_model()
     with pytest.raises(FileNotFoundError, match="run this in the folder of a checkout"):
         example_model("reference")
     with pytest.raises(ValueError, match="no model 'needles': choose one of reference, "):
@@ -137,18 +121,12 @@ def test_an_artifact_is_of_the_model_that_it_lies_in(home: Path, method: str) ->
 
 
 @HOMES
-def test_queries_make_better_codewords_in_every_layer(home: Path) -> None:
-    """A2ATS, figure 3, on held-out text."""
-    artifact = CalibrationArtifact.from_pretrained(home / "a2ats")
-    errors = [(row["score_error"], row["plain_score_error"]) for row in artifact.quality]
+def test_artifacts_are_good_on_held_out_text(home: Path) -> None:
+    """A2ATS, figure 3; AQUA-KV, figure 2, where nothing predicts the first layer."""
+    codebooks = CalibrationArtifact.from_pretrained(home / "a2ats")
+    errors = [(row["score_error"], row["plain_score_error"]) for row in codebooks.quality]
     assert all(0 < aware < plain < 0.3 for aware, plain in errors), errors
-
-
-@HOMES
-def test_predictors_leave_less_to_code(home: Path) -> None:
-    """AQUA-KV, figure 2, on held-out text; nothing predicts the first layer."""
-    artifact = CalibrationArtifact.from_pretrained(home / "aqua")
-    first, *others = artifact.quality
+    first, *others = CalibrationArtifact.from_pretrained(home / "aqua").quality
     assert first["role"] == "anchor"
     for row in others:
         assert row["key_explained"] > 0.2 and row["value_explained"] > 0.8

@@ -92,7 +92,7 @@ def test_a_missing_package_is_named(
         choose_cache(name)
 
 
-def test_hqq_groups_within_a_row_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hqq_groups_within_a_row_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(caches, "_installed", lambda module: True)
     monkeypatch.setattr(caches, "QuantizedCache", lambda *_, **options: options)
     made: Any = choose_cache("quantized:backend=hqq:axis_value=0").make(None, 0)
@@ -136,7 +136,7 @@ def test_quantized_rows_take_few_bytes_and_stay_close(
 
 
 @pytest.mark.parametrize(("name", "left"), PRESSED)
-def test_a_press_leaves_what_it_was_told_to(
+def test_a_press_leaves_its_share_of_rows(
     name: str, left: float, subject: Subject, text: torch.Tensor
 ) -> None:
     reader = Reader(subject.model, choose_cache(name), len(text) + 10)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -45,14 +46,12 @@ def test_every_cache_answers_and_reads_few_rows(report: dict) -> None:
     assert rows["full"]["read_ratio"] == rows["static"]["read_ratio"] == 1.0
     assert rows["aqua"]["read_ratio"] > 0.99
     assert rows["aqua"]["host_bytes"] < 0.1 * rows["aqua"]["full_bytes"]
-    for name in ("flat", "paris", "lrqk", "ctkvr", "a2ats"):
+    for name in quick[1:]:
         cold = 2048 - (64 if name == "a2ats" else 256)
         assert rows[name]["read_ratio"] == pytest.approx(64 / cold, rel=0.01)
         assert rows[name]["host_bytes"] > 0
     assert rows["flat"]["recall"] == pytest.approx(1.0)
-    assert rows["paris"]["recall"] > 0.8
-    assert rows["lrqk"]["recall"] > 0.8
-    assert rows["ctkvr"]["recall"] > 0.8
+    assert all(rows[name]["recall"] > 0.8 for name in ("paris", "lrqk", "ctkvr"))
     # Its first layer looks for positions, which windowed RoPE forgets.
     assert min(rows["a2ats"]["recall_by_layer"][layer] for layer in ("1", "2")) > 0.4
     assert rows["full"]["recall_by_layer"] == {}
@@ -78,13 +77,6 @@ def test_a_long_document_is_answered_as_well_as_by_full_attention(
         assert rows[name]["right_ratio"] >= full - 0.02
         assert 0 < rows[name]["read_ratio"] <= 0.06
     assert rows["paris"]["device_bytes"] <= 0.30 * rows["paris"]["full_bytes"]
-
-
-def test_the_report_says_where_it_was_made(report: dict) -> None:
-    (environment,) = report["environments"]
-    assert environment["versions"]["torch"] == torch.__version__
-    assert environment["processor"]
-    assert report["setup"]["context"] == 2048
 
 
 def test_the_same_questions_are_right_without_the_cli() -> None:
@@ -117,22 +109,9 @@ def test_paris_with_a_host_store_keeps_little_on_the_device() -> None:
     ("arguments", "message"),
     [
         (["--caches", "full,parris"], "unknown cache 'parris': choose among full,"),
+        (["--caches", ","], "no cache named: choose among full,"),
         (["--context", "100"], "--context 100: 128 needles take at least 769 tokens"),
         (["--context", "1M"], "--context 1048576: with a question 1048582 tokens"),
-    ],
-)
-def test_mistakes_print_one_line(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["demo", *arguments]) == 2
-    printed = capsys.readouterr()
-    assert message in printed.err
-    assert "Traceback" not in printed.err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
         (["--context", "4G"], "--context: '4G' is no whole number from 1: write 4096 or 4K"),
         (["--top-k", "0"], "--top-k: 0: a count from 1 (256), or a share"),
         (["--top-k", "1.5"], "--top-k: 1.5: a count from 1 (256), or a share above 0"),
@@ -140,21 +119,16 @@ def test_mistakes_print_one_line(
         (["--store", "disk"], "name both with a cache, as paris:store=disk:disk=/data"),
     ],
 )
-def test_mistakes_in_an_option_name_it(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+def test_a_mistake_is_named_in_the_last_line(
+    arguments: list[str], message: str, program: Any
 ) -> None:
-    with pytest.raises(SystemExit):
-        main(["demo", *arguments])
-    assert message in capsys.readouterr().err
+    assert message in program("demo", *arguments, status=2).err.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
     "store", [name for name in store_names().split(", ") if name not in ("host", "disk")]
 )
-def test_every_store_serves_the_default_caches(
-    store: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_store_serves_the_default_caches(store: str, program: Any) -> None:
     """AQUA-KV, which has no slots and no other codes, keeps the store of its own."""
-    arguments = ["demo", "--context", "400", "--questions", "2", "--store", store]
-    assert main([*arguments, "--caches", "flat,aqua"]) == 0
-    assert "| aqua" in capsys.readouterr().out
+    words = ["demo", "--context", 400, "--questions", 2, "--store", store]
+    assert "| aqua" in program(*words, "--caches", "flat,aqua").out

@@ -60,9 +60,9 @@ def test_a_spread_model_is_calibrated(tmp_path: Path) -> None:
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
-def test_what_a_spread_model_takes_is_named(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_device_map_without_accelerate_names_the_package(
+    monkeypatch: pytest.MonkeyPatch, program: Any
 ) -> None:
     monkeypatch.setattr("hf_kvret.lab.evaluate.subject.is_accelerate_available", lambda: False)
-    assert run(tmp_path / "x.json", "--device-map", "auto") == 2
-    assert "--device-map needs accelerate: pip install accelerate" in capsys.readouterr().err
+    error = program(*NIAH, *CACHES, "--device-map", "auto", status=2).err
+    assert "--device-map needs accelerate: pip install accelerate" in error

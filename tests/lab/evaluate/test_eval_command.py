@@ -6,14 +6,13 @@ import argparse
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from hf_kvret.artifacts import CalibrationArtifact
-from hf_kvret.cli import main
-from hf_kvret.lab.evaluate import task
 from hf_kvret.lab.evaluate.bundled import BUNDLED_MODEL
 from hf_kvret.lab.evaluate.subject import load_subject
 from hf_kvret.lab.evaluate.tasks.ppl import Perplexity
@@ -30,25 +29,12 @@ def test_lengths_and_names_are_read() -> None:
             lengths(bad)
 
 
-def _error(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert main(["eval", "ppl", *arguments]) == 2
-    return capsys.readouterr().err
-
-
-def test_a_model_that_is_none_is_named(
-    tmp_path: Path, tiny_text: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    message = _error(capsys, "--text", str(tiny_text), "--model", str(tmp_path / "none"))
-    assert "no such folder, and no hub id either (owner/name)" in message
+def test_a_model_that_is_none_is_named(tmp_path: Path, tiny_text: Path, program: Any) -> None:
+    words = ["eval", "ppl", "--text", tiny_text, "--model"]
+    error = program(*words, tmp_path / "none", status=2).err
+    assert "no such folder, and no hub id either (owner/name)" in error
     (tmp_path / "config.json").write_text("{}")
-    assert "can't be loaded" in _error(capsys, "--text", str(tiny_text), "--model", str(tmp_path))
-
-
-def test_an_unknown_task_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main(["eval", "nothing"])
-    assert stopped.value.code == 2
-    assert "invalid choice: 'nothing'" in capsys.readouterr().err
+    assert "can't be loaded" in program(*words, tmp_path, status=2).err
 
 
 def test_a_subject_names_its_weights(tiny_model_dir: Path) -> None:
@@ -77,78 +63,31 @@ def test_texts_are_read_from_plain_files_and_json(tmp_path: Path) -> None:
         read_text(plain)
 
 
-@pytest.mark.parametrize(
-    ("option", "value", "message"),
-    [
-        ("--json", "", "is a folder: give a file in it"),
-        ("--table", "", "is a folder"),
-        ("--plot", "a.bad", "must end in .png, .svg, .pdf"),
-        ("--json", "file/x.json", "--json"),
-    ],
-)
-def test_outputs_are_looked_at_before_the_work(
-    option: str,
-    value: str,
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setattr(task, "load_subject", lambda *given: pytest.fail("work has begun"))
-    error = _error(capsys, "--text", "t.txt", "--model", "m", option, str(tmp_path / value))
-    assert message in error
-
-
-def test_an_unknown_device_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    for words in (["eval", "ppl", "--text", "t"], ["bench", "decode"], ["demo"]):
-        with pytest.raises(SystemExit):
-            main([*words, "--device", "abacus"])
-        assert "'abacus' is no device" in capsys.readouterr().err
-
-
-def test_a_cell_without_memory_is_told_and_the_others_run(
+def test_a_cell_that_fails_leaves_the_others(
     tiny_model_dir: Path,
     tiny_text: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    program: Any,
 ) -> None:
-    run = Perplexity.run
+    """Where memory is used up the next ones run, else those before it are shown."""
+    run, errors = Perplexity.run, dict[int, Exception]()
 
     def scarce(self: Perplexity, cell: dict, *rest: object) -> dict:
-        if cell["cache"] == "static":
-            raise torch.OutOfMemoryError("tried to allocate too much")
+        if cell["length"] in errors:
+            raise errors[cell["length"]]
         return run(self, cell, *rest)
 
     monkeypatch.setattr(Perplexity, "run", scarce)
     file = tmp_path / "ppl.json"
-    words = ["--text", str(tiny_text), "--model", str(tiny_model_dir), "--context", "64"]
-    more = ["--windows", "1", "--caches", "static,full", "--json", str(file)]
-    assert main(["eval", "ppl", *words, *more]) == 1
-    printed = capsys.readouterr().out
-    assert "static 64: out of memory (tried to allocate too much)" in printed
-    assert [entry["cell"]["cache"] for entry in json.loads(file.read_text())["cells"]] == ["full"]
-
-
-def test_what_was_finished_is_shown_when_a_later_cell_fails(
-    tiny_model_dir: Path,
-    tiny_text: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    run = Perplexity.run
-
-    def scarce(self: Perplexity, cell: dict, *rest: object) -> dict:
-        if cell["length"] == 128:
-            raise OSError("the disk is gone")
-        return run(self, cell, *rest)
-
-    monkeypatch.setattr(Perplexity, "run", scarce)
-    words = ["--text", str(tiny_text), "--model", str(tiny_model_dir), "--windows", "1"]
-    assert main(["eval", "ppl", *words, "--context", "64,128", "--caches", "full"]) == 2
-    shown = capsys.readouterr()
-    assert "| full  | 64" in shown.out and "the disk is gone" in shown.err
+    words = ["eval", "ppl", "--text", tiny_text, "--model", tiny_model_dir, "--caches", "full"]
+    words += ["--context", "64,128", "--windows", 1, "--json", file]
+    errors[64] = torch.OutOfMemoryError("tried to allocate too much")
+    assert "full 64: out of memory (tried to allocate too much)" in program(*words, status=1).out
+    assert [entry["cell"]["length"] for entry in json.loads(file.read_text())["cells"]] == [128]
+    errors[64] = OSError("the disk is gone")
+    shown = program(*words, status=2)
+    assert "| full  | 128" in shown.out and "the disk is gone" in shown.err
 
 
 # Files of a mistake by name; TEXT is one of 6,000 tokens.
@@ -213,17 +152,16 @@ def test_a_mistake_is_one_line_before_any_work(
     tiny_model_dir: Path,
     tiny_text: Path,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    program: Any,
 ) -> None:
     paths = {"TEXT": tiny_text}
     for name, (file, content) in FILES.items():
         paths[name] = tmp_path / file
         paths[name].write_text(content)
-    task, *options = [str(paths.get(word, word)) for word in command.split()]
+    task, *options = [paths.get(word, word) for word in command.split()]
     output = tmp_path / "x.json"
-    arguments = ["--model", str(tiny_model_dir), "--caches", "full", "--json", str(output)]
-    assert main(["eval", task, *arguments, *options]) == 2
-    shown = capsys.readouterr()
+    arguments = ["--model", tiny_model_dir, "--caches", "full", "--json", output]
+    shown = program("eval", task, *arguments, *options, status=2)
     *loading, error = shown.err.splitlines()
     assert error.startswith("hf-kvret: error: ") and message in error
     assert [line[:17] for line in loading] in ([], ["loading the model"])
@@ -231,7 +169,7 @@ def test_a_mistake_is_one_line_before_any_work(
 
 
 def test_a_model_of_text_without_a_tokenizer_is_refused(
-    tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny_model_dir: Path, tmp_path: Path, program: Any
 ) -> None:
     bare = tmp_path / "bare"
     shutil.copytree(tiny_model_dir, bare, ignore=shutil.ignore_patterns("tokenizer*", "special*"))
@@ -240,27 +178,18 @@ def test_a_model_of_text_without_a_tokenizer_is_refused(
     config.vocab_size = 512
     LlamaForCausalLM(config).save_pretrained(bare)
     for name in ("niah", "multiturn"):
-        assert main(["eval", name, "--model", str(bare), "--context", "2K"]) == 2
-        error = capsys.readouterr().err.splitlines()[-1]
+        error = program("eval", name, "--model", bare, "--context", "2K", status=2).err
         assert f"{name} needs a tokenizer" in error
         assert "put the tokenizer's files (tokenizer.json) into the model's folder" in error
-    assert main(["eval", "niah", "--model", str(bare), "--style", "tokens"]) == 2
-    assert "needs a tokenizer" in capsys.readouterr().err
-    tokenizer = bare / "tokenizer.json"
-    tokenizer.write_text("{")
-    assert main(["eval", "niah", "--model", str(bare), "--style", "magic"]) == 2
-    assert "has none (" in capsys.readouterr().err
+    words = ["eval", "niah", "--model", bare, "--style"]
+    assert "needs a tokenizer" in program(*words, "tokens", status=2).err
+    (bare / "tokenizer.json").write_text("{")
+    assert "has none (" in program(*words, "magic", status=2).err
 
 
 @pytest.mark.parametrize(
     ("name", "content"),
-    [
-        ("config.json", "[]"),
-        ("config.json", "{"),
-        ("config.json", "[" * 100_000),
-        ("model.safetensors", "short"),
-        ("model.safetensors", ""),
-    ],
+    [("config.json", "[]"), ("config.json", "[" * 100_000), ("model.safetensors", "short")],
 )
 def test_broken_files_of_a_model_are_one_line(
     name: str,
@@ -268,12 +197,13 @@ def test_broken_files_of_a_model_are_one_line(
     tiny_model_dir: Path,
     tiny_text: Path,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    program: Any,
 ) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(tiny_model_dir, broken)
     (broken / name).write_text(content)
-    error = _error(capsys, "--text", str(tiny_text), "--model", str(broken)).splitlines()[-1]
+    shown = program("eval", "ppl", "--text", tiny_text, "--model", broken, status=2)
+    error = shown.err.splitlines()[-1]
     assert error.startswith(f"hf-kvret: error: --model {broken}: can't be loaded (")
 
 
@@ -301,27 +231,25 @@ def arguments(tmp_path: Path) -> list[str]:
 
 
 def test_the_artifact_of_another_tune_is_refused(
-    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], tmp_path: Path, program: Any
 ) -> None:
     model = AutoModelForCausalLM.from_pretrained(BUNDLED_MODEL, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.1)
     model.save_pretrained(tmp_path / "tuned")
-    assert main([*arguments, "--model", str(tmp_path / "tuned")]) == 2
-    assert "was made from other weights" in capsys.readouterr().err
+    error = program(*arguments, "--model", tmp_path / "tuned", status=2).err
+    assert "was made from other weights" in error
 
 
 def test_results_of_another_artifact_are_not_gone_on_with(
-    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], tmp_path: Path, program: Any
 ) -> None:
-    assert main([*arguments, "--model", "needle"]) == 0
-    assert main([*arguments, "--model", "needle"]) == 0
-    assert "1 cells were finished already" in capsys.readouterr().out
+    program(*arguments, "--model", "needle")
+    assert "1 cells were finished already" in program(*arguments, "--model", "needle").out
     artifact = CalibrationArtifact.from_pretrained(tmp_path / "words")
     tensors = {name: x + 1 if "codewords" in name else x for name, x in artifact.tensors.items()}
     CalibrationArtifact(
         artifact.method, artifact.model, tensors, artifact.data, artifact.options
     ).save_pretrained(tmp_path / "words")
-    assert main([*arguments, "--model", "needle"]) == 2
-    assert "with another artifact" in capsys.readouterr().err
+    assert "with another artifact" in program(*arguments, "--model", "needle", status=2).err

@@ -12,12 +12,7 @@ from typing import Any
 
 import pytest
 
-from hf_kvret.lab.evaluate.lm_eval import (
-    _with_cache,
-    add_lm_eval_parser,
-    cache_options,
-    run_lm_eval,
-)
+from hf_kvret.lab.evaluate.lm_eval import add_lm_eval_parser, cache_options, run_lm_eval
 
 needs_lm_eval = pytest.mark.skipif(
     importlib.util.find_spec("lm_eval") is None, reason="lm-eval is not installed"
@@ -151,13 +146,17 @@ def test_longbench_of_lm_eval_runs_on_local_data(
 
 
 @needs_lm_eval
-def test_texts_that_are_too_short_to_retrieve_are_said_to_be(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
+def test_answers_without_retrieval_are_said_to_be(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Texts that are too short, and answers of an earlier run, which are no measurement."""
     echo = [*arguments, "--tasks", "tiny_echo", "--gen_kwargs", "cache_implementation=flat"]
+    echo += ["--use_cache", str(tmp_path / "kept")]
     assert run_lm_eval(echo) == 0
     last = capsys.readouterr().out.splitlines()[-1]
     assert "0 of them with retrieval. The texts were too short" in last
+    with pytest.raises(ValueError, match="lm-eval generated nothing"):
+        run_lm_eval(echo)
 
 
 @needs_lm_eval
@@ -166,17 +165,6 @@ def test_tasks_that_use_no_cache_are_refused(tasks: str, arguments: list[str]) -
     cache = ["--gen_kwargs", "cache_implementation=paris"]
     with pytest.raises(ValueError, match=f"{tasks.split(',')[-1]}: asks for log-likelihoods"):
         run_lm_eval([*arguments, "--tasks", tasks, *cache])
-
-
-@needs_lm_eval
-def test_answers_from_an_earlier_run_are_no_measurement(
-    arguments: list[str], tmp_path: Path
-) -> None:
-    echo = [*arguments, "--tasks", "tiny_echo", "--gen_kwargs", "cache_implementation=flat"]
-    echo += ["--use_cache", str(tmp_path / "kept")]
-    assert run_lm_eval(echo) == 0
-    with pytest.raises(ValueError, match="lm-eval generated nothing"):
-        run_lm_eval(echo)
 
 
 @needs_lm_eval
@@ -198,44 +186,48 @@ def test_each_cache_has_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) ->
     given, rest = ["full", '{"top_k": 8}', "{}"], ["--", "--tasks", "x,y"]
     parser = argparse.ArgumentParser()
     add_lm_eval_parser(parser.add_subparsers())
-    options = parser.parse_args(
-        ["lm-eval", *(w for x in given for w in ("--cache-config", x)), *rest]
-    )
+    words = ["lm-eval", *(w for x in given for w in ("--cache-config", x)), *rest]
+    options = parser.parse_args(words)
     assert options.run(options) == 1, "the second fails, and ends it"
     heads = [["lm-eval", "--cache-config", one] for one in given[:2]]
     assert [call[:3] for call in calls] == heads
     assert all(call[3:] == rest for call in calls)
+    single: list[Any] = []
+    monkeypatch.setattr(
+        "hf_kvret.lab.evaluate.lm_eval.run_lm_eval", lambda *given: single.append(given) or 0
+    )
+    options = parser.parse_args(["lm-eval", "--cache-config", "{}", *rest])
+    assert options.run(options) == 0 and single[0][0][-2:] == rest[1:] and single[0][1] == {}
+
+
+PARIS = "cache_implementation=paris"
+TWICE = json.dumps({"cache_implementation": "paris", "cache_config": {"top_k": 4}})
+# What stands behind --tasks, options of the cache, and what is said of them.
+MISTAKES: list[tuple[list[str], dict[str, Any], str]] = [
+    ([], {}, "cache_implementation=None: name one of .*paris"),
+    (["--gen_kwargs", "cache_implementation=dynamic"], {}, "cache_implementation='dynamic'"),
+    (["--gen_kwargs", PARIS], {"nothing": 1}, "no option 'nothing'"),
+    (["--gen_kwargs", TWICE], {"top_k": 8}, "top_k is both"),
+    (["--gen_kwargs", PARIS, "cache_config=3"], {}, "cache_config=3, no dict"),
+    (["--gen_kwargs", PARIS, "--model", "vllm"], {}, "only lm-eval's model hf"),
+]
 
 
 @needs_lm_eval
-def test_mistakes_are_refused_before_a_model_is_loaded(arguments: list[str]) -> None:
-    arguments[3] = "pretrained=there-is-no-such-model"
-    echo, argv = [*arguments, "--tasks", "tiny_echo"], sys.argv
-    paris = ["--gen_kwargs", "cache_implementation=paris"]
-    with pytest.raises(ValueError, match=r"cache_implementation=None: name one of .*paris"):
-        run_lm_eval(echo)
-    with pytest.raises(ValueError, match="cache_implementation='dynamic'"):
-        run_lm_eval([*echo, "--gen_kwargs", "cache_implementation=dynamic"])
-    with pytest.raises(ValueError, match="no option 'nothing'"):
-        run_lm_eval([*echo, *paris], {"nothing": 1})
-    twice = json.dumps({"cache_implementation": "paris", "cache_config": {"top_k": 4}})
-    with pytest.raises(ValueError, match="top_k is both"):
-        run_lm_eval([*echo, "--gen_kwargs", twice], {"top_k": 8})
-    with pytest.raises(ValueError, match="cache_config=3, no dict"):
-        run_lm_eval([*echo, *paris, "cache_config=3"])
-    with pytest.raises(ValueError, match="only lm-eval's model hf"):
-        run_lm_eval([*echo, *paris, "--model", "vllm"])
-    with pytest.raises(ValueError, match="only runs tasks here"):
-        run_lm_eval(["ls", "tasks"])
-    assert sys.argv is argv
-
-
-@needs_lm_eval
-def test_the_model_insists_on_a_cache_of_ours(tiny_model_dir: Path) -> None:
+def test_mistakes_are_refused_before_a_model_is_loaded(
+    arguments: list[str], tiny_model_dir: Path
+) -> None:
     import torch
 
     from hf_kvret.lab.evaluate.lm_eval_model import RetrievalLM
 
+    arguments[3], argv = "pretrained=there-is-no-such-model", sys.argv
+    for words, options, message in MISTAKES:
+        with pytest.raises(ValueError, match=message):
+            run_lm_eval([*arguments, "--tasks", "tiny_echo", *words], options)
+    with pytest.raises(ValueError, match="only runs tasks here"):
+        run_lm_eval(["ls", "tasks"])
+    assert sys.argv is argv
     model = RetrievalLM(pretrained=str(tiny_model_dir), device="cpu")
     with pytest.raises(ValueError, match="cache_implementation=None: name one of"):
         model._model_generate(torch.ones(1, 4, dtype=torch.long), 8, [])
@@ -247,25 +239,8 @@ def test_a_missing_lm_eval_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> 
         run_lm_eval(["--tasks", "x"])
 
 
-def test_an_option_stands_in_one_place_only() -> None:
-    named = {"cache_implementation": "ctkvr", "cache_config": {"nprobe": 2}}
-    with pytest.raises(ValueError, match="nprobe is both in"):
-        _with_cache(named, {"nprobe": 7})
-
-
-def test_the_command_line_splits_at_the_dashes(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Any] = []
-    monkeypatch.setattr(
-        "hf_kvret.lab.evaluate.lm_eval.run_lm_eval", lambda *given: seen.append(given) or 0
-    )
-    parser = argparse.ArgumentParser()
-    add_lm_eval_parser(parser.add_subparsers())
-    line = ["lm-eval", "--cache-config", '{"top_k": 8}', "--", "--model", "hf", "--tasks", "x"]
-    options = parser.parse_args(line)
-    assert options.cache_config == [{"top_k": 8}] and options.run(options) == 0
-    assert seen == [(["--", "--model", "hf", "--tasks", "x"], {"top_k": 8})] or seen == [
-        (["--model", "hf", "--tasks", "x"], {"top_k": 8})
-    ]
+def test_options_of_the_cache_are_json() -> None:
+    assert cache_options('{"top_k": 8}') == {"top_k": 8} and cache_options("full") == "full"
     for bad in ("{", "3"):
         with pytest.raises(argparse.ArgumentTypeError, match="JSON"):
             cache_options(bad)

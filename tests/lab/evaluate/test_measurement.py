@@ -32,7 +32,6 @@ class Squares(Measurement):
     command: ClassVar[str] = "eval"
     name: ClassVar[str] = "squares"
     summary: ClassVar[str] = ""
-    description: ClassVar[str] = ""
     examples: ClassVar[tuple[str, ...]] = ()
     events: ClassVar[list[str]] = []
     raises: ClassVar[dict[int, Exception]] = {}
@@ -109,15 +108,6 @@ def test_a_finished_file_is_shown_without_work(tmp_path: Path) -> None:
     assert outputs.plot.read_text() == "a picture"
 
 
-def test_another_setup_is_refused_and_nothing_is_lost(tmp_path: Path) -> None:
-    outputs = Outputs(json=tmp_path / "a.json")
-    run_measurement(Squares(), outputs)
-    before = outputs.json.read_text()
-    with pytest.raises(ValueError, match="factor was 1, now 2"):
-        run_measurement(Squares(factor=2), outputs)
-    assert outputs.json.read_text() == before
-
-
 def test_a_mistake_is_said_before_any_cell(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="--most 101: at most 100"):
         run_measurement(Squares(most=101), Outputs(json=tmp_path / "a.json"))
@@ -179,9 +169,6 @@ def test_a_bug_is_no_lack_of_memory(tmp_path: Path) -> None:
 def test_a_plan_may_look_at_what_was_found() -> None:
     class Search(Squares):
         """Doubles while the square is small."""
-
-        def count(self, results: Results) -> None:
-            return None
 
         def plan(self, results: Results) -> Iterator[Sequence[Cell]]:
             number, square = 1, 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,7 +19,6 @@ from hf_kvret.lab.evaluate.needles import (
     magic_wording,
     token_wording,
 )
-from hf_kvret.lab.evaluate.ruler.prompts import generate
 from hf_kvret.lab.evaluate.subject import Subject
 from hf_kvret.lab.evaluate.texts import describe_file
 
@@ -50,9 +50,22 @@ def test_a_needle_goes_behind_a_sentence_and_not_inside_a_number(subject: Subjec
     assert all(hay.index(tokens, d) <= len(tokens) * d / 100 for d in (10, 33.3, 50, 99))
 
 
-def test_a_text_without_sentences_is_refused(subject: Subject) -> None:
+def test_bad_needles_and_texts_are_refused(subject: Subject) -> None:
+    rng = np.random.default_rng(0)
+    keys, values = LANGUAGE.pairs(rng, 10)
     with pytest.raises(ValueError, match="no end of a sentence"):
         TextHaystack(subject.need_tokenizer("test"), "one,2.5\nthree,4.5")
+    with pytest.raises(ValueError, match="use at least 61"):
+        LANGUAGE.document(rng, 60, keys, values)
+    with pytest.raises(ValueError, match="only 128 exist"):
+        LANGUAGE.pairs(rng, 129, key_len=1)
+
+
+def test_a_model_is_asked_in_text_where_it_has_a_tokenizer(
+    needle: Subject, subject: Subject
+) -> None:
+    assert choose_wording(None, needle, "niah", None, 8).name == "tokens"
+    assert choose_wording(None, subject, "niah", None, 8).name == "magic"
 
 
 def _total(wording: Wording, document: Document) -> int:
@@ -109,23 +122,20 @@ def test_a_question_of_tokens_asks_for_its_needle(needle: Subject) -> None:
     assert fact.answer == " ".join(map(str, fact.gold))
 
 
-def test_the_words_are_those_of_ruler(subject: Subject, tiny_text: Path) -> None:
+def test_the_words_are_those_of_ruler(subject: Subject) -> None:
     tokenizer = subject.need_tokenizer("test")
-    theirs = generate("niah_single_1", tokenizer.encode, 1024, 1)[0]
     wording = magic_wording(subject, "test", None, 8)
     (fact,) = wording.facts(np.random.default_rng(0), 1)
-    needle, question = tokenizer.decode(fact.needle), tokenizer.decode(fact.question)
-    key = needle.split(" is: ")[0].rsplit(" ", 1)[-1]
-    their_key = theirs.question.rsplit(" for ", 1)[1].split(" ", 1)[0]
-    assert needle.replace(key, their_key).replace(fact.answer, theirs.outputs[0])[1:] in (
-        theirs.context
+    needle = tokenizer.decode(fact.needle)
+    key = needle.removesuffix(f" is: {fact.answer}.").removeprefix(
+        " One of the special magic numbers for "
     )
-    assert question.replace(key, their_key) == theirs.question + theirs.answer_prefix
-    head = tokenizer.decode(wording.heads[0], skip_special_tokens=True)
-    assert theirs.context.startswith(f"{head}\n")
-    several = generate("niah_multiquery", tokenizer.encode, 2048, 1, data=tiny_text)[0]
-    head = tokenizer.decode(wording.heads[1], skip_special_tokens=True)
-    assert several.context.startswith(f"{head}\n")
+    assert re.fullmatch(r"[a-z]+-[a-z]+", key)
+    place = f"special magic number for {key} mentioned in the provided text"
+    assert tokenizer.decode(fact.question) == f"\nWhat is the {place}? The {place} is"
+    one, several = (tokenizer.decode(head, skip_special_tokens=True) for head in wording.heads)
+    assert one.startswith("A special magic number is hidden") and one.endswith("afterwards.")
+    assert several.startswith("Some special magic numbers are hidden")
 
 
 def test_a_length_that_is_too_short_names_one_that_is_enough(subject: Subject) -> None:
@@ -138,34 +148,13 @@ def test_a_length_that_is_too_short_names_one_that_is_enough(subject: Subject) -
         wording.document(rng(0), least - 1, [50.0], 1)
 
 
-def test_the_token_language_is_refused_to_other_models(subject: Subject) -> None:
-    with pytest.raises(ValueError, match=r"has not learned .*: use --style magic"):
-        token_wording(subject, "niah")
-
-
-def test_tokens_take_no_essays(needle: Subject, subject: Subject, tiny_text: Path) -> None:
-    for style in (None, "tokens"):
-        with pytest.raises(ValueError, match="is text, and --style tokens"):
-            choose_wording(style, needle, "niah", tiny_text, 8)
-    assert choose_wording(None, needle, "niah", None, 8).name == "tokens"
-    assert choose_wording(None, subject, "niah", None, 8).name == "magic"
-
-
-def test_magic_needs_a_tokenizer(needle: Subject) -> None:
-    with pytest.raises(ValueError, match="niah --style magic needs a tokenizer"):
-        magic_wording(needle, "niah", None, 8)
-
-
-def test_essays_are_known_by_name_and_content(tmp_path: Path) -> None:
+def test_a_file_is_known_by_name_and_content(tmp_path: Path) -> None:
     path = tmp_path / "essays.txt"
     path.write_text("One. Two.")
     first = describe_file("--essays", path)
     path.write_text("One. Three.")
     assert first is not None and first.startswith("essays.txt ")
-    assert describe_file("--essays", path) != first
-    assert describe_file("--essays", None) is None
-    with pytest.raises(FileNotFoundError, match=r"--essays .*: no such file"):
-        describe_file("--essays", tmp_path / "none.txt")
+    assert describe_file("--essays", path) != first and describe_file("--essays", None) is None
 
 
 def test_answers_are_found_letter_case_aside() -> None:
@@ -176,6 +165,9 @@ def test_answers_are_found_letter_case_aside() -> None:
 def test_a_document_holds_every_needle_at_its_start_and_noise_elsewhere() -> None:
     rng = np.random.default_rng(0)
     keys, values = LANGUAGE.pairs(rng, 20)
+    assert len({tuple(key) for key in LANGUAGE.pairs(rng, 500)[0]}) == 500
+    assert LANGUAGE.first_key <= keys.min() and keys.max() < LANGUAGE.first_value
+    assert LANGUAGE.first_value <= values.min() and values.max() < LANGUAGE.first_noise
     tokens, starts = LANGUAGE.document(rng, 400, keys, values)
     assert tokens.shape == (400,)
     assert tokens[0] == LANGUAGE.bos
@@ -189,46 +181,8 @@ def test_a_document_holds_every_needle_at_its_start_and_noise_elsewhere() -> Non
     assert (tokens < LANGUAGE.vocab_size).all()
 
 
-def test_keys_are_distinct_and_kinds_of_token_never_mix() -> None:
-    keys, values = LANGUAGE.pairs(np.random.default_rng(1), 500)
-    assert len({tuple(key) for key in keys}) == 500
-    assert keys.min() >= LANGUAGE.first_key
-    assert keys.max() < LANGUAGE.first_value
-    assert values.min() >= LANGUAGE.first_value
-    assert values.max() < LANGUAGE.first_noise
-
-
-def test_questions_are_the_key_between_marker_and_arrow() -> None:
-    keys = np.array([[8, 9], [10, 11]])
-    expected = [
-        [LANGUAGE.question, 8, 9, LANGUAGE.arrow],
-        [LANGUAGE.question, 10, 11, LANGUAGE.arrow],
-    ]
-    assert LANGUAGE.questions(keys).tolist() == expected
-
-
 def test_noise_follows_zipf() -> None:
     noise = LANGUAGE.noise(np.random.default_rng(2), 200_000) - LANGUAGE.first_noise
     counts = np.bincount(noise)
     # The second word is 2 ** 1.1 = 2.14 times rarer than the first; 1% sampling error.
     assert counts[0] / counts[1] == pytest.approx(2.14, rel=0.05)
-
-
-def test_the_same_seed_gives_the_same_document() -> None:
-    def make(seed: int) -> np.ndarray:
-        rng = np.random.default_rng(seed)
-        return LANGUAGE.document(rng, 300, *LANGUAGE.pairs(rng, 10))[0]
-
-    assert (make(3) == make(3)).all()
-    assert (make(3) != make(4)).any()
-
-
-def test_a_document_that_is_too_short_says_how_long_it_must_be() -> None:
-    rng = np.random.default_rng(0)
-    with pytest.raises(ValueError, match="use at least 61"):
-        LANGUAGE.document(rng, 60, *LANGUAGE.pairs(rng, 10))
-
-
-def test_more_keys_than_exist_are_refused() -> None:
-    with pytest.raises(ValueError, match="only 128 exist"):
-        LANGUAGE.pairs(np.random.default_rng(0), 129, key_len=1)

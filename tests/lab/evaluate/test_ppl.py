@@ -59,7 +59,7 @@ def test_it_equals_one_forward_pass(
     assert picture.stat().st_size > 1000
 
 
-def test_a_small_budget_is_told_apart(
+def test_a_small_budget_gives_another_number(
     tmp_path: Path, tiny_model_dir: Path, tiny_text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Otherwise agreement with full attention would say nothing about what is measured."""

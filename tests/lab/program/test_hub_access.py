@@ -5,11 +5,11 @@ from __future__ import annotations
 import socket
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from huggingface_hub import constants
 
-from hf_kvret.cli import main
 from hf_kvret.lab.program import hub_access
 from hf_kvret.lab.program.hub_access import needs_cache, why_unreachable
 
@@ -36,29 +36,26 @@ def nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
     ],
 )
 def test_no_command_tries_for_half_a_minute(
-    command: str, option: str, nobody: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: str, option: str, nobody: str, tmp_path: Path, program: Any
 ) -> None:
     text = tmp_path / "novel.txt"
     text.write_text("The grass is green. " * 100)
     started = time.perf_counter()
     words = command.format(text=text, out=tmp_path / "out").split()
-    assert main(words) == 2
+    (error,) = program(*words, status=2).err.splitlines()
     # The clients' own six tries take 23 seconds.
     assert time.perf_counter() - started < 10
-    (error,) = capsys.readouterr().err.splitlines()
     assert option in error and "the hub can't be asked" in error
     assert nobody in error and "HF_HUB_OFFLINE" in error
 
 
-def test_what_is_in_the_cache_is_taken_from_there(
-    nobody: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cached_model_needs_no_hub(nobody: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert why_unreachable("me/mine") is not None
     monkeypatch.setattr(hub_access, "try_to_load_from_cache", lambda *given, **more: "config.json")
     assert needs_cache("--model", "me/mine")
 
 
-def test_folders_are_not_asked_for_and_no_id_is_told(tmp_path: Path) -> None:
+def test_a_folder_is_not_asked_for_and_another_name_is_refused(tmp_path: Path) -> None:
     assert not needs_cache("--model", str(tmp_path))
     with pytest.raises(FileNotFoundError, match=r"--model .*none: no such folder, and no hub id"):
         needs_cache("--model", str(tmp_path / "none"))
@@ -71,12 +68,12 @@ def test_the_users_own_wish_to_be_offline_is_named(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_model_that_is_a_file_is_said_to_be_one(
-    nobody: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    nobody: str, tmp_path: Path, program: Any
 ) -> None:
     novel = tmp_path / "novel.txt"
     novel.write_text("The grass is green.")
-    assert main(["eval", "niah", "--model", str(novel)]) == 2
-    assert f"--model {novel} is a file: give the folder" in capsys.readouterr().err
+    error = program("eval", "niah", "--model", novel, status=2).err
+    assert f"--model {novel} is a file: give the folder" in error
     # The name of a file may look like a hub id; the hub is not asked about it.
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hf_kvret.cli import main
 from hf_kvret.lab.report import outputs
 
 # A command of each kind, and the function that begins its work.
@@ -32,58 +32,60 @@ def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hf_kvret.lab.evaluate.measurement.check_outputs", look)
 
 
-def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+@pytest.fixture
+def refused(program: Any) -> Callable[..., str]:
     """The one line of an error."""
-    assert main([*map(str, arguments)]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(("hf-kvret: error: ", "bench_kernels.py: error: "))
+
+    def line(*words: object) -> str:
+        (line,) = program(*words, status=2).err.splitlines()
+        assert line.startswith(("hf-kvret: error: ", "bench_kernels.py: error: "))
+        return line
+
     return line
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 @pytest.mark.parametrize("option", ["--json", "--plot", "--table"])
 def test_paths_that_cant_be_written_are_refused(
-    command: list[str], option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: list[str], option: str, tmp_path: Path, refused: Callable[..., str]
 ) -> None:
     (tmp_path / "file").write_text("")
     folder = tmp_path / "folder.png"
     folder.mkdir()
-    line = refused(capsys, *command, option, folder)
+    line = refused(*command, option, folder)
     assert f"{option} {folder} is a folder: give a file in it" in line
-    line = refused(capsys, *command, option, tmp_path / "file" / "x.png")
+    line = refused(*command, option, tmp_path / "file" / "x.png")
     assert f"{option}: no file can be written to {tmp_path / 'file'} (" in line
     if option == "--plot":
-        line = refused(capsys, *command, option, tmp_path / "a.gif")
+        line = refused(*command, option, tmp_path / "a.gif")
         assert "must end in .png, .svg, .pdf" in line
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder.png"]
 
 
-def test_one_file_for_two_options_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_file_for_two_options_is_refused(tmp_path: Path, refused: Callable[..., str]) -> None:
     (tmp_path / "link").symlink_to(tmp_path)
     for first, second in (("x.png", "x.png"), ("link/x.png", "x.png")):
-        line = refused(capsys, *EVAL, "--json", tmp_path / first, "--plot", tmp_path / second)
+        line = refused(*EVAL, "--json", tmp_path / first, "--plot", tmp_path / second)
         assert "would write one file twice" in line and "give each its own" in line
 
 
-def test_a_foreign_json_file_is_not_replaced(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("option", "name", "content"),
+    [
+        ("--json", "mine.json", '{"name": "somebody"}'),
+        ("--json", "mine.json", "no json"),
+        ("--json", "mine.json", '{"cells": 3}'),
+        ("--table", "README.md", "# Mine\n"),
+    ],
+)
+def test_a_file_of_others_is_not_replaced(
+    option: str, name: str, content: str, tmp_path: Path, refused: Callable[..., str]
 ) -> None:
-    path = tmp_path / "mine.json"
-    for content in ('{"name": "somebody"}', "no json", '{"cells": 3}'):
-        path.write_text(content)
-        assert str(path) in refused(capsys, *EVAL, "--json", path)
-        assert path.read_text() == content
-
-
-def test_a_foreign_text_is_not_replaced_by_a_table(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "README.md"
-    path.write_text("# Mine\n")
-    assert "holds something else" in refused(capsys, *EVAL, "--table", path)
-    assert path.read_text() == "# Mine\n"
+    path = tmp_path / name
+    path.write_text(content)
+    line = refused(*EVAL, option, path)
+    assert str(path) in line and ("no result file" in line or "holds something else" in line)
+    assert path.read_text() == content
 
 
 def test_a_trial_leaves_no_file_behind(tmp_path: Path) -> None:
@@ -93,21 +95,21 @@ def test_a_trial_leaves_no_file_behind(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/version").exists(), reason="no file system to fail on")
-def test_a_folder_that_takes_no_files_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_takes_no_files_is_refused(refused: Callable[..., str]) -> None:
     # Also the superuser, whom permissions don't stop, can't write there.
-    line = refused(capsys, *EVAL, "--json", "/proc/none/x.json")
+    line = refused(*EVAL, "--json", "/proc/none/x.json")
     assert "--json: no file can be written to /proc/none" in line
-    line = refused(capsys, *CALIBRATE, "--out", "/proc/none")
+    line = refused(*CALIBRATE, "--out", "/proc/none")
     assert "--out: no file can be written to /proc/none" in line
 
 
 def test_an_artifact_takes_a_folder_without_files_of_others(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, refused: Callable[..., str]
 ) -> None:
     (tmp_path / "file").write_text("")
-    line = refused(capsys, *CALIBRATE, "--out", tmp_path / "file")
+    line = refused(*CALIBRATE, "--out", tmp_path / "file")
     assert "no file can be written" in line
     (tmp_path / "README.md").write_text("# My project\n")
-    line = refused(capsys, *CALIBRATE, "--out", tmp_path)
+    line = refused(*CALIBRATE, "--out", tmp_path)
     assert "README.md" in line and "would be replaced" in line
     assert (tmp_path / "README.md").read_text() == "# My project\n"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from hf_kvret.cli import main
 from hf_kvret.lab.evaluate.tasks import TASKS
 from hf_kvret.lab.report.report import write_report
 from hf_kvret.lab.report.results import Results
@@ -25,37 +25,31 @@ def _ruler(folder: Path) -> Path:
     return path
 
 
-def test_a_page_has_table_picture_command_and_notes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_page_has_table_picture_command_and_notes(tmp_path: Path, program: Any) -> None:
     _ruler(tmp_path)
     (tmp_path / "mine.notes.txt").write_text("What stands out.\n")
     (tmp_path / "other.json").write_text(json.dumps({"name": "demo", "results": []}))
     (tmp_path / "tsconfig.json").write_text("{ // no JSON")
     Results("eval weather", {}, tmp_path / "later.json").add({"cache": "full"}, {})
-    assert main(["report", str(tmp_path)]) == 0
+    printed = program("report", tmp_path).out
     page = (tmp_path / "mine.md").read_text()
     assert "| vt             | 100.0" in page and "| 50.0" in page and "What stands out." in page
     assert "threads, no GPU" in page or "threads, NVIDIA" in page
     assert "transformers 5." in page and "model m, samples 2." in page
     assert (tmp_path / "images" / "mine.png").read_bytes().startswith(b"\x89PNG")
     assert sorted(path.name for path in tmp_path.glob("*.md")) == ["mine.md"]
-    printed = capsys.readouterr().out
     for name in ("other", "tsconfig"):
         assert f"skipped {tmp_path / name}.json: no results of hf-kvret\n" in printed
     assert "later.json: this version does not know 'eval weather'\n" in printed
     assert f"wrote {tmp_path / 'mine.md'}\n" in printed
-    # Pages of ours are made anew.
-    assert main(["report", str(tmp_path)]) == 0
+    # Pages of ours are made again.
+    program("report", tmp_path)
 
 
-def test_pages_of_others_are_not_replaced(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_pages_of_others_are_not_replaced(tmp_path: Path, program: Any) -> None:
     _ruler(tmp_path)
     (tmp_path / "mine.md").write_text("# Mine\n")
-    assert main(["report", str(tmp_path)]) == 2
-    error = capsys.readouterr().err
+    error = program("report", tmp_path, status=2).err
     assert f"{tmp_path / 'mine.md'} holds something else" in error
     assert "move the file, or give another DIR" in error
     assert (tmp_path / "mine.md").read_text() == "# Mine\n"

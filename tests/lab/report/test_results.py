@@ -1,14 +1,16 @@
-"""Result files: finished cells stay, other set-ups and foreign files are refused."""
+"""Result files: finished cells stay; other set-ups, files and a second writer are refused."""
 
 from __future__ import annotations
 
 import json
+import multiprocessing
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 
 from hf_kvret.lab.report.outputs import check_file
-from hf_kvret.lab.report.results import Results, is_results, read_results
+from hf_kvret.lab.report.results import Results, is_results, read_results, sole_writer
 
 CELL = {"cache": "full", "length": 64}
 PUBLISHED = Path(__file__).parents[3] / "docs" / "results"
@@ -22,12 +24,8 @@ def test_finished_cells_are_found_again(tmp_path: Path) -> None:
     again = Results("eval x", {"lengths": (1, 2), "seed": 1}, file)
     assert again.find({"length": 64, "cache": "full"}) == {"score": 1.5}
     again.add(CELL | {"length": 128}, {"score": None})
-    assert [
-        cell["length"] for cell, _ in Results("eval x", {"seed": 1, "lengths": [1, 2]}, file)
-    ] == [
-        64,
-        128,
-    ]
+    third = Results("eval x", {"seed": 1, "lengths": [1, 2]}, file)
+    assert [cell["length"] for cell, _ in third] == [64, 128]
     assert [path.name for path in file.parent.iterdir()] == ["results.json"]
 
 
@@ -88,9 +86,6 @@ def test_foreign_files_are_refused(content: str, message: str, tmp_path: Path) -
     with pytest.raises(ValueError, match=message):
         Results("x", {}, file)
     assert file.read_text() == content
-
-
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="no file"):
         read_results(tmp_path / "none.json")
 
@@ -117,3 +112,39 @@ def test_published_results_are_read_as_they_are() -> None:
             assert [one for one, _ in results] == [entry["cell"] for entry in before["cells"]]
             cells += len(results)
     assert cells > 500
+
+
+def hold(path: Path, connection: Connection) -> None:
+    """Write results until the connection says to stop."""
+    with sole_writer(path):
+        connection.send("writing")
+        connection.recv()
+
+
+def test_a_second_writer_is_refused_until_the_first_has_ended(tmp_path: Path) -> None:
+    """In this process or another one, which leaves its lock behind when it is killed."""
+    pytest.importorskip("fcntl", reason="no such locks here")
+    path = tmp_path / "cells.json"
+    message = r"another process writes its results to .*cells\.json.*give another file or folder"
+    with sole_writer(None), sole_writer(None):
+        pass
+    with pytest.raises(KeyError), sole_writer(path):
+        for _ in range(2):
+            with pytest.raises(ValueError, match=message), sole_writer(path):
+                pass
+        with sole_writer(path.with_name("other.json")):
+            raise KeyError
+    assert list(tmp_path.iterdir()) == []
+    context = multiprocessing.get_context("spawn")
+    mine, theirs = context.Pipe()
+    process = context.Process(target=hold, args=(path, theirs))
+    process.start()
+    assert mine.poll(120) and mine.recv() == "writing"
+    with pytest.raises(ValueError, match=message), sole_writer(path):
+        pass
+    process.kill()
+    process.join(60)
+    assert list(tmp_path.iterdir()), "its lock is still there"
+    with sole_writer(path):
+        pass
+    assert list(tmp_path.iterdir()) == []

@@ -299,7 +299,7 @@ class Documents(Prompts):
         return filled("qa", "\n\n".join(texts), question.outputs, query=question.query)
 
 
-# The beginning of a task's name tells its family.
+# By the beginning of a task's name.
 _FAMILIES: dict[str, type[Prompts]] = {
     "niah": Needles,
     "vt": Chains,

@@ -13,10 +13,14 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_kvret.lab.evaluate.caches import CacheChoice, choose_cache
-from hf_kvret.lab.evaluate.reader import Reader, UsageSum, check_positions
-from hf_kvret.lab.evaluate.recall import branch, layer_recalls, mean_by_layer, mean_recall
-from hf_kvret.lab.evaluate.subject import Subject
-from hf_kvret.lab.evaluate.task import Choices, Task
+from hf_kvret.lab.evaluate.reader import (
+    Reader,
+    UsageSum,
+    check_positions,
+    mean_by_layer,
+    mean_recall,
+)
+from hf_kvret.lab.evaluate.task import Task
 from hf_kvret.lab.evaluate.texts import read_prompts, text_windows, token_ids
 from hf_kvret.lab.program.arguments import file_path
 from hf_kvret.lab.program.common_options import context_option, count_option, text_option
@@ -33,17 +37,16 @@ _CHUNK = 128
 
 @dataclass(frozen=True, kw_only=True)
 class Agreement(Task):
-    """Agreement with full attention on any text: tokens, distributions, recall by layer."""
+    """Agreement with full attention on any text: tokens, distributions, recall by layer.
+
+    Full attention goes on greedily from each context. The same tokens are then forced through
+    the cache, and in a second run the cache goes on by itself. Contexts are read as generate
+    reads a prompt, exactly, so the token that follows it is the same for all caches: it is fed
+    first, and not counted.
+    """
 
     name: ClassVar[str] = "agreement"
     summary: ClassVar[str] = "how closely a cache agrees with full attention on any text"
-    description: ClassVar[str] = (
-        "Agreement with full attention on any text: tokens, distributions, recall by layer. "
-        "Full attention goes on greedily from each context. The same tokens are then forced "
-        "through the cache, and in a second run the cache goes on by itself. Contexts are read as "
-        "generate reads a prompt, exactly, so the token that follows it is the same for all "
-        "caches: it is fed first, and not counted."
-    )
     examples: ClassVar[tuple[str, ...]] = (
         "hf-kvret eval agreement --text wiki.test.raw --context 4K --caches flat,paris",
     )
@@ -67,27 +70,27 @@ class Agreement(Task):
         groups = [f"{n + 1}-{min(n + _GROUP, count)}" for n in range(0, count, _GROUP)]
         return [{"cache": cache, "prompts": group} for group in groups for cache in caches]
 
-    def check_cells(self, cells: Sequence[Cell], subject: Subject, choices: Choices) -> None:
-        super().check_cells(cells, subject, choices)
+    def check_cells(self, cells: Sequence[Cell]) -> None:
+        super().check_cells(cells)
         groups = {(cell.get("length"), cell.get("prompts")): cell for cell in cells}
         for cell in groups.values():
-            for context in self._contexts(cell, subject):
-                check_positions(subject.model, len(context) + self.new_tokens)
+            for context in self._contexts(cell):
+                check_positions(self.subject.model, len(context) + self.new_tokens)
 
-    def run(self, cell: Cell, subject: Subject, choice: CacheChoice) -> dict[str, Any]:
+    def run(self, cell: Cell, choice: CacheChoice) -> dict[str, Any]:
         forced, free, firsts, kls, recalls = 0, 0, [], [], []
         used = UsageSum()
-        contexts = self._contexts(cell, subject)
+        contexts = self._contexts(cell)
         for context in tqdm(contexts, leave=False, desc=choice.name, unit="context"):
-            expected = self._continuation(subject.model, context)
-            reader = Reader(subject.model, choice, len(context) + self.new_tokens)
+            expected = self._continuation(context)
+            reader = Reader(self.subject.model, choice, len(context) + self.new_tokens)
             begun = reader.prefill(context)
             fed, expected = expected[:-1], expected[1:]
-            follower = branch(reader)
+            follower = reader.branch()
             logits = _step_by_step(follower, fed)
             equal = logits.argmax(-1) == expected
             forced += int(equal.sum())
-            exact = _full_logits(subject.model, context, fed)
+            exact = _full_logits(self.subject.model, context, fed)
             kls.append(_divergence(exact, logits))
             first = self.new_tokens if equal.all() else int(equal.int().argmin())
             firsts.append(first)
@@ -97,7 +100,7 @@ class Agreement(Task):
             else:
                 own = torch.tensor(reader.answer(begun, 1 + self.new_tokens)[1:])
                 free += int((own == expected).sum())
-            recalls.append(layer_recalls(follower))
+            recalls.append(follower.recalls())
             used.add(follower)
         tokens = len(contexts) * self.new_tokens
         layers = mean_by_layer(recalls)
@@ -110,15 +113,17 @@ class Agreement(Task):
             "kl_mean": float(torch.cat(kls).mean()),
             "kl_max": float(torch.cat(kls).max()),
             **mean_recall(layers),
-            "layers": [layer.to_dict() for layer in layers],
+            "layers": layers,
             **used.row("seconds_with_recall"),
         }
 
-    def _continuation(self, model: PreTrainedModel, context: torch.Tensor) -> torch.Tensor:
+    def _continuation(self, context: torch.Tensor) -> torch.Tensor:
         """``[1 + new_tokens]`` greedy tokens of full attention; made once for all caches."""
         key = tuple(context.tolist())
         if key not in self._continuations:
-            reader = Reader(model, choose_cache("full"), len(context) + self.new_tokens)
+            reader = Reader(
+                self.subject.model, choose_cache("full"), len(context) + self.new_tokens
+            )
             tokens = reader.answer(reader.prefill(context), 1 + self.new_tokens)
             self._continuations[key] = torch.tensor(tokens)
         return self._continuations[key]
@@ -127,11 +132,11 @@ class Agreement(Task):
     def _continuations(self) -> dict[tuple[int, ...], torch.Tensor]:
         return {}
 
-    def _contexts(self, cell: Cell, subject: Subject) -> list[torch.Tensor]:
+    def _contexts(self, cell: Cell) -> list[torch.Tensor]:
         if self.text is not None:
-            return text_windows(subject, self.name, self.text, cell["length"], self.windows)
+            return text_windows(self.subject, self.name, self.text, cell["length"], self.windows)
         assert self.prompts is not None
-        tokenizer = subject.need_tokenizer(self.name)
+        tokenizer = self.subject.need_tokenizer(self.name)
         first, last = map(int, cell["prompts"].split("-"))
         contexts = []
         for number, prompt in enumerate(read_prompts(self.prompts)[first - 1 : last], first):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,7 +20,7 @@ from hf_kvret.lab.evaluate.needles import (
 )
 from hf_kvret.lab.evaluate.reader import Reader, UsageSum, check_positions
 from hf_kvret.lab.evaluate.subject import Subject
-from hf_kvret.lab.evaluate.task import Choices, Task, lengths_of
+from hf_kvret.lab.evaluate.task import Task, lengths_of
 from hf_kvret.lab.program import common_options as common
 from hf_kvret.lab.program.arguments import one_or_both
 from hf_kvret.lab.program.options import option
@@ -34,19 +34,15 @@ MODES = ("turns", "forks")
 
 @dataclass(frozen=True, kw_only=True)
 class MultiTurn(Task):
-    """One context with a needle for each turn, read once without any question; then the
-    questions.
+    """One context with a needle for each turn, read once without any question; then the questions.
+
+    Mode "turns" asks them one after the other on the same cache. Earlier answers in it are the
+    right ones, whatever the model said; with --own-answers they are the model's own. Mode
+    "forks" asks each question of a fork of the cache that has read the context only.
     """
 
     name: ClassVar[str] = "multiturn"
     summary: ClassVar[str] = "several questions in turn about one context"
-    description: ClassVar[str] = (
-        "One context with a needle for each turn, read once without any question; then the "
-        'questions. Mode "turns" asks them one after the other on the same cache. Earlier '
-        "answers in it are the right ones, whatever the model said; with --own-answers they are "
-        'the model\'s own. Mode "forks" asks each question of a fork of the cache that has read '
-        "the context only."
-    )
     examples: ClassVar[tuple[str, ...]] = (
         "hf-kvret eval multiturn --context 4K,16K --turns 8 --caches full,flat,paris --plot "
         "turns.png",
@@ -81,23 +77,24 @@ class MultiTurn(Task):
             for cache in caches
         ]
 
-    def check_cells(self, cells: Sequence[Cell], subject: Subject, choices: Choices) -> None:
-        super().check_cells(cells, subject, choices)
-        wording = self._wording(subject)
+    def check_cells(self, cells: Sequence[Cell]) -> None:
+        super().check_cells(cells)
         for length in lengths_of(cells):
-            check_positions(subject.model, length)
-            self._document(wording, length, 0)
+            check_positions(self.subject.model, length)
+            self._document(length, 0)
 
-    def run(self, cell: Cell, subject: Subject, choice: CacheChoice) -> dict[str, Any]:
-        wording = self._wording(subject)
+    def run(self, cell: Cell, choice: CacheChoice) -> dict[str, Any]:
+        wording = self._wording
         own = self.own_answers and cell["mode"] == "turns"
         # Left alone, a model of plain text goes on and writes the next question itself.
-        stop = wording.stop | (_line_breaks(subject) if own else frozenset())
+        stop = wording.stop | (_line_breaks(self.subject) if own else frozenset())
         right = np.zeros((self.samples, self.turns))
         used, answers = UsageSum(), []
         for sample in tqdm(range(self.samples), leave=False, desc=choice.name, unit="context"):
-            document = self._document(wording, cell["length"], sample)
-            talk = _Talk(subject, choice, cell["length"], document.context, wording, stop, used)
+            document = self._document(cell["length"], sample)
+            talk = _Talk(
+                self.subject, choice, cell["length"], document.context, wording, stop, used
+            )
             for turn, fact in enumerate(document.facts):
                 reply = talk.ask(fact.question)
                 if own:
@@ -114,16 +111,17 @@ class MultiTurn(Task):
             **used.row(),
         }
 
-    def _wording(self, subject: Subject) -> Wording:
-        return choose_wording(self.style, subject, self.name, self.essays, self.answer_tokens)
+    @cached_property
+    def _wording(self) -> Wording:
+        return choose_wording(self.style, self.subject, self.name, self.essays, self.answer_tokens)
 
-    def _document(self, wording: Wording, length: int, sample: int) -> Document:
+    def _document(self, length: int, sample: int) -> Document:
         # The same document for every cache and mode. Depths are drawn, so turns don't follow the
         # text's order.
         rng = np.random.default_rng([self.seed, length, sample])
         depths = (100 * rng.random(self.turns)).tolist()
         start = sample / self.samples
-        return wording.document(rng, length, depths, self.turns, start)
+        return self._wording.document(rng, length, depths, self.turns, start)
 
     @classmethod
     def table(cls, results: Results) -> str:

@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -24,7 +25,7 @@ from hf_kvret.lab.evaluate.needles import (
 )
 from hf_kvret.lab.evaluate.reader import UsageSum, begin, check_positions
 from hf_kvret.lab.evaluate.subject import Subject
-from hf_kvret.lab.evaluate.task import Choices, Task, lengths_of
+from hf_kvret.lab.evaluate.task import Task, lengths_of
 from hf_kvret.lab.evaluate.texts import encode, first_tokens
 from hf_kvret.lab.program import common_options as common
 from hf_kvret.lab.program.arguments import whole_number
@@ -65,20 +66,18 @@ def percents(text: str) -> tuple[float, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class NeedleInHaystack(Task):
-    """A needle in a haystack, at every depth of every length: a heat map for each cache."""
+    """A needle in a haystack, at every depth of every length: a heat map for each cache.
+
+    Styles: "magic" is RULER's wording with a random key and number, which small models can
+    answer; "sandwich" is the sentence of the original test, or yours; "tokens" is the language
+    of the bundled needle model and needs no tokenizer. No model judges the answers: an answer
+    is right when the expected text is in it (substring), or as far as the expected words are
+    (rouge1). With --questions inside, the question is read with the text in one pass; with
+    after, the text is read without it, and the question is fed then.
+    """
 
     name: ClassVar[str] = "niah"
     summary: ClassVar[str] = "needle in a haystack: a heat map of length and depth"
-    description: ClassVar[str] = (
-        "A needle in a haystack, at every depth of every length: a heat map for each cache. "
-        'Styles: "magic" is RULER\'s wording with a random key and number, which small models '
-        'can answer; "sandwich" is the sentence of the original test, or yours; "tokens" is the '
-        "language of the bundled needle model and needs no tokenizer. No model judges the "
-        "answers: an answer is right when the expected text is in it (substring), or as far as "
-        "the expected words are (rouge1). With --questions inside, the question is read with "
-        "the text in one pass; with after, the text is read without it, and the question is fed "
-        "then."
-    )
     examples: ClassVar[tuple[str, ...]] = (
         "hf-kvret eval niah --context 4K,8K,16K --essays essays.json --json niah.json --plot "
         "niah.png",
@@ -133,21 +132,20 @@ class NeedleInHaystack(Task):
             for cache in caches
         ]
 
-    def check_cells(self, cells: Sequence[Cell], subject: Subject, choices: Choices) -> None:
-        super().check_cells(cells, subject, choices)
-        wording = self._wording(subject)
+    def check_cells(self, cells: Sequence[Cell]) -> None:
+        super().check_cells(cells)
         for length in lengths_of(cells):
-            check_positions(subject.model, length)
-            self._document(wording, length, 0.0, 0)
+            check_positions(self.subject.model, length)
+            self._document(length, 0.0, 0)
 
-    def run(self, cell: Cell, subject: Subject, choice: CacheChoice) -> dict[str, Any]:
-        wording = self._wording(subject)
+    def run(self, cell: Cell, choice: CacheChoice) -> dict[str, Any]:
+        wording = self._wording
         replies: list[dict[str, str]] = []
         used = UsageSum()
         for sample in tqdm(range(self.samples), leave=False, desc=choice.name, unit="document"):
-            document = self._document(wording, cell["length"], cell["depth"], sample)
+            document = self._document(cell["length"], cell["depth"], sample)
             reader, logits = begin(
-                subject.model,
+                self.subject.model,
                 choice,
                 document.context,
                 torch.tensor(document.facts[0].question),
@@ -166,17 +164,20 @@ class NeedleInHaystack(Task):
             **used.row(),
         }
 
-    def _wording(self, subject: Subject) -> Wording:
+    @cached_property
+    def _wording(self) -> Wording:
         if self.style != "sandwich":
-            return choose_wording(self.style, subject, self.name, self.essays, self.answer_tokens)
-        return _sandwich_wording(subject, self.essays, self.sandwich, self.answer_tokens)
+            return choose_wording(
+                self.style, self.subject, self.name, self.essays, self.answer_tokens
+            )
+        return _sandwich_wording(self.subject, self.essays, self.sandwich, self.answer_tokens)
 
-    def _document(self, wording: Wording, length: int, depth: float, sample: int) -> Document:
+    def _document(self, length: int, depth: float, sample: int) -> Document:
         # The same document for every cache and both set-ups; each sample starts elsewhere in the
         # text, the first one at its beginning.
         rng = np.random.default_rng([self.seed, length, round(1000 * depth), sample])
         depths = [depth, *(100 * rng.random(self.distractors))]
-        return wording.document(rng, length, depths, 1, start=sample / self.samples)
+        return self._wording.document(rng, length, depths, 1, start=sample / self.samples)
 
     @classmethod
     def table(cls, results: Results) -> str:

@@ -12,8 +12,7 @@ import torch
 
 from hf_kvret.lab.evaluate.caches import CacheChoice
 from hf_kvret.lab.evaluate.reader import Reader, UsageSum, check_positions
-from hf_kvret.lab.evaluate.subject import Subject
-from hf_kvret.lab.evaluate.task import Choices, Task, lengths_of
+from hf_kvret.lab.evaluate.task import Task, lengths_of
 from hf_kvret.lab.evaluate.texts import text_windows
 from hf_kvret.lab.program.arguments import share
 from hf_kvret.lab.program.common_options import context_option, count_option, text_option
@@ -26,16 +25,15 @@ from hf_kvret.lab.report.tables import Columns, or_dash, over_full, table_of, wi
 
 @dataclass(frozen=True, kw_only=True)
 class Perplexity(Task):
-    """Perplexity of long text, fed through the cache step by step."""
+    """Perplexity of long text, fed through the cache step by step.
+
+    Each window of the text is read up to --prefill in one pass; the rest is fed --step tokens
+    at a time, and only these count. A single forward pass over the window gives the same number
+    for full attention.
+    """
 
     name: ClassVar[str] = "ppl"
     summary: ClassVar[str] = "perplexity of long text fed step by step"
-    description: ClassVar[str] = (
-        "Perplexity of long text, fed through the cache step by step. Each window of the text "
-        "is read up to --prefill in one pass; the rest is fed --step tokens at a time, and only "
-        "these count. A single forward pass over the window gives the same number for full "
-        "attention."
-    )
     examples: ClassVar[tuple[str, ...]] = (
         "hf-kvret eval ppl --text wiki.test.raw --context 4K --windows 8 --caches full,flat,paris",
     )
@@ -56,19 +54,19 @@ class Perplexity(Task):
     def cells_of(self, caches: Sequence[str]) -> list[Cell]:
         return [{"cache": cache, "length": n} for n in self.context for cache in caches]
 
-    def check_cells(self, cells: Sequence[Cell], subject: Subject, choices: Choices) -> None:
-        super().check_cells(cells, subject, choices)
+    def check_cells(self, cells: Sequence[Cell]) -> None:
+        super().check_cells(cells)
         for length in lengths_of(cells):
-            self._windows(subject, length)
-            check_positions(subject.model, length)
-        for choice in choices.values():
-            Reader(subject.model, choice, 0).check_step(self.step)
+            self._windows(length)
+            check_positions(self.subject.model, length)
+        for choice in self.choices.values():
+            Reader(self.subject.model, choice, 0).check_step(self.step)
 
-    def run(self, cell: Cell, subject: Subject, choice: CacheChoice) -> dict[str, Any]:
-        windows = self._windows(subject, cell["length"])
+    def run(self, cell: Cell, choice: CacheChoice) -> dict[str, Any]:
+        windows = self._windows(cell["length"])
         total, tokens, used = 0.0, 0, UsageSum()
         for window in tqdm(windows, leave=False, unit="window"):
-            reader, losses = self._read(subject, choice, window)
+            reader, losses = self._read(choice, window)
             total, tokens = total + losses.double().sum().item(), tokens + len(losses)
             used.add(reader)
         return {
@@ -79,14 +77,12 @@ class Perplexity(Task):
             **used.row(),
         }
 
-    def _windows(self, subject: Subject, length: int) -> list[torch.Tensor]:
-        return text_windows(subject, self.name, self.text, length, self.windows)
+    def _windows(self, length: int) -> list[torch.Tensor]:
+        return text_windows(self.subject, self.name, self.text, length, self.windows)
 
-    def _read(
-        self, subject: Subject, choice: CacheChoice, window: torch.Tensor
-    ) -> tuple[Reader, torch.Tensor]:
+    def _read(self, choice: CacheChoice, window: torch.Tensor) -> tuple[Reader, torch.Tensor]:
         """The reader at the end of the window, and the losses ``[tokens that count]`` in nats."""
-        reader = Reader(subject.model, choice, len(window))
+        reader = Reader(self.subject.model, choice, len(window))
         reader.check_step(self.step)
         start = max(1, int(self.prefill * len(window)))
         logits, losses = reader.prefill(window[:start]), []

@@ -17,8 +17,7 @@ from hf_kvret.lab.evaluate.needles import end_tokens
 from hf_kvret.lab.evaluate.reader import Reader, UsageSum, begin, check_positions
 from hf_kvret.lab.evaluate.ruler.prompts import generate
 from hf_kvret.lab.evaluate.ruler.task import TASKS, Sample, sample_score
-from hf_kvret.lab.evaluate.subject import Subject
-from hf_kvret.lab.evaluate.task import Choices, Task, lengths_of
+from hf_kvret.lab.evaluate.task import Task, lengths_of
 from hf_kvret.lab.evaluate.texts import chat_parts, encode, token_ids
 from hf_kvret.lab.program.arguments import file_path, known_names
 from hf_kvret.lab.program.common_options import context_option, count_option, questions_option
@@ -31,17 +30,16 @@ from hf_kvret.lab.report.tables import markdown_table, mean_or_dash
 
 @dataclass(frozen=True, kw_only=True)
 class Ruler(Task):
-    """RULER: needles, variable tracking, word counts and questions at any length."""
+    """RULER: needles, variable tracking, word counts and questions at any length.
+
+    A cell is a task at a length. With --questions inside, the whole prompt is read in one pass,
+    the question too; with after, the context is read without it, as when many questions are
+    asked about one document, and question and answer prefix are fed then. An answer ends early
+    once all that counts is in it, which can't change its score.
+    """
 
     name: ClassVar[str] = "ruler"
     summary: ClassVar[str] = "RULER's 13 tasks at any length"
-    description: ClassVar[str] = (
-        "RULER: needles, variable tracking, word counts and questions at any length. A cell is "
-        "a task at a length. With --questions inside, the whole prompt is read in one pass, the "
-        "question too; with after, the context is read without it, as when many questions are "
-        "asked about one document, and question and answer prefix are fed then. An answer ends "
-        "early once all that counts is in it, which can't change its score."
-    )
     examples: ClassVar[tuple[str, ...]] = (
         "hf-kvret eval ruler --essays essays.json --squad squad.json --hotpot hotpot.json "
         "--context 4K,8K --samples 20 --caches full,flat,paris --json ruler.json",
@@ -73,20 +71,20 @@ class Ruler(Task):
             for cache in caches
         ]
 
-    def check_cells(self, cells: Sequence[Cell], subject: Subject, choices: Choices) -> None:
-        super().check_cells(cells, subject, choices)
+    def check_cells(self, cells: Sequence[Cell]) -> None:
+        super().check_cells(cells)
         lengths = lengths_of(cells)
         if lengths:
-            check_positions(subject.model, lengths[-1])
+            check_positions(self.subject.model, lengths[-1])
         for task in dict.fromkeys(cell["task"] for cell in cells):
-            self._samples(task, subject, lengths[0], 1)
+            self._samples(task, lengths[0], 1)
 
-    def run(self, cell: Cell, subject: Subject, choice: CacheChoice) -> dict[str, Any]:
+    def run(self, cell: Cell, choice: CacheChoice) -> dict[str, Any]:
         task = cell["task"]
-        samples = self._samples(task, subject, cell["length"], self.samples)
+        samples = self._samples(task, cell["length"], self.samples)
         scores, answers, used = [], [], UsageSum()
         for sample in tqdm(samples, leave=False, desc=f"{choice.name} {task}"):
-            reader, answer = self._answer(sample, cell, subject, choice)
+            reader, answer = self._answer(sample, cell, choice)
             scores.append(sample_score(task, answer, sample.outputs))
             answers.append(answer)
             used.add(reader)
@@ -97,23 +95,21 @@ class Ruler(Task):
             **used.row(),
         }
 
-    def _samples(self, task: str, subject: Subject, length: int, count: int) -> list[Sample]:
-        tokenizer, data = subject.need_tokenizer(self.name), TASKS[task].data
+    def _samples(self, task: str, length: int, count: int) -> list[Sample]:
+        tokenizer, data = self.subject.need_tokenizer(self.name), TASKS[task].data
         chat = chat_parts(tokenizer) if self.chat else ("", "")
         path = None if data is None else getattr(self, data)
         return generate(task, partial(token_ids, tokenizer), length, count, self.seed, path, chat)
 
-    def _answer(
-        self, sample: Sample, cell: Cell, subject: Subject, choice: CacheChoice
-    ) -> tuple[Reader, str]:
+    def _answer(self, sample: Sample, cell: Cell, choice: CacheChoice) -> tuple[Reader, str]:
         """The reader and its greedy answer, which ends when it can't be scored better any more."""
-        tokenizer, task = subject.need_tokenizer(self.name), TASKS[cell["task"]]
+        tokenizer, task = self.subject.need_tokenizer(self.name), TASKS[cell["task"]]
         whole = cell["questions"] == "inside"
         text = sample.question + sample.answer_prefix
         context = token_ids(tokenizer, sample.context + text if whole else sample.context)
         question = torch.tensor([] if whole else encode(tokenizer, text), dtype=torch.long)
         budget = task.max_new_tokens
-        reader, logits = begin(subject.model, choice, context, question, budget, whole=whole)
+        reader, logits = begin(self.subject.model, choice, context, question, budget, whole=whole)
 
         def decode(given: list[int]) -> str:
             return tokenizer.decode(given, skip_special_tokens=True)
@@ -121,7 +117,7 @@ class Ruler(Task):
         def right(given: list[int]) -> bool:
             return sample_score(task.name, decode(given), sample.outputs) == 1.0
 
-        return reader, decode(reader.answer(logits, budget, end_tokens(subject), done=right))
+        return reader, decode(reader.answer(logits, budget, end_tokens(self.subject), done=right))
 
     @classmethod
     def table(cls, results: Results) -> str:
