@@ -12,7 +12,7 @@ import torch
 from hf_kvret import FlatKVCache
 from hf_kvret.lab.evaluate.reader import Reader
 from hf_kvret.lab.evaluate.subject import Subject
-from hf_kvret.lab.evaluate.tasks.agreement import Agreement
+from hf_kvret.lab.evaluate.tasks.agreement import Agreement, _rounds
 from hf_kvret.lab.evaluate.texts import read_prompts, text_windows
 from hf_kvret.lab.report.results import Results
 
@@ -108,6 +108,21 @@ def test_full_attention_and_full_budgets_agree_wholly(
     assert "layer:" not in Agreement.table(results)
     Agreement.plot(picture, results)
     assert picture.stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("equal", "accepted"),
+    [
+        # A wrong draft ends a round, and full attention's own token takes its place.
+        ([True] * 3 + [False] + [True] * 33, [3, 16, 16]),
+        ([True] * 40, [16, 16]),
+        ([False] * 17, [0, 0]),
+        ([True] * 9, [9]),
+        ([True, False, True], [1]),
+    ],
+)
+def test_accepted_drafts_are_counted_by_rounds(equal: list[bool], accepted: list[int]) -> None:
+    assert _rounds(equal) == accepted
 
 
 def test_a_free_run_counts_equal_tokens_after_the_first_other_one_too(
