@@ -27,6 +27,7 @@ MEANINGLESS: dict[str, Any] = {
     "track_recall": True,
     "prompt": "retrieve",
     "rest": "mean",
+    "lossless": True,
 }
 # Refused by what they need, which has no meaning here either.
 DEPENDENT = ("rest_blocks", "disk")
