@@ -88,15 +88,9 @@ def stop_recording(layers: Sequence[Any], but: Sequence[Any]) -> None:
 
     ``but``: go on recording.
     """
-    others = [layer for layer in recording(layers) if layer not in but]
-    trim_recorded(others)
-    for layer in others:
-        layer.record_past = False
-
-
-def trim_recorded(layers: Sequence[Any]) -> None:
-    """Have layers that record the past keep no more of it than a next pass needs."""
     for layer in recording(layers):
+        if layer in but:
+            continue
         if isinstance(layer, DynamicSlidingWindowLayer):
             layer.crop(0)
         for number, state in getattr(layer, "conv_states", {}).items():
@@ -104,6 +98,7 @@ def trim_recorded(layers: Sequence[Any]) -> None:
                 # Columns that a short text has not filled are zeros.
                 surplus = state.shape[-1] - layer.conv_kernel_size[number]
                 layer.conv_states[number] = torch.nn.functional.pad(state, (-surplus, 0))
+        layer.record_past = False
 
 
 def check_window(layer: Any, count: int) -> None:

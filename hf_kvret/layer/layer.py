@@ -430,7 +430,7 @@ class RetrievalLayer(CacheLayerMixin):
     def reset(self) -> None:
         """Forget all tokens and counts."""
         self.edits += 1
-        self.kv = self._scoring = None
+        self.kv = self._scoring = self.round = None
         self.is_initialized = self.pending_attention = False
         self.final_len = self.prompt_end = self.exact_rows = 0
         for subscriber in self.subscribers:

@@ -13,15 +13,15 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from hf_kvret.cache import RetrievalCache
-from hf_kvret.layer.hybrid import foreign_layers_of, trim_recorded
+from hf_kvret.layer.hybrid import foreign_layers_of, recording, stop_recording
 from hf_kvret.lossless.guess import Guess, greedy
 from hf_kvret.lossless.pace import FastestPace, Pace
 from hf_kvret.models.exact_chunks import Span, why_whole
 from hf_kvret.models.versions import cache_argument
 
-# Arguments of a step that have a column for its token, or for each token so far.
 # Types whose linear layers keep the newest inputs alone.
 _NO_RECURRENCE = ("lfm2", "lfm2_moe")
+# Arguments of a step that have a column for each of its tokens.
 _TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 
 
@@ -79,6 +79,8 @@ class LosslessSteps:
         self._guess, self._confidence, self._limit = guess, confidence, limit
         self._pace = FastestPace() if pace is None else pace
         self._round: _Round | None = None
+        # The caller had these keep the past, and crops them.
+        self._recording = recording(cache.layers)
 
     def __enter__(self) -> Self:
         return self
@@ -119,8 +121,7 @@ class LosslessSteps:
         surplus = len(ended.tokens) - ended.used
         if surplus:
             self._cache.crop(-surplus)
-        else:
-            trim_recorded(self._cache.layers)
+        stop_recording(self._cache.layers, but=self._recording)
         for layer in self._cache.retrieval_layers:
             layer.end_round(ended.used)
         drafted, accepted = len(ended.tokens) - 1, ended.used - 1
@@ -215,6 +216,7 @@ class LosslessSteps:
         with contextlib.suppress(RuntimeError):
             self._cache.crop(0)
             self._cache.crop(start - self._cache.get_seq_length())
+            stop_recording(self._cache.layers, but=self._recording)
 
     def _edits(self) -> int:
         return sum(layer.edits for layer in self._cache.retrieval_layers)

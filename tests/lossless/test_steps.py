@@ -10,6 +10,7 @@ from transformers import DynamicCache
 
 import hf_kvret
 from hf_kvret import LosslessSteps, ParisKVCache
+from hf_kvret.layer.hybrid import recording
 from hf_kvret.lossless.pace import GivenPace
 from hf_kvret.models.versions import as_argument
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
@@ -75,6 +76,27 @@ def test_a_cache_that_was_changed_inside_is_refused_and_behind_it_is_not(model: 
         step.close()
         cache.crop(-2)
         assert len(_text(step, cache, token, 3)) == 3
+
+
+def test_a_cache_that_was_reset_inside_starts_anew(model: Any) -> None:
+    cache, token = _filled(model)
+    step = LosslessSteps(model, cache, pace=GivenPace(5, None))
+    _text(step, cache, token, 1)
+    cache.reset()
+    with pytest.raises(RuntimeError, match="reset"):
+        step.close()
+    with torch.inference_mode():
+        model(_prompt(model), **as_argument(cache))
+    assert cache.fork().get_seq_length() == _prompt(model).shape[1]
+
+
+def test_sliding_layers_keep_no_past_behind_a_round() -> None:
+    sliding = MODELS["gemma3"].build()
+    hf_kvret.attach(sliding)
+    cache, token = _filled(sliding)
+    with LosslessSteps(sliding, cache, pace=GivenPace(5, None)) as step:
+        _text(step, cache, token, 20)
+    assert cache.rounds.drafted and not recording(cache.layers)
 
 
 def test_every_pass_of_such_a_cache_is_exact(model: Any) -> None:
