@@ -93,7 +93,10 @@ class LosslessSteps:
 
         Raises:
             RuntimeError: the cache was changed since the last step.
+            ValueError: ``return_dict=False``.
         """
+        if inputs.get("return_dict") is False:
+            raise ValueError("return_dict=False: leave it out, logits are read by their name")
         if not self._is_step(inputs):
             self.close()
             return self._model(**inputs)

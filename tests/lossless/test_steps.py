@@ -130,6 +130,12 @@ def test_other_caches_are_refused(model: Any, cache_of: Any, error: Any, words: 
         LosslessSteps(model, cache_of(model))
 
 
+def test_an_output_without_names_is_refused(model: Any) -> None:
+    cache, token = _filled(model)
+    with LosslessSteps(model, cache) as step, pytest.raises(ValueError, match="return_dict=False"):
+        step(input_ids=token, return_dict=False, **as_argument(cache))
+
+
 def test_a_model_with_a_recurrent_state_is_refused() -> None:
     recurrent = MODELS["qwen3_next"].build()
     with pytest.raises(ValueError, match="recurrent state"):
