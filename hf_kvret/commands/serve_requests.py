@@ -52,8 +52,8 @@ _ROUTES = {
     "/v1/responses": "input",
     "/load_model": "model",
 }
-# What a body can make fail, past the schema, before the model reads: a chat template, a tool's
-# arguments, a picture that can't be opened.
+# A body that fits the schema can still raise these before the model reads: by a chat template, by a
+# tool's arguments, by a picture that can't be opened.
 _MISTAKES = (
     *(ArithmeticError, AttributeError, LookupError, OSError, RecursionError),
     *(TemplateError, TypeError, ValueError),

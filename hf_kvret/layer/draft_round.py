@@ -21,7 +21,7 @@ class DraftRound:
     def __init__(self, kv: LayerKV) -> None:
         self._kv = kv
         self._start, self._index = kv.length, kv.index
-        # Of the verifying pass: the queries and keys of its tokens, and its call.
+        # The verifying pass leaves the queries and keys of its tokens here, and its call.
         self._pass: tuple[torch.Tensor, torch.Tensor, AttentionCall] | None = None
         kv.drafts = True
         if kv.index is not None and kv.index.hooks & {"on_forward", "after_search"}:

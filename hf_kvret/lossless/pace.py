@@ -7,7 +7,7 @@ from typing import Protocol
 # Tokens of a draft that are compared.
 _COUNTS = (1, 2, 4, 6, 8, 12, 16, 24, 32)
 _FIRST = 8
-# What a round counts for when the next one is over.
+# Each new round multiplies the weight of older ones by this.
 _MEMORY = 0.8
 # Before anything is known, as many drafts count as accepted, and as tried.
 _PRIOR_ACCEPTED, _PRIOR_TRIED = 3.0, 4.0

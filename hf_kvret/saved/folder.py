@@ -47,7 +47,7 @@ class Replacement:
 
     def __init__(self, directory: Path, naming: str, stem: str) -> None:
         self.directory, self.naming, self._stem = directory, directory / naming, stem
-        # What a save that fails removes, where the naming file doesn't name it.
+        # A save that fails removes these, but for those that the naming file names.
         self._written: set[Path] = set()
         self._named: set[str] = set()
         self._suffixes: set[str] = set()

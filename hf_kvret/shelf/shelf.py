@@ -257,7 +257,7 @@ class Shelf:
                     f"the cache takes {entry.nbytes / 1e9:.2f} GB, and the shelf holds at most "
                     f"{most / 1e9:.2f} GB: give a larger max_size, or free space on its disk"
                 )
-            # What can't be read may be there.
+            # A damaged entry may stand there, since a whole one was returned above.
             self._take_away(self.folder / name)
             try:
                 path.rename(self.folder / name)
