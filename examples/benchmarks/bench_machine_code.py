@@ -4,12 +4,10 @@ without. Nothing is measured.
 
     hf-kvret bench machine-code --parts merge,window --context 128K --batch 1
     hf-kvret bench machine-code --json kernels_sm90.json
-    hf-kvret bench machine-code --cache FOLDER
 """
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,13 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from kernel_clock import TimedTogether
-from library_kernels import compile_steps
 from machine_code import COUNTS, Launch, check_tools, compile_parts, tool_versions
 from step_kernels import LEAST_CONTEXT, PARTS, StepShape, moved_bytes
 
 from hf_kvret.lab.bench.tables import Column, table_of
-from hf_kvret.lab.bench.triton_cache import CACHED_STEPS, KEY_FILE, triton_key_facts
-from hf_kvret.lab.evaluate.measurement import Outputs, Progress, Row
+from hf_kvret.lab.evaluate.measurement import Progress, Row
 from hf_kvret.lab.program import common_options as common
 from hf_kvret.lab.program.arguments import known_names
 from hf_kvret.lab.program.options import option
@@ -31,7 +27,6 @@ from hf_kvret.lab.program.scripts import run_script
 from hf_kvret.lab.report.plots import plot_groups
 from hf_kvret.lab.report.results import Cell, Results
 
-_SHAPE = "llama-3.1-8b"
 BANDWIDTH = 4.3e12
 """Bytes a second of an H200: nine tenths of its data sheet's."""
 
@@ -49,16 +44,6 @@ class MachineCodeOfStep(TimedTogether):
     )
     context: tuple[int, ...] = common.context_option((131_072, 1 << 20), "tokens of a sequence")
     batch: tuple[int, ...] = common.batch_option((1, 8))
-    cache: Path | None = option(
-        None,
-        "fill this folder as Triton's cache for a GPU, with all that the library launches there",
-        kind=Path,
-        metavar="FOLDER",
-    )
-
-    def beside(self, outputs: Outputs) -> Any:
-        """What fills a cache, where that is asked for."""
-        return CachedKernels(**vars(self)) if self.cache else self
 
     def check(self) -> None:
         """Errors as of ``check_tools``; ValueError for a short context."""
@@ -109,49 +94,6 @@ class MachineCodeOfStep(TimedTogether):
         }
         title = f"bytes of a decode step's kernels, batch {least}"
         plot_groups(path, parts, bars, title=title, y="MB a layer")
-
-
-@dataclass(frozen=True, kw_only=True)
-class CachedKernels(MachineCodeOfStep):
-    """Kernels for sm_90 in the folder ``cache``; a row says what it holds after a step."""
-
-    name = "machine-code-cache"
-
-    def setup(self) -> dict[str, Any]:
-        return triton_key_facts()
-
-    def cells(self) -> list[Cell]:
-        names = "cache", "context", "batch"
-        return [dict(zip(names, step, strict=True)) for step in CACHED_STEPS]
-
-    def plan(self, results: Results) -> Iterator[Sequence[Cell]]:
-        """All at once: one process compiles them."""
-        if waiting := self.waiting(results):
-            yield waiting
-
-    def rows(self, group: Sequence[Cell], progress: Progress) -> list[Row]:
-        assert self.cache is not None
-        self.cache.mkdir(parents=True, exist_ok=True)
-        (self.cache / KEY_FILE).write_text(json.dumps(self.setup()))
-        rows: list[Row] = []
-        for row in compile_steps(self.cache, [tuple(cell.values()) for cell in group], _SHAPE):
-            rows.append(row)
-            progress.advance(1)
-        return rows
-
-    @classmethod
-    def table(cls, results: Results) -> str:
-        """A line for each step, and Triton's key."""
-        key = ", ".join(f"{name} {fact}" for name, fact in results.setup.items())
-        introduction = f"What Triton's cache holds after each step of a layer of {_SHAPE}; {key}."
-        return f"{introduction}\n\n{table_of(_CACHED, results, 3)}"
-
-    @classmethod
-    def plot(cls, path: Path, results: Results) -> None:
-        """Kernels in the folder after each step."""
-        names = [f"{cell['cache']} {cell['context']:,} x {cell['batch']}" for cell, _ in results]
-        bars = {"kernels": [row.get("kernels") for _, row in results]}
-        plot_groups(path, names, bars, title="kernels in Triton's cache", y="kernels")
 
 
 def kernel_row(launch: Launch) -> Row:
@@ -229,14 +171,6 @@ _COLUMNS: tuple[Column, ...] = (
     *((title, _both(name)) for title, name in zip(("SHFL", "STS", "BAR"), COUNTS, strict=True)),
     ("MB to move", lambda c, row: f"{(row['read_bytes'] + row['written_bytes']) / 1e6:.3g}"),
     ("floor us", lambda cell, row: f"{1e6 * row['floor_seconds']:.3g}"),
-)
-
-_CACHED: tuple[Column, ...] = (
-    ("cache", lambda cell, row: cell["cache"]),
-    *_COLUMNS[1:3],
-    ("kernels", lambda cell, row: str(row["kernels"])),
-    ("launchers", lambda cell, row: str(row["launchers"])),
-    ("MB", lambda cell, row: f"{row['bytes'] / 1e6:.1f}"),
 )
 
 MEASUREMENT = MachineCodeOfStep

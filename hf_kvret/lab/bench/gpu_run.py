@@ -1,20 +1,16 @@
 """``hf-kvret bench all``: the minutes of a GPU, spent on what was prepared.
 
-A worker builds the model once and measures the cells of ``gpu_stages``. A finished cell is a line
-of ``rows.jsonl``, synced at once. A cell that hangs ends the worker, and the command starts another
-one behind that cell.
+The model is built once, and the cells of ``gpu_stages`` are measured one by one. A finished cell is
+a line of ``rows.jsonl``, synced at once. A cell that hangs ends the process; the same call goes on
+behind it.
 """
 
 from __future__ import annotations
 
 import argparse
 import faulthandler
-import importlib.util
 import json
 import os
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,35 +19,29 @@ from typing import Any
 
 import torch
 
-from hf_kvret.lab.bench.gpu_page import RowFile, label, write_page
 from hf_kvret.lab.bench.gpu_stages import STAGES, Bench, Stage, cells_of
-from hf_kvret.lab.bench.triton_cache import KEY_FILE, rewrite_groups, triton_key_facts
+from hf_kvret.lab.bench.tables import SIZE, TIMES, Column, ms, of, step_counts, table_of
 from hf_kvret.lab.evaluate.measurement import attempt
 from hf_kvret.lab.program.arguments import check_device, file_path, seconds_at_most
 from hf_kvret.lab.program.options import add_options, option, read_options
 from hf_kvret.lab.program.program import example_lines
 from hf_kvret.lab.report.outputs import check_folder
-from hf_kvret.lab.report.results import Cell, sole_writer
-from hf_kvret.lab.selftest.check import without_folders
+from hf_kvret.lab.report.results import Cell
 from hf_kvret.lab.selftest.command import describe
 from hf_kvret.saved.folder import replace_file
 
-ROWS, LOG, NOW, PAGE = "rows.jsonl", "log.txt", "now.json", "gpu.md"
-"""What a run leaves in its folder."""
-# A cell takes more, and a worker is not even started in less.
-_LEAST_CELL, _LEAST_WORKER = 3.0, 12.0
-_BUILDING_SECONDS = 90.0
-# Exit statuses of a worker: by the watchdog, and behind an error that its device does not survive.
-_HUNG, _BROKEN = 1, 3
+ROWS, NOW, PAGE = "rows.jsonl", "now.json", "gpu.md"
+"""Files of a run: finished cells, the cell that is being measured, the page."""
+# A cell takes more.
+_LEAST_SECONDS = 3.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchAll:
     """The options of ``hf-kvret bench all``."""
 
-    out: Path = option(Path("gpu"), "folder for rows.jsonl, log.txt and gpu.md", kind=file_path)
+    out: Path = option(Path("gpu"), "folder for rows.jsonl and gpu.md", kind=file_path)
     minutes: float = option(8.0, "time for all of it", kind=seconds_at_most)
-    only: str | None = option(None, "stages to measure again, as stores,rest", metavar="STAGES")
     dry: bool = option(False, "a tiny model on a CPU: all of it runs, and no number means a thing")
     pages: Path | None = option(
         None,
@@ -78,64 +68,43 @@ def run_all(options: BenchAll) -> int:
     """Measure what is not there yet and write the page; returns 1 where cells are missing.
 
     Raises:
-        ValueError: an unknown stage, no GPU, a folder that can't be written to, another run in it.
+        ValueError: no GPU, or a folder that can't be written to.
     """
     if options.pages is not None:
         print(f"wrote {write_page(options.pages / PAGE, sorted(options.pages.glob('gpu*.jsonl')))}")
         return 0
-    stages = chosen_stages(options.only)
     if not options.dry:
         check_device("cuda")
     check_folder("--out", options.out)
-    options.out.mkdir(parents=True, exist_ok=True)
-    end = time.monotonic() + 60 * options.minutes
-    with sole_writer(options.out / ROWS):
-        file = RowFile(options.out / ROWS)
-        # Older rows don't count where stages are named.
-        plan = {
-            "stages": [stage.name for stage in stages],
-            "dry": options.dry,
-            "since": 0 if options.only is None else len(file.rows()),
-        }
-        (options.out / NOW).unlink(missing_ok=True)
-        while (left := end - time.monotonic()) > _LEAST_WORKER:
-            status = _work(options.out, {**plan, "seconds": left})
-            # A cell that was cut off when the time was over is measured by the next call.
-            if status == 0 or time.monotonic() > end - 1.0:
-                break
-            if status != _BROKEN and not _blame(file, options.out / NOW, status):
-                break
-        (options.out / NOW).unlink(missing_ok=True)
+    measure(options.out, options.dry, 60 * options.minutes)
     page = write_page(options.out / PAGE, [options.out / ROWS])
-    missing = sum(1 for _ in waiting(file.rows(), plan, _card(options.dry)))
+    missing = len(list(waiting(read_rows(options.out / ROWS), options.dry)))
     print(f"{missing} cells are not measured: the same call goes on" if missing else f"see {page}")
     return int(missing > 0)
 
 
-def chosen_stages(only: str | None) -> list[Stage]:
-    """The stages of these names, in the order of ``STAGES``; ValueError for an unknown one."""
-    known = {stage.name: stage for stage in STAGES}
-    names = list(known) if only is None else only.split(",")
-    for name in names:
-        if name not in known:
-            raise ValueError(f"--only {name}: choose of {', '.join(known)}")
-    return [stage for name, stage in known.items() if name in names]
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file: finished cells, and environments; none where there is no file."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    return [json.loads(line) for line in lines]
 
 
-def waiting(
-    rows: Sequence[dict[str, Any]], plan: dict[str, Any], card: str
-) -> Iterator[tuple[Stage, Cell]]:
+def add_row(path: Path, row: dict[str, Any]) -> None:
+    """Append a row; it is on the disk when this returns."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def waiting(rows: Sequence[dict[str, Any]], dry: bool) -> Iterator[tuple[Stage, Cell]]:
     """Stage and cell of all that has no row of this card yet, in their order."""
-    done = [
-        (row["stage"], row["cell"])
-        for row in rows[plan["since"] :]
-        if "cell" in row and row["card"] == card
-    ]
+    card = _card(dry)
+    done = [(row["stage"], row["cell"]) for row in rows if "cell" in row and row["card"] == card]
     for stage in STAGES:
-        if stage.name in plan["stages"]:
-            for cell in cells_of(stage, plan["dry"]):
-                if (stage.name, cell) not in done:
-                    yield stage, cell
+        for cell in cells_of(stage, dry):
+            if (stage.name, cell) not in done:
+                yield stage, cell
 
 
 def _card(dry: bool) -> str:
@@ -143,87 +112,38 @@ def _card(dry: bool) -> str:
     return "CPU (dry)" if dry else torch.cuda.get_device_name()
 
 
-def _work(out: Path, plan: dict[str, Any]) -> int:
-    """The exit status of a worker. It ends when this process does, as its input is closed then."""
-    command = [sys.executable, "-m", __name__, str(out), json.dumps(plan)]
-    with (out / LOG).open("ab") as log:
-        worker = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=log)
-        try:
-            return worker.wait(timeout=plan["seconds"] + _BUILDING_SECONDS)
-        except subprocess.TimeoutExpired:
-            return _HUNG
-        finally:
-            worker.kill()
-            worker.wait()
-
-
-def _blame(file: RowFile, now: Path, status: int) -> bool:
-    """Give the cell in which a worker ended a row that says so; False where there was none."""
-    try:
-        begun = json.loads(now.read_text(encoding="utf-8"))
-    except (FileNotFoundError, json.JSONDecodeError):
-        return False
-    now.unlink()
-    why = f"it took too long, or ended the process (status {status})"
-    file.add(begun | {"row": {"failed": f"{why}: see {LOG}"}})
-    print(f"{begun['stage']} {label(begun['cell'])}: {why}", flush=True)
-    return True
-
-
-def main(arguments: Sequence[str]) -> int:
-    """The worker process; its arguments are the folder and the plan."""
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    return measure(Path(arguments[0]), json.loads(arguments[1]))
-
-
-def measure(out: Path, plan: dict[str, Any]) -> int:
-    """Measure what is waiting until the time is over; returns the exit status of a worker."""
-    started, file, card = time.monotonic(), RowFile(out / ROWS), _card(plan["dry"])
-    bench = Bench(plan["dry"])
-    if bench.dry:
-        torch.set_num_threads(1)
-    environment = {"card": card, "environment": describe(bench.device), "triton": _kernels()}
-    if environment not in file.rows():
-        file.add(environment)
-    faulthandler.dump_traceback_later(_BUILDING_SECONDS, exit=True)
+def measure(out: Path, dry: bool, seconds: float) -> None:
+    """Measure what is waiting until the time is over, or the device does not go on."""
+    started, rows, now = time.monotonic(), out / ROWS, out / NOW
+    if now.is_file():
+        # The last call ended in this cell.
+        why = "it took too long, or ended the process"
+        add_row(rows, json.loads(now.read_text(encoding="utf-8")) | {"row": {"failed": why}})
+        now.unlink()
+    bench, card = Bench(dry), _card(dry)
+    environment = {"card": card, "environment": describe(bench.device)}
+    if environment not in read_rows(rows):
+        add_row(rows, environment)
     _ = bench.subject
-    faulthandler.cancel_dump_traceback_later()
-    spent: dict[str, float] = {}
-    for stage, cell in list(waiting(file.rows(), plan, card)):
-        left = plan["seconds"] - (time.monotonic() - started)
-        if left < _LEAST_CELL or spent.get(stage.name, 0.0) > stage.seconds:
+    spent = dict.fromkeys(STAGES, 0.0)
+    for stage, cell in list(waiting(read_rows(rows), dry)):
+        left = seconds - (time.monotonic() - started)
+        if left < _LEAST_SECONDS or spent[stage] > stage.seconds:
             continue
         begun = {"stage": stage.name, "card": card, "cell": cell}
-        replace_file(out / NOW, json.dumps(begun).encode())
-        faulthandler.dump_traceback_later(min(left, stage.cell_seconds), exit=True)
+        replace_file(now, json.dumps(begun).encode())
+        # A kernel that hangs can't be interrupted.
+        faulthandler.dump_traceback_later(stage.cell_seconds, exit=True)
         start = time.monotonic()
-        row, is_sound = _measured(stage, bench, cell)
-        seconds = time.monotonic() - start
+        row, goes_on = _measured(stage, bench, cell)
+        took = time.monotonic() - start
         faulthandler.cancel_dump_traceback_later()
-        spent[stage.name] = spent.get(stage.name, 0.0) + seconds
-        file.add(begun | {"row": row, "took": round(seconds, 2)})
-        (out / NOW).unlink()
-        print(f"{stage.name} {label(cell)}: {_in_short(row)} ({seconds:.1f} s)", flush=True)
-        if not is_sound:
-            return _BROKEN
-    return 0
-
-
-def _kernels() -> dict[str, Any]:
-    """Triton's key here, and that of the kernels which were carried along; empty without Triton."""
-    if importlib.util.find_spec("triton") is None:
-        return {}
-    folder = Path(os.environ.get("TRITON_CACHE_DIR", os.devnull))
-    key = folder / KEY_FILE
-    try:
-        if not key.is_file():
-            return {"here": triton_key_facts()}
-        # They lie elsewhere than where they were compiled.
-        groups, carried = rewrite_groups(folder), json.loads(key.read_text())
-        return {"here": triton_key_facts(), "carried": carried, "kernels": groups}
-    # Triton's own code may be another one there; kernels are compiled then.
-    except Exception as error:
-        return {"failed": without_folders(f"{type(error).__name__}: {error}")}
+        spent[stage] += took
+        add_row(rows, begun | {"row": row, "took": round(took, 2)})
+        now.unlink()
+        print(f"{stage.name} {label(cell)}: {_in_short(row)} ({took:.1f} s)", flush=True)
+        if not goes_on:
+            return
 
 
 def _measured(stage: Stage, bench: Bench, cell: Cell) -> tuple[dict[str, Any], bool]:
@@ -233,12 +153,12 @@ def _measured(stage: Stage, bench: Bench, cell: Cell) -> tuple[dict[str, Any], b
         row = why if row is None else row
     # Whatever a kernel, a driver or a compiler raises, the other cells are measured.
     except Exception as error:
-        row = {"failed": without_folders(f"{type(error).__name__}: {error}")}
+        row = {"failed": f"{type(error).__name__}: {error}"}
     try:
         if bench.device.type == "cuda":
             torch.cuda.synchronize(bench.device)
     except RuntimeError as error:
-        return {"failed": without_folders(str(error))}, False
+        return {"failed": str(error)}, False
     return row, True
 
 
@@ -246,18 +166,85 @@ def _in_short(row: dict[str, Any]) -> str:
     for name in ("failed", "check_failed", "out_of_memory", "status"):
         if name in row:
             return str(row[name])
-    seconds = row.get("seconds", row.get("span_us", 0.0) / 1e6)
-    return f"{1e3 * seconds:.3g} ms"
+    return f"{1e3 * row['seconds']:.3g} ms"
 
 
-def _end_with_parent() -> None:
-    """End this process when the one that started it is gone."""
-    sys.stdin.buffer.read()
-    os._exit(_HUNG)
+def label(cell: Cell) -> str:
+    """A cell in words, as ``paris at 65,536 x 1``."""
+    if "cache" not in cell:
+        return " ".join(map(str, cell.values()))
+    return f"{cell['cache']} at {cell['context']:,} x {cell['batch']}"
 
 
-if __name__ == "__main__":
-    status = main(sys.argv[1:])
-    sys.stdout.flush()
-    # Behind an error that the device does not survive, Python's own end may abort.
-    os._exit(status)
+def _share_over_bus(cell: Cell, row: dict[str, Any]) -> str:
+    """How many of the selected rows came over the bus."""
+    rows = row.get("selected_rows")
+    return f"{row['bus_rows'] / rows:.0%}" if rows else "-"
+
+
+_TIMED: tuple[Column, ...] = (
+    *SIZE,
+    ("check", of(str, "check")),
+    ("ms", of(ms, "seconds")),
+    *((name, text) for name, text in TIMES.items() if not name.endswith("moved")),
+    ("steps", step_counts),
+)
+_COLUMNS: dict[str, tuple[Column, ...]] = {
+    "gate": (
+        ("check", lambda cell, row: cell["check"]),
+        ("state", of(str, "status")),
+        ("detail", of(str, "detail")),
+    ),
+    "stores": (*_TIMED, ("rows over the bus", _share_over_bus)),
+}
+
+
+def write_page(page: Path, files: Sequence[Path]) -> Path:
+    """Write the page of these row files; the text of ``gpu.notes.txt`` beside it comes first.
+
+    Raises:
+        ValueError: there are no rows.
+    """
+    rows = [row for file in files for row in read_rows(file)]
+    cards = list(dict.fromkeys(row["card"] for row in rows))
+    if not cards:
+        raise ValueError(f"no rows for {page}: measure some with hf-kvret bench all --out DIR")
+    notes = page.with_suffix(".notes.txt")
+    texts = [
+        "# How fast is it on a GPU?",
+        *([notes.read_text(encoding="utf-8").strip()] if notes.is_file() else []),
+        "The shape is llama-3.1-8b in bfloat16, with random weights and random rows. Opponents ran "
+        "in the same call, and cards have tables of their own. Random weights select at random, so "
+        '`store="resident"` finds few rows in its buffer.',
+    ]
+    for stage in STAGES:
+        texts.append(f"## {stage.question}")
+        for card in cards:
+            texts += _section(stage, card, [row for row in rows if row["card"] == card])
+    texts += ["## How was it measured?", *(_environment(row) for row in rows if "cell" not in row)]
+    texts.append("This page is made by `hf-kvret bench all`.")
+    replace_file(page, ("\n\n".join(texts) + "\n").encode())
+    return page
+
+
+def _section(stage: Stage, card: str, rows: Sequence[dict[str, Any]]) -> list[str]:
+    """The table of a stage on a card, and a sentence about what is missing."""
+    finished = {
+        label(row["cell"]): (row["cell"], row["row"])
+        for row in rows
+        if row.get("stage") == stage.name
+    }
+    cells = cells_of(stage, "(dry)" in card)
+    missing = [label(cell) for cell in cells if label(cell) not in finished]
+    if not finished:
+        return [f"**{card}**: not measured."]
+    lead = 1 if stage.name == "gate" else len(SIZE)
+    table = table_of(_COLUMNS.get(stage.name, _TIMED), finished.values(), lead)
+    return [f"**{card}**", table, *([f"Not measured: {'; '.join(missing)}."] if missing else [])]
+
+
+def _environment(row: dict[str, Any]) -> str:
+    here = row["environment"]
+    versions = ", ".join(f"{name} {number}" for name, number in here["versions"].items())
+    command = here.get("command", "hf-kvret bench all --out DIR")
+    return f"    {command}\n\n{row['card']}; Python {here['python']}, {versions}."

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from torch._inductor import config as inductor
-from torch.autograd import DeviceType
 from transformers import PreTrainedModel
 
 from hf_kvret.generate.attach import attach
@@ -25,9 +19,7 @@ from hf_kvret.lab.bench.filling import BenchModel, make_stand_ins, measure_rows
 from hf_kvret.lab.bench.model_measurement import ModelMeasurement
 from hf_kvret.lab.bench.passes import Decode, Prefill
 from hf_kvret.lab.bench.shapes import Shape, load_shape, random_model, weight_bytes
-from hf_kvret.lab.bench.stepping import make_steps
-from hf_kvret.lab.bench.timing import Bandwidth, measure_bandwidth, synchronize
-from hf_kvret.lab.evaluate.caches import CacheChoice
+from hf_kvret.lab.bench.timing import Bandwidth, measure_bandwidth
 from hf_kvret.lab.evaluate.measurement import Progress, Row
 from hf_kvret.lab.program.arguments import DTYPES, length
 from hf_kvret.lab.report.results import Cell
@@ -43,14 +35,6 @@ _RETRIEVING = ("paris", "lrqk", "ctkvr", "a2ats", "aqua", "flat")
 _ON_CPU = {"dense-graph": "dense", "offloaded": "full"}
 _SMALL_BUDGETS = {"top_k=100": "top_k=8", "top_k=1024": "top_k=16", "top_k=2048": "top_k=16"}
 _DRY_LAYERS, _DRY_TOKENS = 3, 256
-# Settings of torch's compiler, each on top of the one before.
-_INDUCTOR: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "pdl": {"triton.enable_pdl": True},
-    "coordinate": {"coordinate_descent_tuning": True},
-    "combo": {"combo_kernels": True},
-}
-_PROFILED_STEPS, _MOST_KERNELS = 3, 40
 
 
 @dataclass(frozen=True)
@@ -125,11 +109,9 @@ class Bench:
         return self._subject(part)
 
     def measurement(
-        self, cls: type[ModelMeasurement], cell: Cell, layers: int | None = None, **options: Any
+        self, cls: type[ModelMeasurement], cell: Cell, **options: Any
     ) -> ModelMeasurement:
-        """A measurement of one cell on the model that is there; ``layers``: of its first ones."""
-        size = {"context": (cell["context"],), "batch": (cell["batch"],)}
-        common: dict[str, Any] = {"fill": "random", "rounds": 1, "layers": layers}
+        """A measurement of one cell, on the model that is there."""
         if self.dry:
             options |= {name: min(options.get(name, 3), 3) for name in ("warmup", "steps")}
         own = cls(
@@ -138,13 +120,14 @@ class Bench:
             dtype=self.dtype,
             device=self.device.type,
             seed=self.seed,
-            **{**size, **common, **options},
+            context=(cell["context"],),
+            batch=(cell["batch"],),
+            fill="random",
+            rounds=1,
+            **options,
         )
         vars(own).update(whole=self.shape.part(own.part), bandwidth=self.bandwidth)
-        if layers:
-            some = tuple(self.first_layers(count) for count in (layers, layers // 2))
-            vars(own).update(subjects=some)
-        elif own.part == "whole":
+        if own.part == "whole":
             vars(own).update(subjects=(self.subject,), checker=self.checker)
         return own
 
@@ -174,11 +157,11 @@ def _shrunk(cell: Cell) -> Cell:
     return small
 
 
-def sized(caches: str, *sizes: str, **more: Any) -> list[Cell]:
+def sized(caches: str, *sizes: str) -> list[Cell]:
     """A cell for each cache at each size, as ``64K`` or ``64K x 8``: length and batch."""
     parsed = [(*size.split(" x "), "1")[:2] for size in sizes]
     return [
-        {"cache": cache, "context": length(context), "batch": int(batch), **more}
+        {"cache": cache, "context": length(context), "batch": int(batch)}
         for context, batch in parsed
         for cache in caches.split()
     ]
@@ -191,7 +174,7 @@ _PART_CHECKS = ("two layers, paris, graph", "two layers, flat, graph")
 
 
 def _gate_cells(dry: bool) -> list[Cell]:
-    names = ("bandwidth", "compiled", *_PART_CHECKS, *_bundled_checks(dry))
+    names = ("bandwidth", *_PART_CHECKS, *_bundled_checks(dry))
     return [{"check": name} for name in names]
 
 
@@ -219,8 +202,6 @@ def _gate_row(bench: Bench, cell: Cell) -> Row:
     if name == "bandwidth":
         measured = bench.bandwidth
         return {"status": "measured", "device": measured.device, "host": measured.host}
-    if name == "compiled":
-        return _verdict(Check("steps", name, partial(_compiled, bench), "static, not compiled"))
     if name in _PART_CHECKS:
         run = partial(replayed, _Part(bench), name.split(", ")[1], "device")
         return _verdict(Check("steps", name, run, "graph=False"))
@@ -233,86 +214,17 @@ def _verdict(check: Check) -> Row:
     return {"status": verdict.status, "detail": verdict.detail}
 
 
-def _compiled(bench: Bench) -> str:
-    """A compiled static cache on two layers beside full attention; CheckFailed where it differs."""
-    subject = bench.first_layers(2)
-    cell = {"cache": "static-compile", "context": 256, "batch": 1}
-    choice: CacheChoice = bench.measurement(Decode, cell).choices["static-compile"]
-    with _inductor(bench, {}):
-        return Checker(subject.model, None, bench.seed).check(choice, 256, 1, "prefill")
-
-
-# Profile: the kernels of a step.
-
-
-def _profile_row(bench: Bench, cell: Cell) -> Row:
-    """Launches, time and gaps of a step by kernel, from three steps after the warm-up."""
-    measurement = bench.measurement(Decode, cell)
-    turn = measurement.turn(cell, bench.subject)
-    activity = torch.profiler.ProfilerActivity
-    activities = [activity.CPU] if bench.dry else [activity.CPU, activity.CUDA]
-    with turn.filled(16) as (cache, token):
-        steps = make_steps(turn.choice, bench.subject.model, cache, turn.context)
-        token, _, _ = steps.run(token, 6)
-        with torch.profiler.profile(activities=activities) as profiler:
-            _, _, records = steps.run(token, _PROFILED_STEPS)
-            synchronize(bench.device)
-        steps.finish()
-    wanted = DeviceType.CPU if bench.dry else DeviceType.CUDA
-    return {"steps": [one.label for one in records]} | kernel_times(
-        [
-            (event.name, event.time_range.start, event.time_range.end)
-            for event in profiler.events()
-            if event.device_type == wanted
-        ],
-        _PROFILED_STEPS,
-    )
-
-
-def kernel_times(events: list[tuple[str, float, float]], steps: int) -> Row:
-    """Launches and microseconds of a step by kernel, from events ``(name, start, end)`` in us.
-
-    ``busy_us`` is the time in which any of them ran, ``span_us`` that from the first to the last.
-    """
-    by_name: dict[str, list[float]] = defaultdict(list)
-    busy, end = 0.0, float("-inf")
-    for name, start, stop in sorted(events, key=lambda event: event[1]):
-        by_name[name].append(stop - start)
-        busy += max(0.0, stop - max(start, end))
-        end = max(end, stop)
-    kernels = [
-        {"name": name, "launches": len(t) / steps, "us": median(t), "step_us": sum(t) / steps}
-        for name, t in sorted(by_name.items(), key=lambda one: -sum(one[1]))
-    ]
-    first = min((start for _, start, _ in events), default=0.0)
-    return {
-        "launches": len(events) / steps,
-        "busy_us": busy / steps,
-        "span_us": (end - first) / steps if events else 0.0,
-        "kernels": kernels[:_MOST_KERNELS],
-    }
-
-
 # Times of steps and prompts.
-
-
-class _SameToken(Decode):
-    """Every step is given the same token, so that queries hardly move and rows stay wanted."""
-
-    repeats_token: ClassVar[bool] = True
 
 
 def _timed(bench: Bench, cell: Cell, cls: type[ModelMeasurement] = Decode, **options: Any) -> Row:
     """The row of a measurement; artifacts that a cache lacks are made of random tokens."""
-    if cell.get("token") == "same":
-        cls = _SameToken
     measurement = bench.measurement(cls, cell, **options)
-    size = {name: cell[name] for name in ("cache", "context", "batch")}
     with TemporaryDirectory() as folder:
         model, choices = bench.subject.model, measurement.choices.values()
         few = {"tokens": _DRY_TOKENS} if bench.dry else {}
         make_stand_ins([model], choices, Path(folder), bench.seed, **few)
-        return measurement.rows([size], _SILENT)[0]
+        return measurement.rows([cell], _SILENT)[0]
 
 
 class _NoBar:
@@ -329,35 +241,6 @@ def _steps(warmup: int, count: int, limit: float = 5.0, **more: Any) -> Callable
     return lambda bench, cell: _timed(bench, cell, **options)
 
 
-def _rest_row(bench: Bench, cell: Cell) -> Row:
-    """A step at next to no context, of some layers and of half as many: the rest is their slope."""
-    layers = 2 if bench.dry else 8
-    size = {name: cell[name] for name in ("cache", "context", "batch")}
-    measurement = bench.measurement(Decode, size, layers=layers, warmup=6, steps=24, limit=5.0)
-    # Compiled steps were checked once, in the gate.
-    vars(measurement).update(checker=_Unchecked())
-    names = list(_INDUCTOR)
-    until = names[: names.index(cell["inductor"]) + 1] if "inductor" in cell else []
-    settings = {key: value for name in until for key, value in _INDUCTOR[name].items()}
-    with _inductor(bench, settings):
-        return measurement.rows([size], _SILENT)[0]
-
-
-class _Unchecked:
-    def check(self, *_: Any) -> str:
-        return "in the gate"
-
-
-@contextlib.contextmanager
-def _inductor(bench: Bench, settings: dict[str, Any]) -> Iterator[None]:
-    """torch's compiler with such settings; in a dry run it compiles nothing."""
-    stance: AbstractContextManager[Any] = contextlib.nullcontext()
-    if bench.dry:
-        stance = torch.compiler.set_stance("force_eager")
-    with stance, inductor.patch(settings):
-        yield
-
-
 _ON_HOST = "paris:top_k=1024:store=host lrqk:top_k=2048:store=host ctkvr:top_k=1024:store=host"
 _RESIDENT = "lrqk:top_k=2048:store=resident:slots=2.0"
 _SPLIT = "paris:top_k=1024:store=split:device_budget=4GB"
@@ -366,35 +249,16 @@ _PARIS = "paris:top_k=100 paris:top_k=1024"
 STAGES = (
     Stage("gate", "Is what runs here right?", 60, _gate_cells, _gate_row),
     Stage(
-        "profile",
-        "Which kernels make up a step?",
-        45,
-        lambda dry: sized("paris:top_k=100 dense-graph", "32K", "128K"),
-        _profile_row,
-    ),
-    Stage(
         "stores",
         "How long does a step take with rows on the host, beside transformers' offloading?",
         110,
         lambda dry: [
             *sized(f"{_ON_HOST} offloaded {_RESIDENT}", "64K"),
-            *sized(_RESIDENT, "64K", token="same"),
             *sized(_SPLIT, "64K"),
             *sized(f"{_ON_HOST} offloaded {_RESIDENT}", "128K"),
-            *sized(_RESIDENT, "128K", token="same"),
             *sized(_SPLIT, "128K"),
         ],
         _steps(6, 24, limit=4.0),
-    ),
-    Stage(
-        "rest",
-        "How long does the model take beside its attention?",
-        75,
-        lambda dry: [
-            *sized("dense-graph", "1K"),
-            *(sized("static-compile", "1K", inductor=name)[0] for name in _INDUCTOR),
-        ],
-        _rest_row,
     ),
     Stage(
         "attention",

@@ -42,8 +42,6 @@ class Decode(ModelMeasurement):
     """
 
     decodes: ClassVar[bool] = True
-    repeats_token: ClassVar[bool] = False
-    """See ``Steps``."""
     name: ClassVar[str] = "decode"
     summary: ClassVar[str] = "time of a decode step"
     examples: ClassVar[tuple[str, ...]] = (
@@ -65,7 +63,6 @@ class Decode(ModelMeasurement):
         peak = PeakDeviceMemory(self.place)
         with turn.filled(self.warmup + self.steps + 1) as (cache, token):
             steps = make_steps(turn.choice, turn.subject.model, cache, turn.context)
-            steps.repeats_token = self.repeats_token
             token, warm_seconds, _ = steps.run(token, self.warmup)
             before = selections(cache)
             count = self.steps_within(warm_seconds[-1] if warm_seconds else 0.0)

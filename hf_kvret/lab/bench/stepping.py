@@ -51,11 +51,9 @@ class Steps:
 
     Attributes:
         reason: why a step is not replayed though it could be; None where nothing was to be.
-        repeats_token: each step is given the same token, in place of the one that follows.
     """
 
     reason: str | None = None
-    repeats_token: bool = False
 
     def __init__(self, model: PreTrainedModel, cache: Cache, length: int) -> None:
         self.model, self.cache, self.length = model, cache, length
@@ -73,8 +71,7 @@ class Steps:
         clock.mark()
         for _ in range(count):
             logits, step = self.take(token)
-            following = logits.argmax(-1)
-            token = token if self.repeats_token else following
+            token = logits.argmax(-1)
             clock.mark()
             steps.append(step)
         return token, clock.seconds(), steps

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,6 @@ from bench_machine_code import MachineCodeOfStep
 from machine_code import Instruction, Launch, MachineCode, main_width, parse_sass
 from step_kernels import LEAST_CONTEXT, StepShape
 
-from hf_kvret.lab.bench.triton_cache import CACHED_STEPS, KEY_FILE
 from hf_kvret.lab.program.scripts import run_script
 from hf_kvret.methods.a2ats import A2ATSConfig
 from hf_kvret.methods.ctkvr import CTkvrConfig
@@ -159,26 +156,6 @@ def test_smallest_run_has_a_row_a_table_and_a_picture(smallest: Any, compiled: l
     assert words[1:8] == ["merge", "131,072", "1", "merge.merge", "32x2x1", "64", "4"]
     assert words[8:14] == ["40", "8", "2", "12", "16", "16: 3, 4: 1"]
     assert words[14:18] == ["110 / 10", "5 / 1", "4 / 1", "3 / 1"]
-
-
-def test_a_cache_is_filled_in_one_process(
-    compiled: list, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    asked, facts = [], {"triton": "3.6.0", "key": "bd4757a49ddb4e61", "ptxas": "12.8"}
-
-    def compile_steps(folder: Path, steps: list[Any], shape: str) -> Iterator[dict[str, int]]:
-        asked.append((folder, steps, shape))
-        yield from ({"kernels": 11 + n, "launchers": 12, "bytes": 10**6} for n in range(len(steps)))
-
-    monkeypatch.setattr(bench_machine_code, "compile_steps", compile_steps)
-    monkeypatch.setattr(bench_machine_code, "triton_key_facts", lambda: facts)
-    folder, picture = tmp_path / "cache", tmp_path / "kernels.png"
-    given = ["--cache", str(folder), "--plot", str(picture)]
-    assert run_script(MachineCodeOfStep, given) == 0
-    assert asked == [(folder, list(CACHED_STEPS), "llama-3.1-8b")] and picture.is_file()
-    assert json.loads((folder / KEY_FILE).read_text()) == facts
-    table = capsys.readouterr().out
-    assert "key bd4757a49ddb4e61" in table and table.count("| 1.0 ") == len(CACHED_STEPS)
 
 
 def test_a_short_context_is_refused(compiled: list, capsys: pytest.CaptureFixture[str]) -> None:
