@@ -1,10 +1,11 @@
-"""Plant each fault of ``faults.py`` in this checkout and see whether the tests notice.
+"""Plant each fault of ``faults.json`` in this checkout and see whether the tests notice.
 
     python tests/mutants/run.py                  every fault, on the tests of its module
     python tests/mutants/run.py NAME ... --whole  these, survivors also on the whole default run
 
 A fault is planted in the file itself and taken back afterwards, also after Ctrl-C; files with
-changes that are not committed are refused. Ends with status 1 if a fault survives.
+changes that are not committed are refused. Ends with status 1 if a fault survives. A fault names a
+text that stands once in its file, and the text in place of it: when code moves, move its fault.
 """
 
 from __future__ import annotations
@@ -15,16 +16,37 @@ import json
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-
-from fault import Fault
-from faults import FAULTS
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 import rooms
 
 ROOT = rooms.ROOT
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A small change of the library that some default test must notice.
+
+    Attributes:
+        name: of the fault.
+        file: path from the root of the repository.
+        right: the text in the file, which stands there exactly once.
+        wrong: the text there when the fault is planted.
+    """
+
+    name: str
+    file: str
+    right: str
+    wrong: str
+
+
+FAULTS = [
+    Fault(**row)
+    for row in json.loads(Path(__file__).with_name("faults.json").read_text(encoding="utf-8"))
+]
 
 
 @cache
@@ -77,7 +99,7 @@ def plant(fault: Fault) -> str:
     if text.count(fault.right) != 1:
         raise ValueError(
             f"{fault.name}: {fault.right!r} stands {text.count(fault.right)} times in "
-            f"{fault.file}: bring tests/mutants/*_faults.py up to date"
+            f"{fault.file}: bring tests/mutants/faults.json up to date"
         )
     path.write_text(text.replace(fault.right, fault.wrong), encoding="utf-8")
     return text

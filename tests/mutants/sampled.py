@@ -30,8 +30,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fault import Fault
-from run import ROOT, imported, plant, rooms, tests_of
+from run import ROOT, Fault, imported, plant, rooms, tests_of
 
 SAMPLED = Path(__file__).with_suffix(".json")
 # Cosmic-ray's that seldom leave the meaning as it is.

@@ -7,9 +7,7 @@ from pathlib import Path
 
 # By plain names, as `run.py` imports them.
 sys.path.insert(0, str(Path(__file__).parent))
-from faults import FAULTS
-
-ROOT = Path(__file__).resolve().parents[2]
+from run import FAULTS, ROOT
 
 
 def test_every_fault_has_one_place_and_a_name_of_its_own() -> None:
