@@ -16,7 +16,7 @@ from pathlib import Path
 from urllib.parse import unquote, urldefrag
 
 DEFAULT = Path(__file__).parents[2] / "build" / "site" / "html"
-# What a browser fetches by itself when it shows a page.
+# A browser fetches these by itself when it shows a page.
 FETCHED = {"img": "src", "script": "src", "source": "src", "iframe": "src"}
 
 

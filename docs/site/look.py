@@ -17,7 +17,7 @@ from pathlib import Path
 SITE = Path(__file__).parents[2] / "build" / "site"
 PAGES = ("index", "choose", "recipes", "troubleshooting", "api")
 WIDTHS = {"phone": (500, 1100), "desktop": (1400, 1000)}
-# Of Chromium's setting preferredColorScheme.
+# Values of Chromium's setting preferredColorScheme.
 SCHEMES = {"dark": 0, "light": 1}
 SEARCH = """
 <script>

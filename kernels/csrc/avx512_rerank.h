@@ -128,7 +128,7 @@ class BlockRerank {
         }
     }
 
-    // Of 64 coordinates with three bits each and a sign, a byte each; the high halves don't matter.
+    // A byte for each of 64 coordinates, from three bits and a sign; high halves do not matter.
     static __m512i places(const uint8_t *magnitude, const uint8_t *sign) {
         // Eight codes are three bytes: these go to a quadword, which is cut at every third bit.
         const __m512i spread = _mm512_setr_epi64(0x0000000000020100, 0x0000000000050403,
@@ -139,7 +139,7 @@ class BlockRerank {
         const __m256i raw = _mm256_maskz_loadu_epi8(0xffffff, magnitude);
         const __m512i lines = _mm512_permutexvar_epi8(spread, _mm512_castsi256_si512(raw));
         const __m512i codes = _mm512_multishift_epi64_epi8(cuts, lines);
-        // Of all signs, each byte takes the eight whose fourth is its own.
+        // Each byte takes the eight signs whose fourth is its own.
         const __m512i turns = _mm512_setr_epi64(
             0x04030201003f3e3d, 0x0c0b0a0908070605, 0x14131211100f0e0d, 0x1c1b1a1918171615,
             0x24232221201f1e1d, 0x2c2b2a2928272625, 0x34333231302f2e2d, 0x3c3b3a3938373635);
@@ -150,7 +150,7 @@ class BlockRerank {
         return _mm512_ternarylogic_epi32(_mm512_set1_epi8(8), signs, codes, 0xca);
     }
 
-    // Of the subspaces of 64 coordinates, each for the lanes that it covers.
+    // Weights of the subspaces of 64 coordinates, each for the lanes that it covers.
     template <int M> static __m512 weights(const char *from) {
         if constexpr (M == 4) return Avx512::load(reinterpret_cast<const Bf16 *>(from));
         // The halves of a lane: 0, and the upper half of the float.

@@ -133,7 +133,7 @@ struct NibbleScan {
         __m512i bytes[Blocks][Width];
         for (int b = 0; b < Blocks; ++b) best[b] = _mm512_setzero_si512();
         for (int64_t p = 0; p < pairs(tables); ++p) {
-            // Of both heads modulo 256, and of the odd head.
+            // One has the sums of both heads modulo 256, the other those of the odd head.
             __m512i both[Blocks], odd[Blocks];
             for (int b = 0; b < Blocks; ++b) both[b] = odd[b] = _mm512_setzero_si512();
             for (int64_t part = 0; part < tables.bytes; part += Width) {

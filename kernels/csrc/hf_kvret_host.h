@@ -32,7 +32,7 @@ enum hfk_status {
                          // hold anything
 };
 
-// What chooses the ids of a step, and the struct that describes it.
+// The search that chooses the ids of a step, and the struct that describes it.
 enum hfk_search {
     HFK_SEARCH_NONE = 0,     // the ids are given
     HFK_SEARCH_FLAT = 1,     // hfk_flat
@@ -183,7 +183,7 @@ struct hfk_paris_encoding {
     int32_t threads;        // at most; the calling thread is one of them
 };
 
-// What the best tokens are chosen from; all arrays are contiguous.
+// Scores from which the best tokens are chosen; all arrays are contiguous.
 struct hfk_ranking {
     const float *scores;    // [batch, query_heads, queries, count]
     const int32_t *ids;     // [batch, id_heads, queries, count]; negative is a hole
@@ -308,7 +308,7 @@ struct hfk_lists {
     int64_t pending;        // newest tokens that are recalled with every list
 };
 
-// What the stages of a search leave, for tests; each array may be null. G is 1 with `mean_query`,
+// Results of the stages of a search, for tests; each array may be null. G is 1 with `mean_query`,
 // else query_heads / id_heads.
 struct hfk_paris_trace {
     float *rotated;           // [batch, id_heads, queries, G, dim]

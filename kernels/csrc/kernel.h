@@ -1,4 +1,4 @@
-// What a translation unit for one instruction set gives to the dispatcher.
+// The functions that a translation unit for one instruction set gives to the dispatcher.
 #pragma once
 
 #include "hf_kvret_host.h"

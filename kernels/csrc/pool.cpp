@@ -70,7 +70,7 @@ void Pool::run(int64_t count, int threads, Work work, void *context) {
     }
     static const StartTeam start_team = find_team();
     if (start_team != nullptr && !forked.load()) {
-        // As many as torch has, also for fewer items: a team of another size is made anew.
+        // torch's number is kept for fewer items too: a team of another size would be made again.
         start_team(&Pool::take_turn, &loop, static_cast<unsigned>(threads), 0);
         return;
     }

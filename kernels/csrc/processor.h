@@ -1,4 +1,4 @@
-// Which instruction sets the processor has and the operating system saves.
+// Tells which instruction sets the processor has and the operating system saves.
 //
 // __builtin_cpu_supports would say it too, but reads a table of the compiler's own runtime library,
 // which Zig's clang lacks; and older compilers don't know all the names.
@@ -9,7 +9,7 @@
 
 #include <cstdint>
 
-// What the files of CMakeLists.txt are compiled with: all of a set's options, or not the set.
+// Sets that CMakeLists.txt compiles for: a processor has all options of a set, or not the set.
 class Processor {
   public:
     bool avx2 = false;

@@ -45,7 +45,7 @@ class ScoredSearch : public Search {
         return step_.valid + selection.batch * step_.valid_stride;
     }
 
-    // Of head g of the group, among all queries.
+    // Returns the row of head g of the group among all queries.
     int64_t query_row(const Selection &selection, int64_t g) const {
         const hfk_request &request = step_.attention;
         const int64_t head = selection.batch * request.query_heads + selection.head * heads_ + g;

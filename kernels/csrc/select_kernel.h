@@ -140,7 +140,7 @@ void best(float *relevance, int64_t n, const int32_t *ids, int64_t k, int32_t *o
     std::fill(out + found, out + k, -1);
 }
 
-// What scores of rows at equal distances are made from; `space` has the queries.
+// Rows at equal distances, to be scored; `space` has the queries.
 struct ScoredRows {
     const void *rows;
     int64_t row_bytes, dim, first, last;
@@ -192,7 +192,7 @@ template <class I, class T> void order_query(const float *from, int64_t dim, flo
         }
     }
     for (; d < dim; ++d) to[d] = from[d];
-    // What a vector reads behind the last number is multiplied with zeros.
+    // A vector reads behind the last number: that is multiplied with zeros.
     for (; d < padded(dim); ++d) to[d] = 0.0f;
 }
 

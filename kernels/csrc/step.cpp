@@ -192,7 +192,7 @@ class Step {
     int64_t rows_ = 0;
     bool misses_rows_ = false;
     std::vector<float> lse_, out_;
-    // Of work in chunks.
+    // These are of work in chunks.
     char *work_ = nullptr;
     int stage_ = 0;
     int64_t chunks_ = 1;

@@ -1,6 +1,6 @@
 """Which implementation of an operation runs, the checks that all wrappers share, and warm-up.
 
-A kernel is compiled anew where an argument that it is compiled for changes, which takes seconds.
+A kernel is compiled again where an argument that it is compiled for changes, which takes seconds.
 Some of these arguments follow the number of tokens. Within ``growing`` an operation that launches
 such a kernel also compiles what it would launch for more tokens: with the arguments at hand, so
 that these count as they will, but for those that change.

@@ -439,7 +439,7 @@ def load_partials(
     chunks = tl.arange(0, BLOCK_S)[:, None, None]
     columns = tl.arange(0, BLOCK_DV)[None, None, :]
     chunk_mask = (chunks < last - first) & row_mask[None, :, None]
-    # What differs between the chunks of a query is known when this is compiled.
+    # The difference between the chunks of a query is known when this is compiled.
     starts = (rows * splits + first)[None, :, None]
     logs = tl.load(
         lses + starts + chunks, mask=chunk_mask, other=float("-inf"), cache_modifier=CACHE

@@ -84,7 +84,7 @@ def key_lists(
         for start, keys in chunks():
             _check_chunk(start, keys, queries, valid)
             yield start, keys
-            # Not held while the next one is made.
+            # The chunk must not be in memory while the next one is made.
             del keys
 
     if queries.is_meta:

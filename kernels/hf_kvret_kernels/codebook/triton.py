@@ -378,7 +378,7 @@ def _valid_codes(
         )
     codes_ptr += b * stride_b + h * stride_h
     codes = tl.load(codes_ptr + tokens * stride_n, mask=token_mask, other=-1)
-    # As unsigned: one comparison then finds both ends.
+    # One comparison of unsigned numbers finds both ends.
     codes = codes.to(tl.uint16, bitcast=True).to(tl.int32)
     return codes, codes < codewords
 

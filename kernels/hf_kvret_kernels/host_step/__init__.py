@@ -106,7 +106,7 @@ class HostCold:
 
 def why_not() -> str:
     """Why the library can't be used and what helps; empty where it can."""
-    # As ``host_library`` has it: each step asks, and runs few files.
+    # Asked as ``host_library`` asks: a step runs this, and should run few files.
     library = host_library.opened(os.environ.get(host_library.PATH_VARIABLE))
     return library if isinstance(library, str) else ""
 

@@ -197,7 +197,7 @@ def candidates(scores: torch.Tensor, count: int) -> torch.Tensor:
     equal = scores == threshold
     early = equal.cumsum(-1, dtype=torch.int32) <= count - above
     selection = candidates & ((scores > threshold) | (equal & early))
-    # What was not chosen goes to one slot past the end, and the slot is cut off.
+    # Tokens that were not chosen go to one index past the end, which is cut off.
     slot = (selection.cumsum(-1, dtype=torch.int32) - 1).masked_fill_(~selection, count)
     ids = torch.full((*scores.shape[:-1], count + 1), -1, dtype=torch.int32, device=scores.device)
     positions = torch.arange(scores.shape[-1], dtype=torch.int32, device=scores.device)

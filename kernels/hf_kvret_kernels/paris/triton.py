@@ -458,7 +458,7 @@ def _collide_kernel(
     # To the end of the row, in whole words.
     tl.store(scores_ptr + row * stride * ALIGN + tokens, score, mask=tokens < stride * ALIGN)
 
-    # What is not counted goes to the last bin, which no sum reaches.
+    # Tokens that do not count go to the last bin, which no sum reaches.
     bins = tl.arange(0, BINS)
     bin_counts = tl.histogram(tl.where(counted, best, BINS - 1), BINS)
     bin_counts = tl.where(bins < BINS - 1, bin_counts, 0)

@@ -261,7 +261,7 @@ def _count_kernel(
         token_mask = token_mask & (tl.load(mask_ptr, mask=token_mask, other=0) != 0)
     address = sign_ptr + b * sign_stride_b + h * sign_stride_h + tokens * BYTES + column
     byte = tl.load(address, mask=token_mask, other=0).to(tl.int32)
-    # As many bins again: what is not counted goes to the first of those.
+    # There are twice the bins: tokens that do not count go to the first of the second half.
     bins = tl.arange(0, 2 * CENTROIDS)
     counts_ptr += tl.program_id(1).to(tl.int64) * (BYTES * 8 // M) * CENTROIDS
     for part in tl.static_range(8 // M):

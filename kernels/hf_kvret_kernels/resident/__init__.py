@@ -100,7 +100,7 @@ def assign(
             "more slots"
         )
     if ids.is_meta:
-        # Which slots are free is not known: the form alone.
+        # Nobody knows here which slots are free: the result has the shape alone.
         return torch.empty_like(ids), torch.empty_like(ids)
     room = slots.table.shape[2]
     tokens = room if tokens is None else tokens

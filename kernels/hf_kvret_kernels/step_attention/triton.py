@@ -43,7 +43,7 @@ from hf_kvret_kernels.prompt_attention.triton import (
 _OTHERS_OF_THREAD, _OWN_OF_THREAD = 32, 64
 # Chunks of each query at once, at most.
 _MOST_OTHERS, _MOST_OWN = 8, 16
-# What other operations cut their tokens into, at most.
+# Other operations cut their tokens into so many chunks, at most.
 _MOST_CHUNKS = 128
 # Ids that a program counts at a time.
 _IDS = 512

@@ -44,7 +44,7 @@ _CHUNK = 1024
 _UNIT = 4
 _BINS = tl.constexpr(2048)
 _HALF = tl.constexpr(1024)
-# What programs count in: bins, a ticket of the first launch and one of the second, and how many
+# Programs count in these: bins, a ticket of the first launch and one of the second, and how many
 # scores lie in the threshold's bin. Rows of a multiple of 16 bytes.
 _COUNTERS = tl.constexpr(2052)
 # Numbers of a row's plan: the threshold's bin, how many of it are taken, how many in all, the
@@ -484,7 +484,7 @@ def _count_kernel(
 
     bins = tl.arange(0, _BINS)
     bin_counts = tl.histogram(_bins_of(order), _BINS)
-    # What is never taken went to the first bin.
+    # Scores that are never taken went to the first bin.
     nothing = tl.sum((order == NOTHING).to(tl.int32), axis=0)
     bin_counts = tl.where(bins == 0, bin_counts - nothing, bin_counts)
     counters_ptr += row * _COUNTERS
@@ -628,7 +628,7 @@ def _highest(
             if level > 0:
                 inside = inside & ((key >> (32 - 8 * level)) == prefix)
             own = ((key >> (24 - 8 * level)) & 255).to(tl.int32)
-            # As many again: what is not counted goes to the first of those.
+            # There are twice the bins: others go to the first of the second half.
             found = tl.histogram(tl.where(inside, own, 256), 512)
             digit_counts += tl.sum(
                 tl.where(tl.arange(0, 2)[:, None] == 0, tl.reshape(found, (2, 256)), 0), axis=0
