@@ -1,4 +1,4 @@
-"""The rooms of the library, their order, and sums of lines: ``python tests/rooms.py [--json]``.
+"""The rooms of the library, their order, and sums of lines: ``python tests/rooms.py``.
 
 A room is a folder or a file at the top of a package. ``ROOMS`` lists them from the bottom: a room
 imports only rooms below it. Imports are read from the source; those inside functions and below
@@ -7,7 +7,6 @@ imports only rooms below it. Imports are read from the source; those inside func
 
 from __future__ import annotations
 
-import argparse
 import ast
 import json
 from collections import Counter
@@ -168,34 +167,18 @@ def _lines(folder: str, *endings: str) -> int:
     return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files)
 
 
-def report() -> dict[str, object]:
-    """Lines by room, their sums, imports that run upward, and a circle if there is one."""
-    counts = line_counts()
-    return {
-        "lines": {room: counts[room] for room in ROOMS},
-        "sums": sums(),
-        "upward": [each for module in MODULES for each in upward(module, imports(module))],
-        "circle": cycle(import_graph()),
-    }
-
-
 def main() -> None:
-    """Print the rooms."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    content = report()
-    if parser.parse_args().json:
-        print(json.dumps(content, indent=1))
-        return
+    """Print the rooms, their sums and what is wrong with their imports."""
     counts = line_counts()
     for room in ROOMS:
         print(f"{room:28} {counts[room]:6} lines")
     ceilings = json.loads(CEILINGS.read_text(encoding="utf-8"))
     for name, lines in sums().items():
         print(f"{name:28} {lines:6} of {ceilings[name]:6} lines")
-    for each in content["upward"]:
-        print(f"upward: {each}")
-    print(f"circle: {' -> '.join(content['circle']) or 'none'}")
+    for module in MODULES:
+        for each in upward(module, imports(module)):
+            print(f"upward: {each}")
+    print(f"circle: {' -> '.join(cycle(import_graph())) or 'none'}")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import re
@@ -75,24 +74,6 @@ def test_the_kernels_folder_does_not_shadow_a_package_of_that_name(tmp_path: Pat
         f"import sys; assert sys.path[0] in ('', {str(ROOT)!r}); import kernels; print(kernels.WHO)"
     )
     assert run_python("-c", code, PYTHONPATH=str(tmp_path)) == "the installed one"
-
-
-@pytest.mark.slow
-def test_transformers_imports_at_the_root() -> None:
-    code = "from transformers import LlamaForCausalLM; print(LlamaForCausalLM.__name__)"
-    assert run_python("-c", code).splitlines()[-1] == "LlamaForCausalLM"
-
-
-def test_at_the_root_a_package_of_that_name_is_the_installed_one() -> None:
-    """transformers looks for it in the same way, and can't be imported with another one."""
-    code = "import importlib.util as u; spec = u.find_spec('kernels'); print(spec and spec.origin)"
-    origin = run_python("-c", code)
-    try:
-        installed = importlib.metadata.distribution("kernels").locate_file("kernels/__init__.py")
-    except importlib.metadata.PackageNotFoundError:
-        assert origin == "None"
-    else:
-        assert Path(origin) == Path(str(installed))
 
 
 def test_every_direct_dependency_has_a_pin_that_it_allows() -> None:

@@ -70,18 +70,6 @@ def test_a_job_has_a_limit_and_pinned_actions() -> None:
         assert used and all(re.fullmatch(r"actions/[\w-]+@v\d+", action) for action in used)
 
 
-def test_forms_for_issues_have_what_github_asks_for() -> None:
-    forms = [load(path) for path in (GITHUB / "ISSUE_TEMPLATE").glob("*.yml")]
-    forms = [form for form in forms if "contact_links" not in form]
-    assert forms
-    for form in forms:
-        assert form["name"] and form["description"]
-        fields = [part for part in form["body"] if part["type"] != "markdown"]
-        assert len({part["id"] for part in fields}) == len(fields)
-        assert all(part["attributes"]["label"] for part in fields)
-    assert "hf-kvret selftest --report" in str(forms)
-
-
 def test_hooks_are_lines_of_the_check() -> None:
     """Where .ci/check passes the whole tree, a hook passes files."""
     check = (ROOT / ".ci" / "check").read_text(encoding="utf-8")

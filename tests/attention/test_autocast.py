@@ -40,10 +40,8 @@ def logits(model: PreTrainedModel, cache: Cache, autocast: bool) -> torch.Tensor
     ("name", "dtype", "make"),
     [
         ("llama", torch.bfloat16, flat),
-        ("deepseek_v3", torch.bfloat16, flat),
         ("deepseek_v3", torch.float32, flat),
-        ("deepseek_v3", torch.float32, latent),
-        ("glm4_moe_lite", torch.bfloat16, latent),
+        ("deepseek_v3", torch.bfloat16, latent),
     ],
 )
 def test_the_error_is_no_larger_than_the_models_own(
@@ -77,34 +75,8 @@ def test_keys_and_values_of_two_dtypes_are_refused_at_once() -> None:
     assert torch.equal(logits(model, cache, autocast=False), expected)
 
 
-@torch.no_grad()
-def test_queries_of_another_dtype_than_rows_are_refused_at_once() -> None:
-    model = LATENT_MODELS["deepseek_v3"].build()
-    attach(model)
-    cache = latent(model.config)
-    projection = model.model.layers[0].self_attn.q_b_proj
-    hook = projection.register_forward_hook(lambda module, args, out: out.double())
-    with pytest.raises(ValueError, match=r"queries are torch.float64, keys are torch.float32"):
-        model(prompt(1, 20), past_key_values=cache)
-    hook.remove()
-    assert cache.get_seq_length() == 0
-    assert torch.equal(
-        logits(model, cache, autocast=False), logits(model, latent(model.config), autocast=False)
-    )
-
-
-@pytest.mark.parametrize(
-    ("dtypes", "message"),
-    [
-        ((torch.bfloat16, torch.float32), "latents are torch.bfloat16, rotated keys are torch.flo"),
-        ((torch.float64, torch.float32), "latents are torch.float64.*model.to"),
-        ((torch.int8, torch.int8), "latents are torch.int8"),
-    ],
-)
-def test_latents_and_rotated_keys_of_two_dtypes_are_not_put_together(
-    dtypes: tuple[torch.dtype, torch.dtype], message: str
-) -> None:
+def test_latents_and_rotated_keys_of_two_dtypes_are_not_put_together() -> None:
     cache = latent(LATENT_MODELS["deepseek_v3"].config())
-    latents, keys = torch.zeros(1, 1, 3, 16, dtype=dtypes[0]), torch.zeros(1, 1, 3, 8).to(dtypes[1])
-    with pytest.raises(ValueError, match=message):
+    latents, keys = torch.zeros(1, 1, 3, 16).bfloat16(), torch.zeros(1, 1, 3, 8)
+    with pytest.raises(ValueError, match=r"latents are torch\.bfloat16, rotated keys"):
         cache.update(latents, keys, 0)

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from transformers import (
     DynamicCache,
-    LlamaConfig,
     PreTrainedModel,
     Qwen2VLForConditionalGeneration,
 )
@@ -21,8 +20,6 @@ from hf_kvret import FlatKVCache, ParisKVCache, attach
 from hf_kvret.attention.attention import retrieval_attention
 from hf_kvret.attention.masks import base_mask, retrieval_mask
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
-
-from ..saved.saved_files import read_saved, write_saved
 
 SMALL: dict[str, Any] = {**COVERING_OPTIONS, "top_k": 1.0}
 RUN = {"max_new_tokens": 3, "do_sample": False}
@@ -118,14 +115,10 @@ def _copy_inputs_of_later_layers(model: PreTrainedModel) -> None:
         layer.register_forward_pre_hook(hook, with_kwargs=True)
 
 
-@pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("ours", [True, False], ids=["retrieval", "dynamic"])
-def test_a_device_map_copies_masks_and_changes_nothing(
-    llama: PreTrainedModel, ours: bool, padded: bool
-) -> None:
+def test_a_device_map_copies_masks_and_changes_nothing(llama: PreTrainedModel, ours: bool) -> None:
     ids, mask = _ids(2, 60), torch.ones(2, 60, dtype=torch.long)
-    if padded:
-        mask[0, :13] = 0
+    mask[0, :13] = 0
     expected = llama.generate(ids, attention_mask=mask, **GREEDY)
     attach(llama)
     _copy_inputs_of_later_layers(llama)
@@ -150,14 +143,11 @@ def test_values_that_change_after_the_cache_are_refused(llama: PreTrainedModel) 
         retrieval_attention(module, torch.randn(1, 4, 9, 16), handle, value * 2, None)
 
 
-@pytest.mark.parametrize("cls", [FlatKVCache, ParisKVCache])
-def test_a_cache_filled_in_inference_mode_goes_on_outside(
-    llama: PreTrainedModel, cls: type[hf_kvret.RetrievalCache]
-) -> None:
+def test_a_cache_filled_in_inference_mode_goes_on_outside(llama: PreTrainedModel) -> None:
     ids = _ids(1, 60)
     expected = llama.generate(ids, **GREEDY)
     attach(llama)
-    cache = cls(llama.config, **COVERING_OPTIONS)
+    cache = ParisKVCache(llama.config, **COVERING_OPTIONS)
     with torch.inference_mode():
         llama(ids[:, :-2], past_key_values=cache)
     assert torch.equal(llama.generate(ids, past_key_values=cache, **GREEDY), expected)
@@ -183,24 +173,6 @@ def test_float64_is_refused_with_the_way_out(llama: PreTrainedModel) -> None:
     key = torch.randn(1, 2, 3, 16, dtype=torch.float64)
     with pytest.raises(ValueError, match=r"float64.*model\.to\(torch\.float32\)"):
         cache.update(key, key, 0)
-
-
-def test_models_whose_cache_is_not_what_they_attend_to_are_refused() -> None:
-    split = LlamaConfig(num_hidden_layers=2)
-    split.model_type = "diffllama"
-    with pytest.raises(ValueError, match="splits its values after the cache"):
-        FlatKVCache(split)
-
-
-def test_a_saved_cache_that_lost_a_layer_is_refused(llama: PreTrainedModel, tmp_path: Any) -> None:
-    cache = FlatKVCache(llama.config, **COVERING_OPTIONS)
-    llama.generate(_ids(1, 60), past_key_values=cache, **GREEDY)
-    cache.save_pretrained(tmp_path)
-    description, tensors = read_saved(tmp_path)
-    kept = {name: value for name, value in tensors.items() if not name.startswith("layers.1.")}
-    write_saved(tmp_path, description, kept)
-    with pytest.raises(ValueError, match="hold different numbers of tokens"):
-        FlatKVCache.from_pretrained(tmp_path, llama.config)
 
 
 def test_chunked_prefill_leaves_a_window_of_working_size() -> None:

@@ -23,7 +23,6 @@ from hf_kvret import (
     ParisKVCache,
     RetrievalCache,
 )
-from hf_kvret.artifacts.identity import ModelIdentity
 from hf_kvret.lab.calibrate.tiny import tiny_artifact
 from hf_kvret.models.compatibility import (
     AttentionShape,
@@ -32,7 +31,6 @@ from hf_kvret.models.compatibility import (
     model_shape,
     retrieval_shapes,
 )
-from hf_kvret.saved.identity import model_facts
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
 from hf_kvret.testing.models import GEMMA4
 from hf_kvret.testing.scenario import prompt, ragged
@@ -93,18 +91,6 @@ def test_a_saved_cache_knows_heads_by_layer(tmp_path: Path) -> None:
         FlatKVCache.from_pretrained(tmp_path, gemma4(global_head_dim=64))
     with pytest.raises(ValueError, match=r"\[2, 1, 1\] KV heads, this model has 2"):
         FlatKVCache.from_pretrained(tmp_path, gemma4(num_global_key_value_heads=2))
-
-
-def test_an_artifact_knows_heads_by_layer() -> None:
-    facts = model_facts(gemma4())
-    assert facts["head_dim"] == [16, 32, 32] and facts["num_key_value_heads"] == [2, 1, 1]
-    assert model_facts(MODELS["llama"].config())["num_key_value_heads"] == 2
-    identity = ModelIdentity("gemma", facts)
-    assert ModelIdentity.from_json(identity.as_json()).difference(gemma4()) == ""
-    words = identity.difference(gemma4(global_head_dim=64))
-    assert words == "made for head_dim[1]=32, this model has 64"
-    words = identity.difference(gemma4(attention_k_eq_v=False))
-    assert words == "made for [2, 1, 1] KV heads, this model has 2"
 
 
 def test_gemma4_that_attends_to_both_sides_is_refused() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,11 +14,8 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
-from hf_kvret.attention import masks
 from hf_kvret.attention.base import record_base
 from hf_kvret.attention.masks import (
-    MaskLayout,
-    base_layout,
     base_mask,
     mask_info,
     retrieval_mask,
@@ -86,17 +83,14 @@ def _padding_of(carrier: torch.Tensor) -> torch.Tensor:
 
 def test_a_carrier_takes_no_memory_of_its_own() -> None:
     padding = _padding(12)
-    with_padding = retrieval_mask(**_arguments(1, 12, padding))
-    assert with_padding.data_ptr() == padding.data_ptr() and with_padding is not padding
+    assert retrieval_mask(**_arguments(1, 12, padding)).data_ptr() == padding.data_ptr()
     without = retrieval_mask(**_arguments(1, 12, None))
     assert without.shape == (2, 12) and without.untyped_storage().nbytes() == 1
-    assert _padding_of(without).all()
 
 
-@pytest.mark.parametrize("length", [10, 12, 15])
-def test_the_carrier_survives_contiguous_and_a_second_call(length: int) -> None:
+def test_the_carrier_survives_contiguous_and_a_second_call() -> None:
     """What ``generate`` does to masks for a static cache, longer than the mask given."""
-    for padding in (None, _padding(length)):
+    for padding in (None, _padding(10), _padding(15)):
         carrier = retrieval_mask(**_arguments(4, 12, padding))
         copy = carrier.contiguous()
         assert mask_info(copy) is mask_info(carrier) is not None
@@ -110,10 +104,7 @@ def test_the_carrier_survives_contiguous_and_a_second_call(length: int) -> None:
     [
         torch.Tensor.clone,
         torch.Tensor.detach,
-        torch.Tensor.contiguous,
-        lambda mask: mask.to("cpu"),
         lambda mask: mask.to(torch.int64),
-        lambda mask: mask.data,
     ],
 )
 def test_a_copy_remembers(copy: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -125,43 +116,24 @@ def test_a_copy_remembers(copy: Callable[[torch.Tensor], torch.Tensor]) -> None:
     ("compute", "operation"),
     [
         (lambda mask: mask & torch.ones(2, 12, dtype=torch.bool), "__and__"),
-        (lambda mask: torch.ones(2, 12, dtype=torch.bool) & mask, "__and__"),
-        (lambda mask: mask | mask, "__or__"),
         (lambda mask: ~mask, "__invert__"),
-        (lambda mask: mask == 0, "__eq__"),
         (lambda mask: mask[:, None, None], "__getitem__"),
-        (lambda mask: mask[:, :4], "__getitem__"),
         (lambda mask: torch.where(mask, 0.0, 1.0), "where"),
-        (lambda mask: torch.zeros(2, 12).masked_fill(mask, 1.0), "masked_fill"),
         (lambda mask: torch.zeros(2, 12) + mask, "add"),
-        (lambda mask: mask.all(), "all"),
         (bool, "__bool__"),
-        (lambda mask: mask.sum(-1), "sum"),
-        (lambda mask: mask.unsqueeze(1), "unsqueeze"),
         (lambda mask: mask.expand(2, 12), "expand"),
-        (lambda mask: mask.view(-1), "view"),
         (lambda mask: mask.T, "T"),
         (lambda mask: torch.cat([mask, mask]), "cat"),
-        (lambda mask: mask.fill_(True), "fill_"),
         (lambda mask: mask.__setitem__((0, 0), False), "__setitem__"),
-        (torch.zeros_like, "zeros_like"),
     ],
 )
-def test_whoever_computes_with_a_carrier_is_told(
+def test_computing_with_a_carrier_is_refused(
     compute: Callable[[torch.Tensor], object], operation: str
 ) -> None:
     """A model that makes a mask of its own of it would be wrong in silence (MiniMax-M3)."""
     carrier = retrieval_mask(**_arguments(12, 12, _padding(12)))
     with pytest.raises(ValueError, match=rf"attention mask \({operation}\).*restore\(model\)"):
         compute(carrier)
-
-
-def test_form_can_be_asked_for() -> None:
-    carrier = retrieval_mask(**_arguments(12, 12, None))
-    assert carrier.shape == carrier.size() == (2, 12) and len(carrier) == 2 and carrier.ndim == 2
-    assert carrier.dim() == 2 and carrier.numel() == 24
-    assert carrier.dtype == torch.bool and carrier.device == CPU and not carrier.is_cuda
-    assert not carrier.requires_grad and isinstance(repr(carrier), str)
 
 
 def test_one_padding_carries_the_masks_of_several_kinds_of_layer() -> None:
@@ -192,7 +164,7 @@ def test_a_mask_of_another_length_is_refused(columns: int) -> None:
         token_validity(carrier, 1, 12, CPU)
 
 
-def test_somebody_elses_mask_is_refused_by_a_layer_and_passed_to_the_base() -> None:
+def test_a_foreign_mask_is_refused_by_a_layer_and_passed_to_the_base() -> None:
     foreign = torch.zeros(2, 1, 3, 12)
     assert base_mask(foreign, "sdpa", CPU) is foreign
     with pytest.raises(ValueError, match=r"shape \(2, 1, 3, 12\).* custom 4D masks are not"):
@@ -239,7 +211,7 @@ def test_one_query_sees_what_any_mask_shows_it() -> None:
     assert seen is not None and seen.tolist() == expected
 
 
-def test_what_a_query_sees_is_a_mask_also_where_sdpa_needs_none() -> None:
+def test_the_tokens_a_query_sees_are_a_mask_also_where_sdpa_needs_none() -> None:
     seen = retrieval_mask(**_arguments(6, 6, None, mask_function=causal_mask_function))[:, 0]
     assert torch.equal(seen, torch.ones(2, 6, 6, dtype=torch.bool).tril())
 
@@ -278,7 +250,7 @@ def _configs(base: str) -> tuple[PreTrainedConfig, PreTrainedConfig]:
 
 def _token_mask(kind: str) -> torch.Tensor | None:
     padding = torch.ones(BATCH, TOTAL, dtype=torch.int64)
-    padding[1, :8] = 0 if kind == "padded" else 1
+    padding[1, :8] = 0
     return None if kind == "none" else padding
 
 
@@ -307,7 +279,7 @@ def _possible(case: dict[str, Any]) -> bool:
 @pytest.mark.factor("outer", CAUSAL)
 @pytest.mark.factor("inner", list(FUNCTIONS))
 @pytest.mark.factor("change", list(CHANGES))
-@pytest.mark.factor("padding", ["none", "ones", "padded"])
+@pytest.mark.factor("padding", ["none", "padded"])
 @pytest.mark.factor("new", [1, 3, TOTAL])
 @pytest.mark.allowed(when=_possible)
 def test_a_mask_made_twice_is_that_of_the_base(
@@ -333,38 +305,6 @@ def test_a_mask_made_twice_is_that_of_the_base(
         assert torch.equal(found, expected)
 
 
-@pytest.fixture
-def built_masks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Names of mask functions that were called with another function than the one that stops."""
-    names: list[str] = []
-
-    def watched(name: str, make: Callable) -> Callable:
-        def function(*args: Any, **kwargs: Any) -> Any:
-            if kwargs["mask_function"] is not masks._stop:
-                names.append(name)
-            return make(*args, **kwargs)
-
-        return function
-
-    mapping = dict(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping)
-    for name in BASES:
-        monkeypatch.setitem(mapping, name, watched(name, mapping[name]))
-    monkeypatch.setattr(type(ALL_MASK_ATTENTION_FUNCTIONS), "_global_mapping", mapping)
-    yield names
-
-
-@pytest.mark.parametrize("base", BASES)
-@pytest.mark.parametrize("padding", ["none", "padded"])
-def test_no_mask_is_built_to_learn_its_form(
-    base: str, padding: str, built_masks: list[str]
-) -> None:
-    carrier = _make("causal", _configs(base)[1], _token_mask(padding), TOTAL)
-    assert carrier.ndim == (4 if base == "eager" or (base, padding) == ("sdpa", "padded") else 2)
-    assert not built_masks
-    base_mask(carrier, base, CPU)
-    assert built_masks == [base], "the watch sees a mask that is built"
-
-
 def test_padding_is_not_looked_at_where_nobody_asks_for_the_form(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -378,15 +318,3 @@ def test_padding_is_not_looked_at_where_nobody_asks_for_the_form(
     assert base_mask(carrier, "sdpa", CPU) is not None
     with pytest.raises(AssertionError, match="the form was asked for"):
         _ = carrier.shape
-
-
-def test_a_base_without_masks_has_none() -> None:
-    _, ours = _configs("an attention that makes no masks")
-    arguments = {"config": ours, "batch_size": 2, "q_length": 3, "kv_length": 9}
-    assert base_layout(arguments) == MaskLayout()
-
-
-def test_a_block_mask_is_finished() -> None:
-    _, ours = _configs("flex_attention")
-    arguments = {"config": ours, "batch_size": 2, "q_length": 3, "kv_length": 9}
-    assert base_layout(arguments).shape == (2, 1, 3, 9)

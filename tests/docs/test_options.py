@@ -45,19 +45,3 @@ def test_a_part_takes_its_place_and_a_page_without_one_is_refused() -> None:
     assert page.index("one") < page.index("Text.") < page.index("two")
     with pytest.raises(ValueError, match="0 places for 1 tables"):
         options.written("# Title\n", ["one"])
-
-
-def test_check_names_stale_pages_and_writes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    page = tmp_path / "docs" / "page.md"
-    page.parent.mkdir()
-    page.write_text(f"{options.BEGIN}\nold\n{options.END}\n")
-    monkeypatch.setattr(options, "DOCS", page.parent)
-    monkeypatch.setattr(options, "parts", lambda: {page: ["new"]})
-    assert options.main(["--check"]) == 1
-    assert "docs/page.md is stale" in capsys.readouterr().out
-    assert "old" in page.read_text()
-    assert options.main([]) == 0
-    assert options.main(["--check"]) == 0
-    assert "new" in page.read_text()

@@ -164,16 +164,13 @@ def test_the_code_of_a_page_runs(page: Path, namespace: dict[str, Any]) -> None:
     assert ran or page in marked_alone, "every block is marked as not run"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name)
-def test_blocks_that_do_not_run_are_python_with_names_that_are_there(page: Path) -> None:
-    for block in blocks(page):
-        if block.language == "python" and not block.runs:
-            assert not unknown_names(block.text), f"the block at line {block.line}"
-
-
-def test_a_name_that_is_not_there_is_noticed() -> None:
+def test_blocks_that_do_not_run_are_python_with_names_that_are_there() -> None:
     code = "from hf_kvret.testing import MODELS, NONE\nhf_kvret.attach(m)\nhf_kvret.Nothing()"
     assert unknown_names(code) == ["hf_kvret.testing.NONE", "hf_kvret.Nothing"]
+    for page in PAGES:
+        for block in blocks(page):
+            if block.language == "python" and not block.runs:
+                assert not unknown_names(block.text), f"{name(page)}, line {block.line}"
 
 
 def test_the_first_steps_get_their_answers(namespace: dict[str, Any]) -> None:
@@ -210,7 +207,7 @@ def test_concepts_name_the_counts_and_bytes_of_the_code(
     assert names == counted | members
 
 
-def test_nobody_is_sent_to_pypi_where_the_package_is_not() -> None:
+def test_no_page_installs_the_package_from_pypi() -> None:
     """The checkout is installed: ``pip install -c constraints.txt ".[eval]"``."""
     folders = ("hf_kvret", "kernels", "model_patches", "tests", "examples", "docs")
     files = [file for folder in folders for file in (ROOT / folder).rglob("*.*")]
@@ -221,34 +218,6 @@ def test_nobody_is_sent_to_pypi_where_the_package_is_not() -> None:
         if file.suffix in (".md", ".py") and wrong.search(file.read_text(encoding="utf-8"))
     ]
     assert not sent
-
-
-PLACEHOLDER = re.compile(
-    r"^[A-Z][A-Z_]{2,}$"  # a word in capitals alone on a line
-    r"|\b(?:TODO|TBD|FIXME|XXX|PLACEHOLDER)\b(?! without)"
-    r"|(?<=\|) *(?:[A-Z?]|TK|N/N) *(?=\|)",  # a capital alone in a cell
-    flags=re.MULTILINE,
-)
-
-
-def placeholders(text: str) -> list[str]:
-    """Placeholders that wait for text; the first row of a table may have letters alone."""
-    body = re.sub(r"^\|.*\n(?=\|[-:| ]+\|$)", "", text, flags=re.MULTILINE)
-    return [one[0].strip() for one in PLACEHOLDER.finditer(body)]
-
-
-@pytest.mark.parametrize(
-    "page", [*PAGES, *(ROOT / f"{one}.md" for one in ("CHANGELOG", "CONTRIBUTING"))], ids=name
-)
-def test_no_page_has_a_placeholder(page: Path) -> None:
-    assert not placeholders(prose(page))
-
-
-def test_placeholders_are_noticed() -> None:
-    table_of = "| W | L |\n|---|---|\n| {} | 1 |\n"
-    assert placeholders("Text.\nEXTRAS\n\n" + table_of.format("S")) == ["EXTRAS", "S"]
-    assert placeholders("It takes TBD seconds.") == ["TBD"]
-    assert placeholders("H2O is a README word.\n" + table_of.format("no")) == []
 
 
 def test_the_commands_of_the_pages_exist(capsys: pytest.CaptureFixture[str]) -> None:
@@ -267,7 +236,6 @@ def test_the_commands_of_the_pages_exist(capsys: pytest.CaptureFixture[str]) -> 
             assert known, f"{name(page)}: {script}"
 
 
-LINKING = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 LINK = re.compile(r"(?<!`)\[[^\]]*\]\(([^)\s]+)\)")
 
 
@@ -278,16 +246,20 @@ def anchors(page: Path) -> set[str]:
     return {title.strip().replace(" ", "-") for title in kept}
 
 
-@pytest.mark.parametrize("page", LINKING, ids=name)
-def test_links_lead_somewhere(page: Path) -> None:
+def goals(page: Path) -> dict[str, Path]:
+    """The files that a page links to, by what stands in the link."""
+    targets = (one for one in LINK.findall(prose(page)) if not re.match(r"https?://", one))
+    files = ((one, one.partition("#")[0]) for one in targets)
+    return {target: (page.parent / file).resolve() if file else page for target, file in files}
+
+
+def test_links_lead_somewhere() -> None:
     broken = []
-    for target in LINK.findall(prose(page)):
-        if re.match(r"https?://", target):
-            continue
-        path, _, anchor = target.partition("#")
-        goal = (page.parent / path).resolve() if path else page
-        if not goal.exists() or (anchor and anchor not in anchors(goal)):
-            broken.append(target)
+    for page in (*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"):
+        for target, goal in goals(page).items():
+            anchor = target.partition("#")[2]
+            if not goal.exists() or (anchor and anchor not in anchors(goal)):
+                broken.append(f"{name(page)}: {target}")
     assert not broken
 
 
@@ -295,12 +267,9 @@ def test_every_page_can_be_reached_from_the_readme() -> None:
     seen, stack = set(), [README]
     while stack:
         page = stack.pop()
-        if page in seen or page.suffix != ".md" or not page.exists():
-            continue
-        seen.add(page)
-        for target in LINK.findall(prose(page)):
-            if not target.startswith("http") and target.partition("#")[0]:
-                stack.append((page.parent / target.partition("#")[0]).resolve())
+        if page not in seen and page.suffix == ".md":
+            seen.add(page)
+            stack += goals(page).values()
     assert not set(PAGES) - seen
 
 
@@ -330,16 +299,11 @@ def test_the_schedule_of_paris_is_that_of_the_code() -> None:
     assert numbers == [number for row in SCHEDULES["paper"] for number in row[1:]]
 
 
-def test_every_method_has_a_page_and_every_page_a_method() -> None:
-    assert {page.stem for page in (DOCS / "methods").glob("*.md")} == set(
-        hf_kvret.registered_methods()
-    )
-
-
-def test_a_page_tells_which_methods_are_here() -> None:
+def test_every_method_has_a_page_and_a_row_in_choose() -> None:
+    methods = sorted(hf_kvret.registered_methods())
+    assert sorted(page.stem for page in (DOCS / "methods").glob("*.md")) == methods
     rows = table(DOCS / "choose.md", "method", "finds tokens by")
-    methods = [re.sub(r"\(.*|\W", "", cells[0]) for cells in rows]
-    assert sorted(methods) == sorted(hf_kvret.registered_methods())
+    assert sorted(re.sub(r"\(.*|\W", "", cells[0]) for cells in rows) == methods
 
 
 def test_the_list_of_models_is_that_of_the_conformance_suite() -> None:
@@ -427,14 +391,11 @@ def promises() -> list[tuple[str, str]]:
     return [(row[0], row[1]) for row in rows if row != ("promise", "test")]
 
 
-@pytest.mark.parametrize(("promise", "test"), promises())
-def test_a_promise_is_held_by_a_test(promise: str, test: str) -> None:
-    match = re.fullmatch(r"`(tests/[\w/]+\.py)::(test_\w+)`", test)
-    assert match, f"{promise!r} names {test!r} instead of one test"
-    path, name = match.groups()
-    tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
-    assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
-
-
-def test_there_are_promises() -> None:
+def test_every_promise_is_held_by_a_test() -> None:
     assert len(promises()) > 20
+    for promise, test in promises():
+        match = re.fullmatch(r"`(tests/[\w/]+\.py)::(test_\w+)`", test)
+        assert match, f"{promise!r} names {test!r} instead of one test"
+        path, name = match.groups()
+        text = (ROOT / path).read_text(encoding="utf-8")
+        assert f"\ndef {name}(" in text, f"{promise!r} names {test!r}, which is not there"

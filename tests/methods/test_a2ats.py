@@ -155,24 +155,6 @@ def test_a_union_holds_the_best_of_each_query_head_and_nothing_else(
         assert len(slots) <= each * serving
 
 
-@pytest.mark.parametrize("softcap", [None, 1.5])
-@pytest.mark.parametrize("turn", [YARN, PARTIAL_YARN, INTERLEAVED], ids=str)
-def test_the_table_holds_the_scores_that_attention_would_give(
-    turn: Turn, softcap: float | None, write: Callable[..., Book]
-) -> None:
-    """Not only their order: the softmaxes of a group are compared."""
-    book, prompt = write(turn), _prompt(turn)
-    index = filled(book.index(), prompt)
-    query, positions = normal(5, 2, HEADS * GROUP, 2, DIM), torch.tensor([[9, 70], [8, 150]])
-    learned = index._on(torch.device("cpu"))
-    table = learned.table(turn(query, positions).float(), positions, SCALE, softcap)
-    codes = _nearest(book, prompt.keys).repeat_interleave(GROUP, 1)[:, :, None]
-    result = table.gather(3, codes.expand(-1, -1, 2, -1))
-    expected = _scores(book, prompt, query, softcap).float()
-    # The inverse of the metric, with numbers up to some hundreds, is in fp32.
-    torch.testing.assert_close(result, expected, rtol=2e-4, atol=2e-4)
-
-
 def test_an_unrotated_space_takes_queries_and_keys_as_they_are(write: Callable[..., Book]) -> None:
     book, prompt = write(YARN, space="rotated"), _prompt(YARN)
     index = book.index()
@@ -189,29 +171,12 @@ def test_an_unrotated_space_takes_queries_and_keys_as_they_are(write: Callable[.
         torch.testing.assert_close(result, weights[b, h, q].topk(20).values, rtol=1e-4, atol=0)
 
 
-def test_a_layer_without_rope_needs_no_positions_and_others_say_so(
-    write: Callable[..., Book],
-) -> None:
-    queries, keys = _prompt().seen
-    index = write(NO_ROPE).index()
-    index.on_forward(queries, keys, 0, None, None)
-    ids = index.search(
-        queries[:, :, -1:], cold_tokens(torch.ones(2, 150, dtype=torch.bool), SCALE, 5)
-    )
-    assert (ids >= 0).all()
-    index = write().index()
-    with pytest.raises(ValueError, match=r"positions of tokens.*pass position_ids"):
-        index.on_forward(queries, keys, 0, None, None)
-    assert index.state_dict() == {}
-
-
-@pytest.mark.parametrize("cuts", [(100,), (1, 2, 3), (64, 65, 149)], ids=str)
 def test_a_prompt_in_chunks_has_the_codes_of_a_whole_one(
-    cuts: tuple[int, ...], write: Callable[..., Book], monkeypatch: pytest.MonkeyPatch
+    write: Callable[..., Book], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     book, prompt = write(), _prompt()
     whole = filled(book.index(), prompt).state_dict()["codes"]
-    chunks = filled(book.index(), prompt, cuts)
+    chunks = filled(book.index(), prompt, (1, 64, 65))
     assert torch.equal(chunks.state_dict()["codes"], whole)
     assert chunks.cost(100, 10).nbytes == filled(book.index(), prompt).cost(100, 10).nbytes
     # Long prompts are encoded in chunks too.
@@ -233,14 +198,6 @@ def test_codebook_and_metric_are_shared_and_cold_codes_alone_are_read(
         index.crop(left)
         assert index.cost(left, 10) == SearchCost(0, 2 * 2 * HEADS * left + learned)
     assert book.index().nbytes() == book.index().shared_nbytes() == 0
-
-
-def test_an_index_that_saw_too_little_says_so(write: Callable[..., Book]) -> None:
-    index = filled(write().index(), _prompt())
-    with pytest.raises(RuntimeError, match="only 150 of 151 tokens were seen"):
-        index.search(
-            _prompt().queries[:, :, :1], cold_tokens(torch.ones(2, 151, dtype=torch.bool), SCALE, 1)
-        )
 
 
 def test_recall_is_far_above_chance_and_rises_with_the_codewords(tmp_path: Path) -> None:
@@ -276,7 +233,7 @@ def test_recall_is_far_above_chance_and_rises_with_the_codewords(tmp_path: Path)
         return measure_recall(query, ids, exact).overlap
 
     # With few codewords one seed's recall is chance in part.
-    recalls = [fmean(recall(words, seed) for seed in range(8)) for words in (4, 12, 64)]
+    recalls = [fmean(recall(words, seed) for seed in range(3)) for words in (4, 12, 64)]
     chance = budget / count
     assert recalls[0] > 1.5 * chance and recalls[2] > 8 * chance
     assert recalls[1] > recalls[0] + 0.1 and recalls[2] > recalls[1] + 0.1

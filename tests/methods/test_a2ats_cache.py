@@ -23,6 +23,7 @@ from ..conformance.cases import TELLING_MODES
 
 SMALL: dict[str, Any] = {**COVERING_OPTIONS, "top_k": 6}
 ArtifactOf = Callable[..., str]
+SLOW = pytest.mark.slow
 
 
 @pytest.fixture(scope="session")
@@ -105,14 +106,15 @@ class _CheckedCache(A2ATSCache):
         return _CheckedIndex(options, layer)
 
 
-@pytest.mark.factor("budget_of", ["head", "union"])
-@pytest.mark.factor("mode", TELLING_MODES)
-@pytest.mark.factor("name", ["gemma2", "gpt_oss", "qwen2_vl"])
+@pytest.mark.parametrize("mode", TELLING_MODES)
+@pytest.mark.parametrize(
+    "name", ["gpt_oss", *(pytest.param(each, marks=SLOW) for each in ("gemma2", "qwen2_vl"))]
+)
 def test_codes_are_of_their_tokens_in_every_mode_of_use(
-    name: str, mode: str, budget_of: str, artifact_of: ArtifactOf
+    name: str, mode: str, artifact_of: ArtifactOf
 ) -> None:
     artifact = artifact_of(name, "rotated" if name == "qwen2_vl" else "windowed")
-    options = {**COVERING_OPTIONS, "artifact": artifact, "budget_of": budget_of}
+    options = {**COVERING_OPTIONS, "artifact": artifact}
     _CheckedIndex.checked.clear()
     result = run_case(Case(name, mode), lambda model: _CheckedCache(config=model.config, **options))
     if result.status == "skipped":
@@ -121,7 +123,8 @@ def test_codes_are_of_their_tokens_in_every_mode_of_use(
     assert sum(_CheckedIndex.checked) > 100
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "qwen2_vl"])
+# Rows with RoPE, without it, with learned positions, interleaved, partial, of YaRN.
+@pytest.mark.parametrize("name", ["llama", "smollm3", "gpt2", "cohere", "gpt_neox", "gpt_oss"])
 def test_codes_don_t_depend_on_padding_or_on_where_positions_begin(
     name: str, artifact_of: ArtifactOf
 ) -> None:
@@ -138,32 +141,6 @@ def test_codes_don_t_depend_on_padding_or_on_where_positions_begin(
     moved = _cache(model, artifact_of(name))
     _read(model, moved, ids[1:, 19:], position_ids=torch.arange(300, 341)[None])
     assert _same(_codes(moved), _codes(expected)) > 0.99
-
-
-def test_codes_of_rotated_keys_do_depend_on_positions(
-    llama: PreTrainedModel, artifact_of: ArtifactOf
-) -> None:
-    """Figure 1, and a proof that the test above can fail."""
-    caches = [_cache(llama, artifact_of("llama", "rotated")) for _ in range(2)]
-    for cache, start in zip(caches, (0, 300), strict=True):
-        _read(llama, cache, prompt(1, 41), position_ids=torch.arange(start, start + 41)[None])
-    assert _same(_codes(caches[0]), _codes(caches[1])) < 0.9
-
-
-@pytest.mark.parametrize("drop", [3, 55, 70])
-def test_a_crop_leaves_what_a_cache_of_the_rest_would_hold(
-    drop: int, llama: PreTrainedModel, artifact_of: ArtifactOf
-) -> None:
-    ids, more = prompt(2, 70), prompt(2, 30, salt=1)
-    cropped, expected = (_cache(llama, artifact_of("llama")) for _ in range(2))
-    _read(llama, cropped, ids)
-    cropped.crop(-drop)
-    if drop < 70:
-        _read(llama, expected, ids[:, :-drop])
-        assert _same(_codes(cropped), _codes(expected)) > 0.99
-    for cache in (cropped, expected):
-        _read(llama, cache, more)
-    assert _same(_codes(cropped), _codes(expected)) > 0.99
 
 
 def test_without_positions_nothing_is_taken_in(

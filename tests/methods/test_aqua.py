@@ -126,14 +126,6 @@ def test_a_saved_store_is_the_same_and_goes_on(kind: dict[str, Any]) -> None:
         assert torch.equal(x, expected)
 
 
-def test_blocks_come_in_order() -> None:
-    store = _store()
-    with pytest.raises(ValueError, match="starts at slot 3, the store ends at 0"):
-        store.append(TokenBlock(*_tokens(2), 3))
-    store.append(TokenBlock(*_tokens(0), 0))
-    assert len(store) == 0 and store.nbytes() == 0
-
-
 def test_a_plain_store_is_the_codec_over_all_heads_of_a_token() -> None:
     store = _store(bits=2)
     for x, expected in zip(_fill(store, 50), _read(store), strict=True):

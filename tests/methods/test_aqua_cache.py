@@ -131,7 +131,7 @@ TELLING = ("greedy_ragged", "beams_ragged", "prompt_lookup", "crop_deep", "prefi
 @pytest.mark.parametrize(
     "mode", [pytest.param(m, marks=() if m in TELLING else pytest.mark.slow) for m in MODES]
 )
-def test_what_is_read_is_near_what_was_stored_in_every_mode_of_use(
+def test_rows_are_near_those_stored_in_every_mode_of_use(
     mode: str, model: PreTrainedModel, artifact: str
 ) -> None:
     """Wrong rows, positions or factors, and a reconstruction that is out of date, all show."""
@@ -173,8 +173,19 @@ def _cropped(model: PreTrainedModel, cache: AquaKVCache) -> None:
     decode(model, cache, prompt(1, 3, salt=4))
 
 
-@pytest.mark.parametrize("fill", [_padded, _chunks, _reordered, _cropped])
-@pytest.mark.parametrize("store", ["device", "host"])
+def test_rows_keep_their_positions_where_these_jump_and_a_crop_brings_tokens_back(
+    model: PreTrainedModel, artifact: str
+) -> None:
+    _ShadowStore.read.clear()
+    options = {**COVERING_OPTIONS, "artifact": artifact, "bits": 4}
+    _cropped(model, _ShadowCache(model.config, **options))
+    assert sum(_ShadowStore.read) > 800
+
+
+@pytest.mark.parametrize(
+    ("fill", "store"),
+    [(_padded, "device"), (_chunks, "host"), (_reordered, "device"), (_cropped, "host")],
+)
 def test_reconstructions_are_those_of_the_codes_decoded_layer_by_layer(
     fill: Callable[..., None], store: str, model: PreTrainedModel, artifact: str, tmp_path: Path
 ) -> None:

@@ -135,14 +135,6 @@ def test_the_newest_centroids_are_those_that_count() -> None:
     assert torch.equal(queries[:, :, -1, 0], _query(30)[:, :, 0])
 
 
-@pytest.mark.parametrize(("update", "expected"), [(0, 0), (1, 12), (5, 2)])
-def test_every_so_many_steps_a_query_joins(update: int, expected: int) -> None:
-    run = Run(_at_once(update=update))
-    for step in range(13):
-        run.ask(_query(10 + step))
-    assert int((run.centroids.slots > PROMPT).sum()) == 2 * expected
-
-
 def test_a_crop_takes_dropped_tokens_out_of_every_list() -> None:
     run = Run(_options())
     run.crop(300)
@@ -196,17 +188,6 @@ def test_padding_in_a_neighbours_question_pushes_no_centroid_out() -> None:
         run.see(question, question, valid)
         run.ready()
         assert int((run.centroids.slots[0] >= 0).sum()) == 25
-
-
-def test_of_drafts_every_eighth_query_joins() -> None:
-    for options in (_options(update=8), _at_once(update=8)):
-        run = Run(options.replace(questions=False))
-        for step in range(8):
-            run.ask(_query(10 + step, count=4))
-        run.cool(0.01 * _query(4, count=4))
-        run.ask(_query(3))
-        slots = run.centroids.slots[0]
-        assert slots[slots >= PROMPT].tolist() == [PROMPT + 8 * i + 7 for i in range(4)]
 
 
 def test_lists_that_became_short_for_the_budget_are_made_anew() -> None:

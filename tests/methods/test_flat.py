@@ -68,21 +68,6 @@ def test_a_scale_changes_which_head_decides() -> None:
     assert _index(keys).search(query, cold_tokens(valid, 10.0, 1)).item() == 1
 
 
-@pytest.mark.parametrize("scale", [1e-3, 1.0, 50.0])
-def test_no_scale_leaves_a_place_of_the_budget_empty(scale: float) -> None:
-    """Weights that underflow to 0 still have an order."""
-    keys, query, valid = _case()
-    ids = _index(keys).search(query * 20, cold_tokens(valid, scale, 5))
-    assert ((ids >= 0).sum(-1) == 5).all()
-
-
-def test_bf16_keys_are_scored_in_fp32() -> None:
-    keys, query, valid = _case()
-    keys, query = keys.bfloat16(), query.bfloat16()
-    ids = _index(keys).search(query, cold_tokens(valid, 0.25, 7))
-    assert slot_sets(ids) == _best(keys, query, valid, 7)
-
-
 def test_a_search_reads_all_keys() -> None:
     keys, _, _ = _case()
     assert _index(keys).cost(50, 5) == SearchCost(50, keys.nbytes)

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from hf_kvret.methods.lrqk import LRQKConfig, PaperLRQKIndex
-from hf_kvret.methods.lrqk.als import RandomSource
 
 from .codebooks import DIM, GROUP, HEADS
 from .index_runs import IndexRun, draw
@@ -41,11 +40,6 @@ def _pairs(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     slope = torch.logspace(0.3, -0.6, DIM)
     queries = normal(seed, BATCH, 2 * HEADS, count, DIM) * slope
     return queries, normal(seed + 1, BATCH, HEADS, count, DIM) * slope
-
-
-def _tokens(count: int, seed: int) -> list[torch.Tensor]:
-    """Queries and keys of two sequences."""
-    return [x[:BATCH] for x in draw(seed, count)]
 
 
 class Literal:
@@ -207,44 +201,6 @@ def test_tokens_that_a_deep_crop_brought_back_get_proxies_of_their_own(left: int
     assert torch.equal(rows[:, :, left], newest.bfloat16())
 
 
-def test_a_padded_row_selects_what_the_same_row_selects_without_padding(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The published code sets padding to zero scores, which may be the best there are."""
-    draws = normal(7, BATCH, HEADS * GROUP, PROMPT, RANK)
-    # A token has the same random start in both, though one has fewer tokens and sequences.
-    monkeypatch.setattr(
-        RandomSource, "normal", lambda self, shape: draws[-shape[0] :, :, -shape[2] :]
-    )
-    padding = 25
-    ragged = torch.ones(BATCH, PROMPT, dtype=torch.bool)
-    ragged[1, :padding] = False
-    padded, alone = _run(fit_recent=20), _run((1,), fit_recent=20)
-    queries, keys = _tokens(PROMPT, 0)
-    hidden = ~ragged[:, None, :, None]
-    padded.see(queries.masked_fill(hidden, 9.0), keys.masked_fill(hidden, 9.0), ragged)
-    padded.flush(PROMPT - RECENT)
-    alone.see(queries[1:, :, padding:], keys[1:, :, padding:])
-    alone.flush(PROMPT - RECENT - padding)
-    for number in range(8):
-        # The third pass is a short question, padded too.
-        count, gap = (3, 2) if number == 2 else (1, 0)
-        queries, keys = _tokens(count, 1000 + 10 * number)
-        mask = torch.ones(BATCH, count, dtype=torch.bool)
-        mask[1, :gap] = False
-        padded.see(queries, keys, mask)
-        alone.see(queries[1:, :, gap:], keys[1:, :, gap:])
-        for run in (padded, alone):
-            run.flush(number % 2)
-            run.ready()
-        result, expected = padded.search(queries)[1:, :, gap:], alone.search(queries[1:, :, gap:])
-        assert (result >= padding).all()
-        assert torch.equal(result.sort(-1).values - padding, expected.sort(-1).values)
-        if number == 3:  # from here on both have the same slots that are valid
-            assert padded.index._bases is not None and alone.index._bases is not None
-            _close(padded.index._bases.query[1:], alone.index._bases.query.double())
-
-
 def test_a_step_reads_proxies_bases_and_what_its_query_is_fitted_to() -> None:
     run = _prompted()
     assert run.index.cost(100, 10).nbytes == 0
@@ -254,8 +210,3 @@ def test_a_step_reads_proxies_bases_and_what_its_query_is_fitted_to() -> None:
     window = 5 * BATCH * HEADS * DIM * 4 + 5 * heads * RANK * 4
     selected = heads * BUDGET * DIM * 4
     assert run.index.cost(100, 10).nbytes == rows + 2 * bases + window + selected
-
-
-def test_building_before_anything_was_watched_is_refused() -> None:
-    with pytest.raises(RuntimeError, match="call on_forward before build"):
-        _run().ready()

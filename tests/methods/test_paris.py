@@ -80,7 +80,7 @@ def _quality(
     return overlap(ids, best), float(mass(ids) / mass(best))
 
 
-@pytest.mark.parametrize("dim", [40, 64, 80, 128, 160, 256, 288, 320, 512, 576])
+@pytest.mark.parametrize("dim", [40, 128, 256, 320, 576])
 @pytest.mark.parametrize("options", [OURS, PAPER], ids=["ours", "paper"])
 def test_the_selection_finds_what_exact_top_k_finds(options: ParisConfig, dim: int) -> None:
     """Not only at a head dim of 128, for which the published kernels are written."""
@@ -89,20 +89,17 @@ def test_the_selection_finds_what_exact_top_k_finds(options: ParisConfig, dim: i
     assert overlap > 0.93 and mass > 0.995
 
 
-@pytest.mark.parametrize("dims", [(512, 64), (256, 32), (128, 32)])
-def test_the_part_of_a_row_that_decides_may_be_short(
-    dims: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_part_of_a_row_that_decides_may_be_short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Latents and rotated keys of other scales, which blocks have to mix."""
-    latents, latent_query = _peaked(2000, dims[0], batch=1)
-    keys, query = _peaked(2000, dims[1], batch=1, common=1.0)
+    latents, latent_query = _peaked(2000, 256, batch=1)
+    keys, query = _peaked(2000, 32, batch=1, common=1.0)
     keys, query = (
         torch.cat([latents, 4 * keys], dim=-1),
         torch.cat([latent_query, 4 * query], dim=-1),
     )
     monkeypatch.setattr(ParisConfig, "ratios", lambda self, length: (0.25, 0.3))
     overlap, mass = _quality(OURS, keys, query, budget=100)
-    # Measured: 0.99; without the mixing 0.93, 0.77 and 0.94.
+    # Measured: 0.99; without the mixing 0.77.
     assert overlap > 0.96 and mass > 0.999
 
 
@@ -118,7 +115,7 @@ def test_there_are_as_many_tiers_as_a_byte_holds_the_points_of() -> None:
 
 
 @pytest.mark.parametrize("options", [OURS, PAPER], ids=["ours", "paper"])
-def test_it_also_finds_them_when_only_a_fifth_are_candidates(options: ParisConfig) -> None:
+def test_the_selection_finds_them_when_only_a_fifth_are_candidates(options: ParisConfig) -> None:
     overlap, mass = _quality(options, *_peaked(12_000, 64, batch=1), budget=100)
     assert overlap > 0.85 and mass > 0.98
 
@@ -145,12 +142,11 @@ def _counts_match(index: ParisIndex, keys: torch.Tensor, valid: torch.Tensor, fi
     assert torch.equal(index._counts, fresh._counts)
 
 
-@pytest.mark.parametrize("first", [1, 50])
-def test_a_crop_takes_exactly_the_dropped_tokens_out_of_the_counts(first: int) -> None:
+def test_a_crop_takes_exactly_the_dropped_tokens_out_of_the_counts() -> None:
     keys, query = _peaked(200, 32)
     valid = torch.ones(2, 200, dtype=torch.bool)
     valid[1, :150] = False
-    options = OURS.replace(center=False)
+    options, first = OURS.replace(center=False), 50
     for left in (199, 160, 100, first, 0):
         index = _index(options, keys, valid, cut=first)
         index.crop(left)
@@ -199,7 +195,7 @@ def test_every_layer_has_the_codes_of_its_own_tokens() -> None:
         assert torch.equal(index._counts, expected)
 
 
-@pytest.mark.parametrize("head_dim", [8, 40, 80, 160, 256, 512])
+@pytest.mark.parametrize("head_dim", [8, 80, 512])
 def test_any_head_dim_generates_like_full_attention(head_dim: int) -> None:
     config = MODELS["qwen3"].config()
     config.head_dim = head_dim

@@ -102,19 +102,7 @@ def test_without_exact_keys_or_a_mean_codes_stay(why: str) -> None:
     assert all(torch.equal(after[name], before[name]) for name in before if name != "mean_len")
 
 
-def test_a_loaded_index_renews_when_the_saved_one_would() -> None:
-    keys = _keys(100)
-    fed, loaded = _fed(keys[:, :, :50]), _fed(keys[:, :, :50])
-    loaded.index = ParisIndex(OPTIONS)
-    loaded.index.load_state_dict(fed.index.state_dict())
-    for each in (fed, loaded):
-        for part in keys[:, :, 50:].split(25, dim=2):
-            _add(each, part)
-            each.ready()
-    assert _same(fed.index, loaded.index)
-
-
-def test_what_comes_after_a_crop_gets_a_mean_of_its_own() -> None:
+def test_tokens_behind_a_crop_get_a_mean_of_their_own() -> None:
     """A shared prompt stays, another document follows in place of the first."""
     keys, others = _keys(100), _keys(100) - 5
     fed = _fed(keys)
