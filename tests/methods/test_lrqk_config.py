@@ -82,7 +82,7 @@ def test_a_cache_saved_while_dense_knows_what_it_watched(
     """Nothing is cold yet, but the queries of the prompt were seen."""
     hf_kvret.attach(llama)
     tokens = torch.randint(1, 100, (1, 160), generator=torch.Generator().manual_seed(5))
-    cache = _cache(llama, rank=8, dense_below=100, top_k=12)
+    cache = _cache(llama, rank=8, factors="als", dense_below=100, top_k=12)
     with torch.no_grad():
         llama(tokens[:, :99], past_key_values=cache)
         cache.save_pretrained(tmp_path)
