@@ -31,8 +31,7 @@ from hf_kvret.models.compatibility import (
 from hf_kvret.models.compiled import not_compiled
 from hf_kvret.models.kept_state import ModelState
 from hf_kvret.models.ranks import Part, part_of, place_to_save
-from hf_kvret.observe.missing_kernels import log_missing_kernels
-from hf_kvret.observe.observers import RoundCounts, subscribe
+from hf_kvret.observe.observers import RoundCounts, log_missing_kernels, subscribe
 from hf_kvret.observe.reports import MemoryReport, cache_stats, dense_reason, memory_report
 from hf_kvret.options.config import RetrievalConfig, forked
 from hf_kvret.saved import persistence
@@ -360,6 +359,9 @@ class RetrievalCache(Cache):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self.fork()
+
+    def __getstate__(self) -> NoReturn:
+        raise TypeError("a retrieval cache is not pickled: cache.save_pretrained(folder) writes it")
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor | None, torch.Tensor | None, Any]]:
         """As ``DynamicCache``: keys, values and the sliding window of each layer."""

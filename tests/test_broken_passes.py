@@ -8,7 +8,6 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -16,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 import hf_kvret
@@ -177,8 +175,6 @@ def _interrupted(call: Callable[[], Any], at: int) -> int:
 @pytest.mark.parametrize(
     ("method", "options"),
     [
-        ("flat", {}),
-        ("paris", {}),
         ("lrqk", {"store": "host"}),
         ("ctkvr", {"store": "cpu"}),
         ("h2o", {}),
@@ -245,29 +241,6 @@ def test_a_signal_tears_no_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(again, model.generate(_ids(120), **run))
 
 
-def test_a_crop_drops_a_first_pass_that_broke_off_between_update_and_attention(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    model = MODELS["llama"].build()
-    cache = hf_kvret.FlatKVCache(model.config, **COVERING_OPTIONS)
-    hf_kvret.attach(model)
-    with monkeypatch.context() as patch, torch.no_grad():
-
-        def broken(*_: object) -> None:
-            raise KeyboardInterrupt
-
-        patch.setattr(cache.retrieval_layers[1], "attend", broken)
-        with pytest.raises(KeyboardInterrupt):
-            model(_ids(), past_key_values=cache)
-    assert cache.retrieval_layers[1].pending_attention
-    cache.crop(0)
-    assert cache.get_seq_length() == 0
-    with torch.no_grad():
-        got = model(_ids(), past_key_values=cache).logits
-        expected = _filled("llama")[0](_ids()).logits
-    torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
-
-
 def test_a_window_that_is_full_and_a_state_do_not_go_back() -> None:
     for name, message in (("gemma2", "does not track past"), ("qwen3_next", "a recurrent state")):
         model, cache = _filled(name)
@@ -325,24 +298,6 @@ def test_a_pass_that_broke_off_in_a_hybrid_is_noticed(
     for act in (cache.fork, lambda: cache.save_pretrained(tmp_path / "half"), step):
         with pytest.raises(RuntimeError, match="finish the forward pass first"):
             act()
-
-
-def test_layers_may_run_in_threads_one_after_the_other() -> None:
-    model = MODELS["llama"].build()
-    hf_kvret.attach(model)
-    cache = hf_kvret.FlatKVCache(model.config, **COVERING_OPTIONS)
-    expected = model(_ids(), past_key_values=DynamicCache(config=model.config)).logits
-    for layer in model.model.layers:
-        pool, forward = ThreadPoolExecutor(1), layer.forward
-
-        def elsewhere(*args: Any, pool: Any = pool, forward: Any = forward, **kwargs: Any) -> Any:
-            return pool.submit(torch.no_grad()(forward), *args, **kwargs).result()
-
-        layer.forward = elsewhere
-    with torch.no_grad():
-        model(_ids()[:, :59], past_key_values=cache)
-        logits = model(_ids()[:, 59:], past_key_values=cache).logits
-    torch.testing.assert_close(logits[:, -1], expected[:, -1], atol=1e-4, rtol=0)
 
 
 def test_a_second_thread_in_the_middle_of_a_pass_is_named() -> None:

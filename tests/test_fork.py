@@ -83,15 +83,6 @@ def test_deepcopy_serves_transformers_prefix_recipe(name: str) -> None:
     assert cache.get_seq_length() == 50
 
 
-def test_rows_that_change_places_take_their_token_ids_along(llama: PreTrainedModel) -> None:
-    cache = ParisKVCache(llama.config, **SMALL)
-    ids = torch.cat([_ids(50), _ids(50, salt=1)])
-    llama.generate(ids, past_key_values=cache, max_new_tokens=1)
-    assert torch.equal(cache.tokens.ids(50).long(), ids)
-    cache.reorder_cache(torch.tensor([1, 0]))
-    assert torch.equal(cache.tokens.ids(50).long(), ids[[1, 0]])
-
-
 def test_the_cold_part_is_shared(llama: PreTrainedModel) -> None:
     for cls in METHODS:
         cache = _prefilled(llama, cls)
@@ -174,20 +165,6 @@ def test_options_that_leave_the_tokens_alone_can_change(llama: PreTrainedModel) 
     for bound in ({"store": "host"}, {"sink": 1}, {"recent": 3}, {"tok_k": 3}):
         with pytest.raises(ValueError, match="not an option that a filled cache can change"):
             cache.fork(**bound)
-
-
-def test_a_fork_costs_a_window_not_a_cache() -> None:
-    model = MODELS["llama"].build()
-    cache = ParisKVCache(model.config, **SMALL)
-    model.generate(_ids(1500), past_key_values=cache, max_new_tokens=1)
-    memory = cache.memory()
-    assert memory.window < memory.full_attention / 10
-    storages = set()
-    for each in (cache, *(cache.fork() for _ in range(10))):
-        for layer in each.retrieval_layers:
-            assert layer.kv is not None
-            storages |= {chunk.untyped_storage().data_ptr() for chunk in layer.kv.store._chunks}
-    assert len(storages) == 2, "eleven caches, one chunk for each layer"
 
 
 def test_a_forks_options_reach_its_index_also_after_a_reset() -> None:

@@ -38,7 +38,7 @@ from hf_kvret.shelf.questions import plain_generation_config
 
 _log = logging.getLogger(__name__)
 
-BUDGETS = ("top_k", "rest", "rest_blocks", "prompt")
+BUDGETS = ("top_k", "rest", "prompt")
 """Options of a cache that a request may set: none names a path, a memory or a repository."""
 
 # Options of the server's that a cache of another method gets too.

@@ -41,7 +41,7 @@ class Scoring:
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from hf_kvret.contracts.store import AttentionResult, BestResult, Store
+    from hf_kvret.contracts.store import AttentionResult, Store
     from hf_kvret_kernels.host_step import HostSearch
     from hf_kvret_kernels.paged import HostRows
 
@@ -54,21 +54,11 @@ class ColdTokens:
         store: holds them; an index may read keys in it.
         scoring: ``valid [B, n]`` is False for padding, holes and sinks: never to be selected.
         budget: how many tokens a query selects, from 1 to n.
-
-    Raises:
-        ValueError: ``scoring.valid`` is None.
     """
 
     store: Store
     scoring: Scoring
     budget: int
-
-    def __post_init__(self) -> None:
-        if self.scoring.valid is None:
-            raise ValueError(
-                "scoring.valid is None: pass bool [B, n], False for tokens that are never to be "
-                "selected, as sinks and padding"
-            )
 
     def __len__(self) -> int:
         return self.valid.shape[1]
@@ -77,7 +67,7 @@ class ColdTokens:
     @cached_property
     def valid(self) -> torch.Tensor:
         """``[B, n]`` bool."""
-        assert self.scoring.valid is not None, "others are refused"
+        assert self.scoring.valid is not None, "sinks are among the cold tokens"
         return self.scoring.valid
 
     @cached_property
@@ -98,12 +88,6 @@ class ColdTokens:
     def begin(self, query: torch.Tensor, ids: torch.Tensor) -> Callable[[], AttentionResult]:
         """See ``Store.begin``."""
         return self.store.begin(query, ids, self.scale, self.softcap)
-
-    def begin_with_best(
-        self, query: torch.Tensor, candidates: torch.Tensor
-    ) -> Callable[[], BestResult]:
-        """See ``Store.begin_with_best``; the best are as many as the budget."""
-        return self.store.begin_with_best(query, candidates, self.budget, self.scale, self.softcap)
 
 
 class SearchCost(NamedTuple):
@@ -139,9 +123,8 @@ class Index(State):
         kv_heads: numbers of the layer's KV heads that this process holds; None: all of them.
         capture_obstacle: for an index that is not a ``CapturableIndex``, why its decode steps
             can't be captured in a CUDA graph, as the message says it.
-        hooks: names of the hooks that a class has of its own, set for each subclass. ``recall`` and
-            ``host_search`` are among them where they belong to its ``search``, not to a replaced
-            one.
+        hooks: names of the hooks that a class has of its own, set for each subclass;
+            ``host_search`` where it belongs to its ``search``, not to a replaced one.
     """
 
     kv_heads: range | None = None
@@ -150,11 +133,11 @@ class Index(State):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        hooks = ("on_forward", "before_search", "after_search", "recall", "host_search")
+        hooks = ("on_forward", "before_search", "after_search", "host_search")
         own = {name for name in hooks if getattr(cls, name) is not getattr(Index, name)}
-        for name in own & {"recall", "host_search"}:
-            newest = next(base for base in cls.__mro__ if {name, "search"} & vars(base).keys())
-            own -= set() if name in vars(newest) else {name}
+        newest = next(base for base in cls.__mro__ if {"host_search", "search"} & vars(base).keys())
+        if "host_search" not in vars(newest):
+            own.discard("host_search")
         cls.hooks = frozenset(own)
 
     @abstractmethod
@@ -176,16 +159,6 @@ class Index(State):
             keep all. Where a CPU reads the rows, ids of no token raise WrongIdError, a ValueError,
             which names the index; where a GPU does, they count as -1.
         """
-
-    def recall(self, query: torch.Tensor, cold: ColdTokens) -> torch.Tensor | None:
-        """Tokens of which ``search`` selects the best ones by their keys, as ``Store.best`` does.
-
-        Arguments as of ``search``; ``[B, Hkv, Q, M]`` int32 indices, at least ``budget``, each at
-        most once a query, -1 for none. Called instead of ``search`` where the store compares keys
-        elsewhere, so that it need not wait for the best before it attends to them. None, as here:
-        it selects in another way. A subclass that replaces ``search`` alone is not asked.
-        """
-        return None
 
     def host_search(self, query: torch.Tensor, cold: ColdTokens) -> HostSearch | None:
         """What the CPU library has to know to do ``search`` itself, in one call with all the rest.

@@ -40,8 +40,6 @@ class FirstRows:
 
 # ``out [B, Hq, Q, Dv]`` and ``lse [B, Hq, Q]`` fp32, the natural log of the denominator.
 AttentionResult = tuple[torch.Tensor, torch.Tensor]
-# The same, and the ids of the tokens.
-BestResult = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def _nothing_below() -> Store | None:
@@ -59,12 +57,10 @@ class Store(State):
             taken in the same tokens just before, and it forgets tokens after this one. Set by the
             cache, also in a fork.
         codes_rows: whether rows come back as other numbers than they were given.
-        ranks_elsewhere: whether ``best`` waits for another device than that of the queries.
     """
 
     below: Callable[[], Store | None] = staticmethod(_nothing_below)
     codes_rows: ClassVar[bool] = False
-    ranks_elsewhere: bool = False
 
     @property
     def bus_share(self) -> float:
@@ -80,9 +76,6 @@ class Store(State):
 
     def expect(self, tokens: int) -> None:
         """About ``tokens`` will come, the first block is only the first of them; 0: it is all."""
-
-    def make_room(self, tokens: int) -> None:
-        """Have room for so many more tokens, where that may fail; nothing else changes then."""
 
     @abstractmethod
     def append(self, block: TokenBlock) -> None:
@@ -115,16 +108,6 @@ class Store(State):
             work already, they save the launch that would merge them.
         """
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        ids: torch.Tensor,
-        scale: float,
-        softcap: float | None = None,
-    ) -> AttentionResult:
-        """The result of ``begin``, at once."""
-        return self.begin(query, ids, scale, softcap)()
-
     def host_rows(self) -> HostRows | None:
         """The rows held, where the CPU library reads them as they lie; None, as here, where not."""
         return None
@@ -138,7 +121,7 @@ class Store(State):
     ) -> torch.Tensor:
         """Attention logits ``[B, Hq, Q, k]`` fp32 of the keys that ids name, -inf for -1.
 
-        Computed where ``attend`` computes; arguments are the same. Here, of gathered keys.
+        Computed where ``begin`` computes; arguments are the same. Here, of gathered keys.
         """
         return scores_of_gathered(self, query, ids, scale, softcap)
 
@@ -153,25 +136,9 @@ class Store(State):
         """The ``count`` most relevant of ids, best first, then -1: ``[B, Hkv, Q, count]`` int32.
 
         A token is as relevant as the largest of the softmax weights, over the ids, that the query
-        heads of its KV head give it. Computed where ``attend`` computes; arguments are the same.
+        heads of its KV head give it. Computed where ``begin`` computes; arguments are the same.
         """
         return best_of(self.scores(query, ids, scale, softcap), ids, count)
-
-    def begin_with_best(
-        self,
-        query: torch.Tensor,
-        ids: torch.Tensor,
-        count: int,
-        scale: float,
-        softcap: float | None = None,
-    ) -> Callable[[], BestResult]:
-        """What ``best`` and then ``begin`` do; the result gives ``out``, ``lse`` and the best ids.
-
-        Here it waits for ``best``. A store that ranks elsewhere does both in one go.
-        """
-        best = self.best(query, ids, count, scale, softcap)
-        finish = self.begin(query, best, scale, softcap)
-        return lambda: (*finish(), best)
 
     @abstractmethod
     def gather(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

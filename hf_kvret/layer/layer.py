@@ -282,9 +282,6 @@ class RetrievalLayer(CacheLayerMixin):
         new = key.shape[2]
         past = window.start + window.length - (0 if self.pending_attention else new)
         if self.pending_attention:
-            surplus = window.length + new - self.config.recent
-            if surplus > self.config.flush:
-                kv.make_room(surplus)
             self.past_len = past
         exact = self.config.lossless and not kv.drafts and kv.cold_len > 0
         if past and new <= self.config.max_draft and not exact:

@@ -15,11 +15,12 @@ from hf_kvret.contracts.signals import SIGNALS_WAIT
 from hf_kvret.contracts.state import Schema, State, Tensors, number, part, transient
 from hf_kvret.contracts.store import PAGES, FirstRows, Store, all_of
 from hf_kvret.contracts.token_buffer import TokenBuffer
-from hf_kvret.layer.block_sums import BlockSums, ColdTokensWithMeans
+from hf_kvret.layer.cold_sums import ColdSums, ColdTokensWithMean
 from hf_kvret.layer.retrieved import RetrievedTokens
 from hf_kvret.layer.window import Window
 from hf_kvret.options.config import RetrievalConfig
 from hf_kvret_kernels.ids import WrongIdError
+from hf_kvret_kernels.mean_tokens import MeanToken
 
 MakeStore = Callable[[FirstRows], Store]
 
@@ -80,7 +81,7 @@ class LayerKV(State):
         selected: rows read by selection so far, one int64; steps count in place.
         watches: whether ``on_forward`` has anything to do.
         changes: goes up whenever other tokens are cold, or other sequences are held.
-        sums: of cold tokens, where the options ask for their means, which may lag behind;
+        sums: of cold tokens, where the options ask for their mean, which may lag behind;
             None: there are none yet.
         torn: whether a change of it broke off in the middle; False again with the next pass.
         drafts: whether new tokens are drafts, which will be dropped: nothing leaves the window.
@@ -91,7 +92,7 @@ class LayerKV(State):
     index: Index | None = part(may_be_empty=True)
     positions: TokenBuffer = part(saved=False)
     store: Store | None = part(may_be_empty=True)
-    sums: BlockSums | None = part(key="rest", may_be_empty=True)
+    sums: ColdSums | None = part(key="rest", may_be_empty=True)
     retrieved: RetrievedTokens = part(RetrievedTokens, key="prompt", may_be_empty=True)
     built: bool = number(False)
     _retrievable: torch.Tensor | None = transient()
@@ -183,11 +184,6 @@ class LayerKV(State):
         if self.needs_positions:
             if positions is None:
                 raise ValueError(self.needs_positions)
-            if len(self.positions) and start > self.positions.end:
-                raise RuntimeError(
-                    f"tokens start at slot {start}, but positions are known up to "
-                    f"{self.positions.end} only: on_forward was not called for a pass"
-                )
             self.positions.put(positions.to(torch.int32)[:, None], start)
         if self.index is not None:
             self.index.on_forward(queries, keys, start, new_valid, positions)
@@ -202,15 +198,6 @@ class LayerKV(State):
         window, config = self.window, self.config
         full = window.length >= config.recent + config.flush
         return full and window.end >= config.dense_len and not self.drafts
-
-    def make_room(self, tokens: int) -> None:
-        """Have the store, where there is one, make room for so many that leave the window.
-
-        Where it has none, nothing has changed yet.
-        """
-        if self.store is not None:
-            with SIGNALS_WAIT, torch.inference_mode(False):
-                self.store.make_room(tokens)
 
     @keeps_tensors
     def take_step(
@@ -286,8 +273,8 @@ class LayerKV(State):
         scoring_cold = scoring.of(self.retrievable(scoring.valid))
         cold = ColdTokens(self.store, scoring_cold, self.config.budget(self.cold_len))
         if self.config.rest is not None:
-            means = self.block_sums(cold).means()
-            cold = ColdTokensWithMeans(cold.store, cold.scoring, cold.budget, means)
+            mean = self._mean_token(cold)
+            cold = ColdTokensWithMean(cold.store, cold.scoring, cold.budget, mean)
         if scoring.valid is None:
             self._cold, self._cold_key = cold, key
         return cold
@@ -333,13 +320,13 @@ class LayerKV(State):
         self.built = True
 
     @keeps_tensors
-    def block_sums(self, cold: ColdTokens) -> BlockSums:
-        """Sums of all of ``cold``."""
-        if self.sums is None or self.sums.mean_len != self.config.rest_blocks:
-            self.sums = self.new_sums()
+    def _mean_token(self, cold: ColdTokens) -> MeanToken:
+        """The mean of all of ``cold``."""
+        if self.sums is None:
+            self.sums = self._new_sums()
         window = self.window
         self.sums.catch_up(cold, window.keys.shape[1], window.value_in_key)
-        return self.sums
+        return self.sums.mean()
 
     def search_cost(self) -> SearchCost:
         """Cost of one search; without an index, of reading the store, its rows not counted."""
@@ -445,13 +432,9 @@ class LayerKV(State):
             tokens = int(state["window.start"])
             self.store = self.make_store(FirstRows(device, rows_bytes, tokens))
         # Sums of coded rows are made from what the store reads back.
-        if (
-            self.store is not None
-            and not self.store.codes_rows
-            and self.config.rest is not None
-            and self.config.rest_blocks is None
-        ):
-            self.sums = self.new_sums()
+        plain = self.store is not None and not self.store.codes_rows
+        if plain and self.config.rest is not None:
+            self.sums = self._new_sums()
         absent = (("index.", self.index), ("rest.", self.sums))
         unread = tuple(prefix for prefix, own in absent if own is None)
         parts = {name: x for name, x in state.items() if not name.startswith(unread)}
@@ -475,11 +458,11 @@ class LayerKV(State):
         sizes |= {"N": start, "T": start + recent}
         return Schema(keys.dtype, sizes if query_heads is None else {**sizes, "Q": query_heads})
 
-    def new_sums(self) -> BlockSums:
+    def _new_sums(self) -> ColdSums:
         """Empty sums of tokens like these."""
         window = self.window
         dims = window.keys.shape[-1], window.values.shape[-1]
-        return BlockSums(self.config.rest_blocks, *dims, bool(window.value_in_key))
+        return ColdSums(*dims, bool(window.value_in_key))
 
     def _cool(self, block: TokenBlock) -> None:
         """Move a block into store and index, its first valid tokens also into free sinks."""
@@ -497,7 +480,7 @@ class LayerKV(State):
         self.store.append(block)
         if self.config.rest is not None and not self.store.codes_rows:
             if self.sums is None:
-                self.sums = self.new_sums()
+                self.sums = self._new_sums()
             # Else the store's rows are read again.
             if self.sums.end == block.start:
                 self.sums.add(block, self.window.sink_slots if takes_sinks else None)

@@ -16,7 +16,6 @@ import torch
 from hf_kvret.contracts.store import AttentionResult
 from hf_kvret.layer.exact_attention import attend_dense, merge
 from hf_kvret.layer.queries import AttentionCall
-from hf_kvret.layer.retrieved import Group
 from hf_kvret.options.prompt import PromptRecipe
 from hf_kvret.stores.chunks import chunk_len
 from hf_kvret_kernels.block_lse import block_lse
@@ -37,7 +36,7 @@ class PromptPass:
         call: of the attention; ``scoring.valid [B, T]``.
         recipe: how groups choose.
         end: length of the whole prompt, of which this may be a chunk.
-        retrieved: groups so far that did not attend to everything.
+        retrieved: groups so far that did not attend to everything, from a token to the one behind.
     """
 
     query: torch.Tensor
@@ -48,7 +47,7 @@ class PromptPass:
     end: int
 
     def __post_init__(self) -> None:
-        self.retrieved: list[Group] = []
+        self.retrieved: list[tuple[int, int]] = []
         self.past = self.keys.shape[2] - self.query.shape[2]
 
     def attend(self) -> torch.Tensor:
@@ -71,10 +70,10 @@ class PromptPass:
         if last > self.end - self.recipe.exact or not count:
             results = [self._attend_span(query, first, span) for span in self._spans(0, last)]
         else:
-            blocks, lost_mass = self._choose(first, last, near, count)
+            blocks = self._choose(first, last, near, count)
             results = [self._attend_span(query, first, span) for span in self._spans(near, last)]
             results += self._attend_blocks(query, blocks)
-            self.retrieved.append(Group(first, last, lost_mass))
+            self.retrieved.append((first, last))
         return merge(results, self.call.sink_logits, query.dtype)[0]
 
     def _count(self, first: int, near: int) -> int:
@@ -130,29 +129,20 @@ class PromptPass:
         out, lse = attend_dense(folded, *rows, scoring.of(valid))
         return tuple(part.unflatten(0, (batch, heads)).flatten(1, 2) for part in (out, lse))
 
-    def _choose(
-        self, first: int, last: int, near: int, count: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``[B, Hkv, count + 1]`` blocks before ``near``, in order, and the lost mass.
+    def _choose(self, first: int, last: int, near: int, count: int) -> torch.Tensor:
+        """``[B, Hkv, count + 1]`` blocks before ``near``, in order.
 
         One more is a sequence's first block with valid tokens.
         """
         probes, slots = self._probes(first, last)
-        shares = self._shares(probes, slots, near, last)
-        relevance, valid = shares.amax(2), self.call.scoring.valid
+        relevance = self._shares(probes, slots, near, last).amax(2)
+        valid = self.call.scoring.valid
         first_block = torch.zeros_like(slots[:, 0])
         if valid is not None:
             first_block = (valid.int().argmax(1) // BLOCK).clamp(max=near // BLOCK - 1)
         index = first_block[:, None, None].expand(-1, relevance.shape[1], 1)
         relevance.scatter_(2, index, float("inf"))
-        blocks = relevance.topk(count + 1, dim=2).indices.sort(dim=2).values
-        chosen = blocks.unsqueeze(2).expand(-1, -1, shares.shape[2], -1)
-        lost = (shares.sum(3) - shares.gather(3, chosen).sum(3)).mean(1)
-        if valid is None:
-            return blocks, lost.mean()
-        # Probes that are padding lose nothing, and don't count.
-        counts = valid.gather(1, slots).repeat(1, lost.shape[1] // slots.shape[1])
-        return blocks, (lost * counts).sum() / counts.sum().clamp(min=1)
+        return relevance.topk(count + 1, dim=2).indices.sort(dim=2).values
 
     def _probes(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Probes ``[B, Hq, P, D]`` of a group, as rows are compared with them, and their slots.

@@ -1,9 +1,9 @@
-"""Which tokens of a layer were read with ``prompt="retrieve"``, and what that left out."""
+"""Which tokens of a layer were read with ``prompt="retrieve"``."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 
@@ -14,25 +14,11 @@ SPANS = "prompt.spans"
 """Tensor of a saved layer: where the spans begin, and where they end."""
 
 
-class Group(NamedTuple):
-    """A group of queries that attended to a part of what came before them.
-
-    Attributes:
-        first: token of the group; ``end``: the one behind its last.
-        lost_mass: mean share of its probes' attention that was left out, on the device.
-    """
-
-    first: int
-    end: int
-    lost_mass: torch.Tensor
-
-
 class RetrievedTokens(State):
     """Tokens whose layer attended to a part of what came before them.
 
     Attributes:
         spans: first token and the one behind the last of each run of them, in order.
-        groups: of queries that this process read, in order; a fork begins with none.
     """
 
     def __init__(self) -> None:
@@ -40,40 +26,28 @@ class RetrievedTokens(State):
 
     def reset(self) -> None:
         self.spans: list[tuple[int, int]] = []
-        self.groups: list[Group] = []
 
     def fork(self) -> Self:
         twin = super().fork()
-        twin.spans, twin.groups = list(self.spans), []
+        twin.spans = list(self.spans)
         return twin
 
     def __len__(self) -> int:
         return sum(end - first for first, end in self.spans)
 
-    def add(self, groups: Iterable[Group]) -> None:
-        """Add later groups; a span grows where the next group begins at its end."""
-        for group in groups:
-            first = group.first
+    def add(self, groups: Iterable[tuple[int, int]]) -> None:
+        """Add later tokens, ``first`` to ``end``; a span grows where these begin at its end."""
+        for first, end in groups:
             if self.spans and self.spans[-1][1] == first:
                 first = self.spans.pop()[0]
-            self.spans.append((first, group.end))
-            self.groups.append(group)
+            self.spans.append((first, end))
 
     def crop(self, length: int) -> None:
         self.spans = [(first, min(end, length)) for first, end in self.spans if first < length]
-        self.groups = [group for group in self.groups if group.first < length]
-
-    def lost_mass(self) -> float | None:
-        """Mean over the groups; None where there are none. Waits for the device."""
-        if not self.groups:
-            return None
-        return float(torch.stack([group.lost_mass for group in self.groups]).mean())
 
     def stats(self) -> dict[str, Any]:
-        """For ``stats()``; nothing where there are no such tokens. Waits for the device."""
-        if not self.spans:
-            return {}
-        return {"prompt_retrieved": len(self), "prompt_lost_mass": self.lost_mass()}
+        """For ``stats()``; nothing where there are no such tokens."""
+        return {"prompt_retrieved": len(self)} if self.spans else {}
 
     def state_dict(self) -> Tensors:
         """The ``spans [n, 2]`` int64; nothing where there are no such tokens."""

@@ -162,10 +162,6 @@ def _attend_by_search(
     launched before its result is needed.
     """
     try:
-        if "recall" in index.hooks and cold.store.ranks_elsewhere:
-            candidates = index.recall(query, cold)
-            if candidates is not None:
-                return _attend_to_best(kv, query, call, cold, index, candidates)
         ids = index.search(query, cold)
         finish = cold.begin(query, ids)
         if "after_search" in index.hooks:
@@ -189,28 +185,6 @@ def _attend_by_search(
         return out, ids
     except WrongIdError as error:
         raise blamed_on(index, "search", error) from error
-
-
-def _attend_to_best(
-    kv: LayerKV,
-    query: torch.Tensor,
-    call: AttentionCall,
-    cold: ColdTokens,
-    index: Index,
-    candidates: torch.Tensor,
-) -> Result:
-    """As ``_attend_by_search``, where the store finds out which of the candidates are the best.
-
-    Their ids come back with the result, while the device attends to the window.
-    """
-    finish = cold.begin_with_best(query, candidates)
-    near = _attend_to_window(kv, query, call)
-    far_out, far_lse, ids = finish()
-    out, _ = merge([near, (far_out, far_lse)], call.sink_logits, query.dtype)
-    count_ids(ids, kv.selected)
-    if "after_search" in index.hooks:
-        kv.after_search(ids)
-    return out, ids
 
 
 def _attend_to_all(

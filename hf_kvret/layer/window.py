@@ -132,8 +132,7 @@ class Window(State):
 
     def skip(self, count: int) -> None:
         """Advance ``start`` by ``count`` tokens that went straight into the store."""
-        if self.length:
-            raise RuntimeError(f"cannot skip: {self.length} recent tokens precede the skipped ones")
+        assert not self.length, "recent tokens precede the skipped ones"
         self.start += count
 
     def unpop(self, keys: torch.Tensor, values: torch.Tensor, end: int) -> None:
@@ -141,8 +140,7 @@ class Window(State):
 
         The recent part must be empty. Sinks that were copied from these or later slots are freed.
         """
-        if self.length:
-            raise RuntimeError(f"cannot unpop: the window still holds {self.length} recent tokens")
+        assert not self.length, "the window still holds recent tokens"
         self.start = end - keys.shape[2]
         self.append(keys, values)
         self.sink_slots = self.sink_slots.masked_fill(self.sink_slots >= self.start, -1)
@@ -235,10 +233,6 @@ class Window(State):
     def crop(self, length: int) -> None:
         """Drop recent tokens from slot ``length`` on; sinks, which are older, stay."""
         self.length = max(0, min(self.length, length - self.start))
-
-    def __getstate__(self) -> dict[str, object]:
-        """Without what the library knew: a pickled view of a buffer is a buffer of its own."""
-        return {**vars(self), "host": None}
 
     def state_dict(self) -> Tensors:
         """As for every state, without spare capacity."""

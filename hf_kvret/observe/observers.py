@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,7 +16,10 @@ from hf_kvret.layer.layer import RetrievalLayer
 from hf_kvret.layer.step import StepRecord, Subscriber
 from hf_kvret.observe.recall import RecallMeter
 from hf_kvret.options.config import RetrievalConfig
+from hf_kvret_kernels import host_attention
 
+# The name under which users know the warning.
+_log = logging.getLogger("hf_kvret.cache")
 _Class = TypeVar("_Class")
 
 
@@ -150,24 +155,20 @@ class Observation(Subscriber):
 
     def __call__(self, record: StepRecord) -> None:
         """Call the observer; an error of its own ends the forward pass."""
-        self._observer(selection(record))
+        ids, window, cold = record.ids, record.kv.window, record.cold
+        selection = Selection(
+            record.number,
+            record.query.clone(),
+            cold.scale,
+            cold.softcap,
+            None if ids is None else ids.clone(),
+            window.sink_slots.clone(),
+            (window.start, window.end),
+        )
+        self._observer(selection)
 
     def reset(self) -> None:
         """Nothing is kept."""
-
-
-def selection(record: StepRecord) -> Selection:
-    """What a step attended to, with copies of its tensors."""
-    ids, window, cold = record.ids, record.kv.window, record.cold
-    return Selection(
-        record.number,
-        record.query.clone(),
-        cold.scale,
-        cold.softcap,
-        None if ids is None else ids.clone(),
-        window.sink_slots.clone(),
-        (window.start, window.end),
-    )
 
 
 @contextmanager
@@ -204,6 +205,19 @@ def observe(cache: Cache, observer: Observer) -> Iterator[None]:
     finally:
         for layer in layers:
             layer.subscribers = tuple(each for each in layer.subscribers if each is not entry)
+
+
+@functools.cache
+def log_missing_kernels() -> None:
+    """Warn once a process where decode steps lack the C++ kernels, and no GPU does their work."""
+    reason = host_attention.why_not()
+    # Where there are kernels, nobody looks for a GPU.
+    if reason and not torch.cuda.is_available():
+        _log.warning(
+            "decode steps on this CPU are slower than they could be: torch stands in for the C++ "
+            "kernels, and takes 2 to 6 times as long for attention to the selected tokens. %s",
+            reason,
+        )
 
 
 def subscribe(layers: Sequence[RetrievalLayer], options: RetrievalConfig) -> None:

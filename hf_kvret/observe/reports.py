@@ -114,9 +114,8 @@ def layer_stats(layer: RetrievalLayer) -> dict[str, Any]:
     selected / cold_rows``, ``exact_rows`` (rows read by exact attention of long second prompts),
     ``bytes_fetched``, and with ``track_recall`` the means ``recall_overlap``, ``recall_mass``,
     ``recall_best_mass`` and ``lost_mass`` (see ``Recall``; without it ``lost_mass`` is None).
-    ``prompt_lost_mass`` is the share of the probes' attention that a prompt read with
-    ``prompt="retrieve"`` left out, and ``prompt_retrieved`` the number of tokens that were read so,
-    where there were some.
+    ``prompt_retrieved`` is the number of tokens that were read with ``prompt="retrieve"``, where
+    there were some.
     """
     counters, selected = counters_of(layer), layer.selected
     rows = selected + layer.exact_rows

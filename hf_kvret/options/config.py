@@ -50,8 +50,6 @@ class RetrievalConfig:
         disk: with ``store="disk"``, the folder for its files.
         rest: the token that represents the cold tokens that are not selected. ``"mean"``: one per
             KV head, the mean of all cold tokens. ``None``: no token.
-        rest_blocks: with ``rest="mean"``, one such token for every so many cold tokens. ``None``:
-            one for all of them.
         track_recall: compare every selection with the exact top-k. This reads all keys, so it is
             for studies.
         graph: ``"auto"``: ``generate`` replays decode steps from a CUDA graph where it can.
@@ -71,7 +69,11 @@ class RetrievalConfig:
     # Options by the name of a preset: "paper", as published.
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     # Options that were removed, with the value that saved caches must have: what is done now.
-    retired: ClassVar[Mapping[str, Any]] = {"select_heads": None, "warn_lost_mass": None}
+    retired: ClassVar[Mapping[str, Any]] = {
+        "select_heads": None,
+        "warn_lost_mass": None,
+        "rest_blocks": None,
+    }
 
     top_k: int | float | None = option(
         1024,
@@ -100,7 +102,6 @@ class RetrievalConfig:
     )
     disk: str | None = option(None, text(note="a folder"), OneOf(None))
     rest: Literal["mean"] | None = option(None, OneOf("mean", None))
-    rest_blocks: int | None = option(None, integer(1, "tokens"), OneOf(None))
     track_recall: bool = option(False, FLAG)
     graph: Literal["auto", False] = option("auto", OneOf("auto", False))
     lossless: bool = option(False, FLAG)
@@ -151,11 +152,6 @@ class RetrievalConfig:
             )
         if self.rest is not None and self.rest_obstacle:
             yield f"rest={self.rest!r}: {self.rest_obstacle}; leave it out"
-        if self.rest_blocks is not None and self.rest is None:
-            yield (
-                f"rest_blocks={self.rest_blocks} with rest=None: only rest='mean' makes a token "
-                "for every so many; give that, or rest_blocks=None"
-            )
         if self.lossless and self.lossless_obstacle:
             yield f"lossless=True: {self.lossless_obstacle}"
 
@@ -325,7 +321,7 @@ _BUDGETS: tuple[tuple[float, int], ...] = (
 _STORE_OPTIONS = {"store", "slots", "device_budget", "disk"}
 _CALL_OPTIONS = {
     *("max_draft", "flush", "track_recall", "prefill_chunk", "graph", "lossless"),
-    *("rest", "rest_blocks", "prompt"),
+    *("rest", "prompt"),
 }
 LOAD_OPTIONS = frozenset({"top_k", *_CALL_OPTIONS, *_STORE_OPTIONS})
 """Options that a load may change: they don't affect what is held."""

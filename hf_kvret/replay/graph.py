@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -32,8 +31,6 @@ _HARMLESS = (
     "hf_kvret.generate.provenance",
     "hf_kvret.generate.model_state",
 )
-# Why captures failed, by model and variant of cache, so that generate does not try again each time.
-_failures: weakref.WeakKeyDictionary[PreTrainedModel, dict[Any, str]] = weakref.WeakKeyDictionary()
 # Arguments of a decode step whose values differ from step to step.
 _PER_STEP = ("input_ids", "position_ids", "cache_position")
 _MASK = "attention_mask"
@@ -159,7 +156,6 @@ class DecodeGraph:
             )
         self.reason: str | None = None
         self.captures = self.replays = self.eager = 0
-        self._owner = model
         self._model: Callable[..., Any] = model
         self._cache = cache
         self._layers = [LayerStep(layer) for layer in cache.retrieval_layers]
@@ -258,7 +254,7 @@ class DecodeGraph:
         if why is None:
             self._waited = False
         elif self._waited:
-            self._give_up(why, lasting=True)
+            self._give_up(why)
         else:
             # Initialization at first use may synchronize, so one more try.
             self._waited, self._rehearsal_shape = True, ()
@@ -288,7 +284,6 @@ class DecodeGraph:
             if isinstance(error, torch.OutOfMemoryError):
                 # The recorder has emptied the allocator's cache: there may be room now.
                 return self._capture(frame, again=False) if again else why
-            self._remember(why)
             return why
         for layer in self._steps:
             layer.captured()
@@ -324,20 +319,10 @@ class DecodeGraph:
         """The window of the lowest layer: all have the same length and sinks."""
         return self._layers[0].kv.window
 
-    def _give_up(self, reason: str, quietly: bool = False, lasting: bool = False) -> None:
-        if lasting:
-            self._remember(reason)
+    def _give_up(self, reason: str, quietly: bool = False) -> None:
         self.reason, self._given_up = reason, True
         self._frame = self._recorder = None
         _log_once(reason, quietly)
-
-    def _remember(self, reason: str) -> None:
-        _failures.setdefault(self._owner, {})[_variant(self._cache)] = reason
-
-
-def _variant(cache: RetrievalCache) -> tuple[Any, ...]:
-    """Equal for caches whose steps do the same work."""
-    return type(cache), cache.options
 
 
 def _log_once(reason: str, quietly: bool = False) -> None:
@@ -378,7 +363,7 @@ def why_not(model: PreTrainedModel, cache: RetrievalCache) -> str | None:
         return "the model's quantization can't be captured"
     if torch.is_autocast_enabled(device.type):
         return "autocast is on"
-    return _failures.get(model, {}).get(_variant(cache)) or untested(model)
+    return untested(model)
 
 
 def _tokens(inputs: dict[str, Any]) -> int:

@@ -6,8 +6,6 @@ They also find where a step makes the host wait for the device, which no graph c
 from __future__ import annotations
 
 import gc
-import inspect
-import os
 import threading
 import warnings
 import weakref
@@ -17,8 +15,6 @@ from typing import Any, Protocol
 
 import torch
 
-# Where it is 1, a replay whose inputs were freed since the capture raises.
-CHECK_VARIABLE = "HF_KVRET_CHECK_CAPTURES"
 _MESSAGE = "called a synchronizing CUDA operation"
 # Held by the thread that collects waits.
 _collecting = threading.Lock()
@@ -97,7 +93,7 @@ class CudaRecorder:
             raise
 
     def _record(self, step: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
-        options, captured = _capture_options(), self._captured
+        captured = self._captured
         if captured.graph is not None:
             captured.graph.reset()
         elif captured.pool is None:
@@ -110,7 +106,7 @@ class CudaRecorder:
             _on_stream(self._stream),
         ):
             # Other threads may use the device meanwhile.
-            graph.capture_begin(pool=captured.pool.id, capture_error_mode="thread_local", **options)
+            graph.capture_begin(pool=captured.pool.id, capture_error_mode="thread_local")
             try:
                 result = step()
             except BaseException:
@@ -144,10 +140,6 @@ class CudaRecorder:
         pool = self._captured.pool.id
         torch._C._cuda_endAllocateToPool(self._device.index, pool)
         torch._C._cuda_releasePool(self._device.index, pool)
-        tracker = getattr(graph, "_tracker", None)
-        if tracker is not None:
-            # A check of captures ends with the capture, which did not end.
-            tracker.stop()
         _invalid_graphs.append(graph)
 
 
@@ -208,19 +200,6 @@ def _on_stream(stream: torch.cuda.Stream) -> Iterator[None]:
     with torch.cuda.stream(stream):
         yield
     current.wait_stream(stream)
-
-
-def _capture_options() -> dict[str, bool]:
-    """Options of ``capture_begin``. RuntimeError for a check that this torch does not have."""
-    if os.environ.get(CHECK_VARIABLE) != "1":
-        return {}
-    name = "check_input_liveness"
-    if name not in inspect.signature(torch.cuda.CUDAGraph.capture_begin).parameters:
-        raise RuntimeError(
-            f"{CHECK_VARIABLE}=1: torch {torch.__version__} can't check captures; unset it, or "
-            "install a newer torch"
-        )
-    return {name: True}
 
 
 @contextmanager

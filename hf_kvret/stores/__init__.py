@@ -64,7 +64,7 @@ class StoreChoice:
     """Makes the stores of one cache, all of the same type.
 
     With ``"auto"`` the lowest layer, the first to need a store, decides for all: split if there is
-    a budget, else the first of ``PLACEMENTS`` with room for all expected rows. Each layer gets an
+    a budget, else where there is room for all expected rows. Each layer gets an
     equal share of the budget, since a prompt comes layer by layer.
 
     Attributes:
@@ -121,7 +121,7 @@ class StoreChoice:
 
         Raises:
             ValueError: a store that does not work on ``device``, a split one without a budget
-                where none can be found, or a budget that the device can't have.
+                where none can be found.
         """
         device = first.device
         if self.name is None:
@@ -149,7 +149,7 @@ class StoreChoice:
     def _budget(self, device: torch.device) -> int:
         """Bytes of device memory for the rows of all layers."""
         if self._options.device_budget is not None:
-            return _checked_budget(self._options.device_budget, device)
+            return byte_count(self._options.device_budget)
         free = free_bytes(device)
         if free is None:
             raise ValueError(
@@ -157,15 +157,3 @@ class StoreChoice:
                 "device_budget, as device_budget='90GB'"
             )
         return free // 2
-
-
-def _checked_budget(size: int | str, device: torch.device) -> int:
-    """Bytes of ``size``; ValueError where that is more than all memory of a GPU."""
-    budget = byte_count(size)
-    if device.type == "cuda" and budget > (total := torch.cuda.mem_get_info(device)[1]):
-        raise ValueError(
-            f"device_budget={size!r} is more than all memory of {device}, {total / 1e9:.1f} GB: "
-            "take less than what the model leaves free, or leave device_budget out and ask for "
-            "store='split', which takes half of that"
-        )
-    return budget

@@ -73,52 +73,42 @@ def read_ahead(
     """
     if stream is None:
         return ((first, read(first, last)) for first, last in spans)
-    reader = _Reader(read, iter(spans), stream)
-    reader.start()
-    return reader
+    return _read_on(stream, read, iter(spans))
 
 
-class _Reader:
+def _read_on(
+    stream: torch.cuda.Stream,
+    read: Callable[[int, int], torch.Tensor],
+    spans: Iterator[tuple[int, int]],
+) -> Iterator[tuple[int, torch.Tensor]]:
     """``read_ahead`` with a stream.
 
     Chunks are allocated on that stream, which waits for the current one before each chunk. So the
     memory of a dropped chunk is overwritten only when its users are done. If the current stream is
     no longer the one that reading began for, it is recorded with the chunk.
     """
+    user = torch.cuda.current_stream(stream.device)
 
-    def __init__(
-        self,
-        read: Callable[[int, int], torch.Tensor],
-        spans: Iterator[tuple[int, int]],
-        stream: torch.cuda.Stream,
-    ) -> None:
-        self._read = read
-        self._spans = spans
-        self._stream = stream
-        self._user = torch.cuda.current_stream(stream.device)
-        self._next_chunk: tuple[int, torch.Tensor, torch.cuda.Event] | None = None
-
-    def __iter__(self) -> _Reader:
-        return self
-
-    def __next__(self) -> tuple[int, torch.Tensor]:
-        if self._next_chunk is None:
-            raise StopIteration
-        first, rows, event = self._next_chunk
-        self.start()
-        current = torch.cuda.current_stream(self._stream.device)
-        current.wait_event(event)
-        if current != self._user:
-            rows.record_stream(current)
-        return first, rows
-
-    def start(self) -> None:
-        """Begin to read the next span, if there is one."""
-        span = next(self._spans, None)
+    def start() -> tuple[int, torch.Tensor, torch.cuda.Event] | None:
+        span = next(spans, None)
         if span is None:
-            self._next_chunk = None
-            return
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        with torch.cuda.stream(self._stream):
-            rows = self._read(*span)
-            self._next_chunk = span[0], rows, self._stream.record_event()
+            return None
+        stream.wait_stream(torch.cuda.current_stream(stream.device))
+        with torch.cuda.stream(stream):
+            return span[0], read(*span), stream.record_event()
+
+    def chunks(
+        chunk: tuple[int, torch.Tensor, torch.cuda.Event] | None,
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        while chunk is not None:
+            first, rows, event = chunk
+            chunk = start()
+            current = torch.cuda.current_stream(stream.device)
+            current.wait_event(event)
+            if current != user:
+                rows.record_stream(current)
+            yield first, rows
+            # Freed before the next one but one is made.
+            del rows
+
+    return chunks(start())

@@ -44,7 +44,6 @@ class CpuStore(WrappedStore):
     def __init__(self, device: torch.device, memory: PageMemory | None = None) -> None:
         super().__init__(PagedStore(memory or HostMemory(device, CPU)))
         self._device = device
-        self.ranks_elsewhere = device.type != "cpu"
         self._staging: dict[str, _Staging] = {}
 
     def load_state_dict(self, state: Tensors, device: torch.device | None = None) -> None:
@@ -89,26 +88,6 @@ class CpuStore(WrappedStore):
             return (host_rank(scores, ids, count),)
 
         return self._start("best", work, query, ids)()[0]
-
-    def begin_with_best(
-        self,
-        query: torch.Tensor,
-        ids: torch.Tensor,
-        count: int,
-        scale: float,
-        softcap: float | None = None,
-    ) -> Callable[[], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """As for every store, in one round trip (CTkvr, section 3.3)."""
-        rows = self.rows.paged_rows()
-
-        def work(
-            query: torch.Tensor, ids: torch.Tensor
-        ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-            scores = host_scores(query, rows, ids, scale=scale, softcap=softcap)
-            best = host_rank(scores, ids, count)
-            return *host_attention(query, rows, best, scale=scale, softcap=softcap), best
-
-        return self._start("attend to best", work, query, ids)
 
     def _start(
         self, purpose: str, work: Callable[..., Result], query: torch.Tensor, ids: torch.Tensor

@@ -27,11 +27,7 @@ class DiskMemory(PageMemory):
 
     def __init__(self, folder: str) -> None:
         super().__init__(CPU)
-        self._folder, self._process = folder, os.getpid()
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        """In a process that unpickles it, rows are copies of its own."""
-        vars(self).update(state, _process=os.getpid())
+        self._folder = folder
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, least: int = 1) -> torch.Tensor:
         size = math.prod(shape) * dtype.itemsize
@@ -42,14 +38,11 @@ class DiskMemory(PageMemory):
                 name = f"/proc/self/fd/{file.fileno()}"
                 rows = torch.from_file(name, True, size, dtype=torch.uint8, device=CPU)
         except (OSError, RuntimeError) as error:
-            number = getattr(error, "errno", None)
-            remedy = "free space, or name" if number in _FULL else "name"
-            message = (
-                f"disk={self._folder!r}: no {size / 1e9:.2f} GB for rows "
-                f"({getattr(error, 'strerror', None) or error}): {remedy} a folder on another "
-                "disk. cache.crop(0) drops the pass that broke off; where it refuses, cache.reset()"
-            )
-            raise OSError(number or errno.EIO, message) from error
+            remedy = "free space, or name" if getattr(error, "errno", None) in _FULL else "name"
+            raise OSError(
+                f"disk={self._folder!r}: no {size / 1e9:.2f} GB for rows ({error}): {remedy} a "
+                "folder on another disk, and begin again with cache.reset()"
+            ) from error
         expect_random_reads(rows)
         return rows.view(dtype).view(shape)
 
@@ -60,11 +53,6 @@ class DiskMemory(PageMemory):
         return is_mapped(pages)
 
     def write(self, target: torch.Tensor, rows: torch.Tensor) -> None:
-        if self._process != os.getpid():
-            raise RuntimeError(
-                f"rows of store='disk' are those of process {self._process}, which would see what "
-                "its child writes: fill or load a cache in the child"
-            )
         target.copy_(rows)
 
 

@@ -9,9 +9,6 @@ import mmap
 import os
 import sys
 import weakref
-from collections.abc import Iterator
-from functools import cache
-from typing import Any
 
 import torch
 
@@ -25,10 +22,6 @@ _LEAST_HUGE = 2 * _HUGE_PAGE
 # other memory falls into and is lost with when the child unmaps it.)
 _WIPE_ON_FORK = 18 if sys.platform == "linux" else None
 _MEMORY_PAGE = 4096
-# CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
-_USES_HOST_POINTERS = 91
-# CU_STREAM_CAPTURE_MODE_RELAXED
-_RELAXED = 2
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -112,10 +105,7 @@ def pinned(shape: tuple[int, ...], dtype: torch.dtype, stream: torch.cuda.Stream
     # know the memory all the same.
     unit = _HUGE_PAGE if nbytes >= _LEAST_HUGE else _MEMORY_PAGE
     raw = mapped(-(-nbytes // unit) * unit, inherited=False)
-    # A capture that makes a chunk of its own fails: it should have its chunks before.
-    capturing = torch.cuda.is_current_stream_capturing()
-    with contextlib.nullcontext() if capturing else _beside_captures():
-        _register(raw, stream.device)
+    _register(raw, stream.device)
     chunk = raw[:nbytes].view(dtype).view(shape)
     # At the end of Python the system unpins.
     weakref.finalize(chunk, _unpin, chunk.data_ptr(), stream, os.getpid()).atexit = False
@@ -140,55 +130,8 @@ def _unpin(address: int, stream: torch.cuda.Stream, process: int) -> None:
     """
     if process != os.getpid():
         return
-    with _beside_captures(), torch.cuda.device(stream.device):
+    with torch.cuda.device(stream.device):
         stream.synchronize()
         torch.cuda.current_stream(stream.device).synchronize()
         finish_reading(stream.device)
         torch.cuda.cudart().cudaHostUnregister(address)
-
-
-@contextlib.contextmanager
-def _beside_captures() -> Iterator[None]:
-    """Context for registering memory, and waiting, that breaks no capture of another thread.
-
-    CUDA counts these among the calls that may be unsafe while a stream is captured. Our captures
-    forbid them to their own thread alone (``capture_error_mode="thread_local"`` in
-    ``replay.recorders``). But torch's default is "global": such a call in any thread makes the
-    capture invalid, unless the caller's mode is relaxed, as in here. It puts no work on a stream,
-    so a graph loses nothing by it.
-    """
-    exchange = getattr(_driver(), "cuThreadExchangeStreamCaptureMode", None)
-    if exchange is None:
-        yield
-        return
-    mode = ctypes.c_int(_RELAXED)
-    # Each call gives the mode before it.
-    exchange(ctypes.byref(mode))
-    try:
-        yield
-    finally:
-        exchange(ctypes.byref(mode))
-
-
-@cache
-def _driver() -> Any:
-    """CUDA's driver; None where there is none."""
-    try:
-        return ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return None
-
-
-@cache
-def reads_host_addresses(index: int) -> bool:
-    """Whether memory that is registered has one address for the host and GPU ``index``.
-
-    True where the driver can't be asked: nearly all GPUs on Linux do.
-    """
-    driver, device, answer = _driver(), ctypes.c_int(), ctypes.c_int(1)
-    if driver is None or driver.cuInit(0) != 0:
-        return True
-    if driver.cuDeviceGet(ctypes.byref(device), index) != 0:
-        return True
-    status = driver.cuDeviceGetAttribute(ctypes.byref(answer), _USES_HOST_POINTERS, device)
-    return status != 0 or bool(answer.value)

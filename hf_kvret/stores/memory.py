@@ -10,11 +10,12 @@ from collections import deque
 
 import torch
 
-from hf_kvret.stores.host_memory import empty, pinned, reads_host_addresses
+from hf_kvret.stores.host_memory import empty, pinned
 
 CPU = torch.device("cpu")
 # Two layers of a prompt of 128K tokens, at 8 KV heads of 128 in 16 bits.
 _MOST_BYTES = 1 << 30
+# By device, of all stores and caches of the process.
 _copies: dict[torch.device, PendingCopies] = {}
 
 
@@ -94,23 +95,12 @@ class HostMemory(PageMemory):
         device: where rows come from.
         reader: the device that reads them and has the page tables; None: the same device. For the
             CPU, ``wait`` blocks.
-
-    Raises:
-        RuntimeError: the reader is a GPU that can't read pinned memory at the host's addresses.
     """
 
     over_bus = True
 
     def __init__(self, device: torch.device, reader: torch.device | None = None) -> None:
         super().__init__(reader or device)
-        index = self.device.index
-        if self.device.type == "cuda" and not reads_host_addresses(
-            torch.cuda.current_device() if index is None else index
-        ):
-            raise RuntimeError(
-                f"{self.device} has other addresses for pinned memory than the host, which the "
-                "kernels here do not know of: use store='device', or store='cpu'"
-            )
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._chunk_device = device if device.type == "meta" else CPU
         self._last_write: torch.cuda.Event | None = None
@@ -136,7 +126,8 @@ class HostMemory(PageMemory):
             _copy_runs(target, source)
         source.record_stream(self._stream)
         self._last_write = self._stream.record_event()
-        pending_copies(rows.device).add(self._last_write, source.nbytes)
+        copies = _copies.setdefault(rows.device, PendingCopies())
+        copies.add(self._last_write, source.nbytes)
 
     def wait(self) -> None:
         if self._last_write is None:
@@ -200,34 +191,23 @@ class SplitMemory(PageMemory):
         self._far.synchronize()
 
 
-def _copy_runs(target: torch.Tensor, rows: torch.Tensor) -> None:
-    """Asynchronous copies, one per contiguous run of ``target``: a strided copy would block."""
-    if target.is_contiguous():
-        target.copy_(rows, non_blocking=True)
-        return
-    for run, source in zip(target, rows, strict=True):
-        _copy_runs(run, source)
-
-
 class PendingCopies:
-    """Pending copies from one device, oldest first.
+    """Pending copies from one device, oldest first; threads share it.
 
     The rows of a copy stay in device memory until it ends. The host launches layers far ahead of
     the device, so the rows of all launched layers would be in memory at once. Therefore the host
     waits for the oldest copies when more than ``most_bytes`` are pending. The device does not idle:
-    it has the work of the layers in between. Threads share it; a waiting one does not block others.
+    it has the work of the layers in between.
+
+    Attributes:
+        nbytes: of the copies that are not known to have ended.
     """
 
     def __init__(self, most_bytes: int = _MOST_BYTES) -> None:
         self.most_bytes = most_bytes
+        self.nbytes = 0
         self._queue: deque[tuple[torch.cuda.Event, int]] = deque()
-        self._nbytes = 0
         self._lock = threading.Lock()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the copies that are not known to have ended."""
-        return self._nbytes
 
     def add(self, event: torch.cuda.Event, size: int) -> None:
         """Note a copy of ``size`` bytes; waits until all but ``most_bytes`` have been copied.
@@ -236,26 +216,21 @@ class PendingCopies:
         """
         with self._lock:
             self._queue.append((event, size))
-            self._nbytes += size
-            while len(self._queue) > 1 and self._queue[0][0].query():
-                self._forget_oldest()
-        while (oldest := self._too_much()) is not None:
-            oldest.synchronize()
-            with self._lock:
-                # Another thread may have waited for the same copy.
-                if self._queue[0][0] is oldest:
-                    self._forget_oldest()
-
-    def _too_much(self) -> torch.cuda.Event | None:
-        """The copy to wait for; None where no more than the bound is pending."""
-        with self._lock:
-            over = self._nbytes > self.most_bytes and len(self._queue) > 1
-            return self._queue[0][0] if over else None
-
-    def _forget_oldest(self) -> None:
-        self._nbytes -= self._queue.popleft()[1]
+            self.nbytes += size
+            while len(self._queue) > 1:
+                oldest, oldest_bytes = self._queue[0]
+                if not oldest.query():
+                    if self.nbytes <= self.most_bytes:
+                        return
+                    oldest.synchronize()
+                self._queue.popleft()
+                self.nbytes -= oldest_bytes
 
 
-def pending_copies(device: torch.device) -> PendingCopies:
-    """The pending copies from ``device``, of all stores and caches of the process."""
-    return _copies.setdefault(device, PendingCopies())
+def _copy_runs(target: torch.Tensor, rows: torch.Tensor) -> None:
+    """Asynchronous copies, one per contiguous run of ``target``: a strided copy would block."""
+    if target.is_contiguous():
+        target.copy_(rows, non_blocking=True)
+        return
+    for run, source in zip(target, rows, strict=True):
+        _copy_runs(run, source)

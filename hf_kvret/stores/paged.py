@@ -57,10 +57,6 @@ class PagedStore(Store):
         self._rows: PagedRows | None = None
         self._addresses: torch.Tensor | None = None
 
-    def __getstate__(self) -> dict[str, object]:
-        """Without views of chunks, which would be memory of their own, and without addresses."""
-        return {**vars(self), **dict.fromkeys(("_tail", "_rows", "_addresses"))}
-
     def __len__(self) -> int:
         return self.length
 
@@ -75,20 +71,6 @@ class PagedStore(Store):
 
     def expect(self, tokens: int) -> None:
         self._expected_len = tokens
-
-    def make_room(self, tokens: int) -> None:
-        """As for every store: in files a chunk is made now, unless there is room."""
-        if self._table is None or not self.memory.in_files:
-            return
-        batch, like = len(self._table), self._chunks[-1]
-        # The last page goes on, or is written again where a fork may share it.
-        offset = self.length % self.page_len
-        tokens += offset if self._tail is None or not offset else offset - self.page_len
-        pages = batch * -(-tokens // self.page_len)
-        if self._free_pages < pages:
-            self._forget_rows()
-            heads, page_len, width = like.shape[1:]
-            self._add_chunk(batch, pages, (heads, page_len, width), like.dtype)
 
     def append(self, block: TokenBlock) -> None:
         if block.start != self.length:
@@ -418,9 +400,6 @@ class WrappedStore(Store):
 
     def expect(self, tokens: int) -> None:
         self.rows.expect(tokens)
-
-    def make_room(self, tokens: int) -> None:
-        self.rows.make_room(tokens)
 
     def append(self, block: TokenBlock) -> None:
         self.rows.append(block)

@@ -130,10 +130,6 @@ class QuantizedStore(WrappedStore):
         super().reset()
         self._codec = self._coded = None
 
-    def __getstate__(self) -> dict[str, object]:
-        """Without rows for kernels, which have addresses."""
-        return {**vars(self), "_coded": None}
-
     def row_nbytes(self, plain: int) -> int:
         if self._codec is None:
             return plain

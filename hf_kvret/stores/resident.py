@@ -97,13 +97,6 @@ class SlotBuffer(State):
         self.misses += (fetch_slots >= 0).sum()
         return slots.view(ids.shape)
 
-    def find(self, ids: torch.Tensor) -> torch.Tensor:
-        """The slots of ``ids [B, H, Q, k]``, -1 for tokens without one and for -1."""
-        tokens, room = ids.reshape(*self.memory.shape[:2], -1), self._table.shape[2]
-        outside = (tokens < 0) | (tokens >= room)
-        slots = self._table.gather(2, tokens.masked_fill(outside, 0).long())
-        return slots.masked_fill(outside, _EMPTY).view(ids.shape)
-
     @torch.inference_mode(False)
     def cover(self, tokens: int) -> None:
         """Grow the table to at least ``tokens``; it can be written to in and out of inference."""
@@ -200,17 +193,6 @@ class ResidentStore(WrappedStore):
     ) -> torch.Tensor:
         """As for every store; reads the host's rows and is not counted as requests."""
         return self.rows.scores(query, ids, scale, softcap)
-
-    def gather(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """As for every store; rows that are in slots are read there."""
-        if self._buffer is None:
-            return self.rows.gather(ids)
-        self._buffer.cover(len(self))
-        slots = self._buffer.find(ids)
-        near = self._buffer.rows.gather(slots)
-        far = self.rows.gather(ids.masked_fill(slots >= 0, -1))
-        here = (slots >= 0).unsqueeze(-1)
-        return torch.where(here, near[0], far[0]), torch.where(here, near[1], far[1])
 
     def reorder(self, rows: torch.Tensor) -> None:
         self._served = False

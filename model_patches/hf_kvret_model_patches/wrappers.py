@@ -13,7 +13,7 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import CellType, FunctionType
+from types import FunctionType
 from typing import Any
 
 _MARK = "_hf_kvret_wrapper"
@@ -95,8 +95,8 @@ class _Namespace:
 def once(hook: Hook) -> Hook:
     """``hook``, which works once in a call where two wrappers of ours are in a chain.
 
-    That happens where another library keeps the function that it wrapped in a place where
-    ``find_wrapper`` does not look. A call is known from those inside it by its first argument.
+    That happens where another library does not say, by ``__wrapped__``, what it wrapped. A call is
+    known from those inside it by its first argument.
     """
     running = threading.local()
 
@@ -147,35 +147,7 @@ def _wrap(inner: Function, slot: _Slot) -> Function:
 
 
 def _chain(function: Any) -> Iterator[Any]:
-    """``function`` and the functions that it may call in its turn, each once."""
-    ids: set[int] = set()
-    candidates = [function]
-    while candidates:
-        candidate = candidates.pop()
-        if callable(candidate) and id(candidate) not in ids:
-            ids.add(id(candidate))
-            yield candidate
-            candidates += _callees(candidate)
-
-
-def _callees(function: Any) -> list[Any]:
-    """What a wrapper may keep the wrapped function in: attributes, closure, globals."""
-    callees = [getattr(function, name, None) for name in ("__wrapped__", "__func__")]
-    if isinstance(function, functools.partial):
-        callees.append(function.func)
-    if not isinstance(function, FunctionType):
-        return callees
-    callees += map(_contents, function.__closure__ or ())
-    package = function.__globals__.get("__name__", "").split(".")[0]
-    # These packages call thousands of other functions by their globals.
-    if package not in ("transformers", "torch"):
-        callees += [function.__globals__.get(name) for name in function.__code__.co_names]
-    return callees
-
-
-def _contents(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        # The function that is to stand there is still being made.
-        return None
+    """``function`` and the functions that it says it wraps."""
+    while callable(function):
+        yield function
+        function = getattr(function, "__wrapped__", None) or getattr(function, "__func__", None)

@@ -76,7 +76,7 @@ class CheckedStore(Store):
         self.plain.append(TokenBlock(keys, values, block.start, block.valid))
 
     def begin(self, *arguments: Any) -> Callable[[], Pair]:
-        both = self.coded.attend(*arguments), self.plain.attend(*arguments)
+        both = self.coded.begin(*arguments)(), self.plain.begin(*arguments)()
         return lambda: _same(*both)
 
     def scores(self, *arguments: Any) -> torch.Tensor:

@@ -21,8 +21,7 @@ from hf_kvret.testing import COVERING_OPTIONS, MODELS, MODES
 from hf_kvret.testing.scenario import prompt
 
 from ..pairs import pairwise
-from .cases import RELEASE, STORES, ArtifactOptions, caches, check_case, is_served
-from .cases import RESTS as USUAL_RESTS
+from .cases import RELEASE, RESTS, STORES, ArtifactOptions, caches, check_case, is_served
 
 CACHES: dict[str, Callable[..., RetrievalCache]] = {
     **caches("flat", "paris", "lrqk"),
@@ -63,11 +62,6 @@ def _possible(case: dict[str, Any]) -> bool:
     return is_served(case) and case.get("mode") not in impossible.get(case.get("model", ""), ())
 
 
-RESTS: dict[str, dict[str, Any]] = {
-    **USUAL_RESTS,
-    # Few are selected, and each of the others is a mean of its own.
-    "each": {"rest": "mean", "rest_blocks": 1, "top_k": 8},
-}
 FACTORS = {
     "model": list(MODELS),
     "mode": list(MODES),

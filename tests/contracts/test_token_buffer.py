@@ -51,14 +51,6 @@ def test_no_operation_changes_what_another_fork_reads(seed: int) -> None:
     assert torch.equal(first, given)
 
 
-def test_reserved_rows_are_a_view_to_be_filled() -> None:
-    rows = TokenBuffer(least_step=4)
-    view = rows.reserve(3, torch.empty(1, 2, 0, 3))
-    view.fill_(7.0)
-    assert rows.rows.shape == (1, 2, 3, 3)
-    assert (rows.rows == 7.0).all()
-
-
 def test_a_fork_shares_memory_until_it_appends() -> None:
     rows = TokenBuffer()
     rows.append(torch.zeros(1, 1, 10, 2))
@@ -97,11 +89,6 @@ def test_capacity_grows_in_steps_and_counts_as_bytes() -> None:
         sizes.append(rows.nbytes() // (2 * 4))
     assert sizes == [16] * 12, "one row asked for, four to spare, rounded up for wide loads"
     assert torch.equal(rows.rows[0, 0, :, 0], torch.arange(12.0))
-
-
-def test_rows_before_the_first_append_raise() -> None:
-    with pytest.raises(RuntimeError, match="append first"):
-        _ = TokenBuffer().rows
 
 
 def test_rows_are_addressed_by_slot() -> None:

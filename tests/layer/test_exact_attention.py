@@ -7,9 +7,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from hf_kvret import (
-    ColdTokens,
-)
 from hf_kvret.contracts.index import Scoring
 from hf_kvret.layer import exact_attention
 from hf_kvret.layer.exact_attention import attend_cold, attend_dense, attend_exactly
@@ -174,9 +171,3 @@ def test_a_store_that_gives_other_tokens_than_it_holds_is_named(fault: str, said
             RuntimeError, match=rf"Faulty\.chunks\(\) gave {said}: it must give all"
         ):
             read()
-
-
-def test_cold_tokens_need_to_know_which_are_valid() -> None:
-    store = PagedStore(DeviceMemory(torch.device("cpu")))
-    with pytest.raises(ValueError, match=r"scoring\.valid is None: pass bool \[B, n\]"):
-        ColdTokens(store, Scoring(None, SCALE), 4)

@@ -311,14 +311,3 @@ def test_an_index_is_built_again_after_a_crop_to_nothing() -> None:
         _ready(kv)
         kv.crop(0)
     assert [call for call, *_ in index.calls].count("build") == 2
-
-
-def test_a_deep_crop_to_nothing_starts_afresh() -> None:
-    kv = _kv(FlatConfig(**SIZES))
-    kv.take_prompt(_tokens(20), _tokens(20), None)
-    kv.crop(0)
-    assert (kv.length, kv.cold_len, kv.window.length) == (0, 0, 0)
-    assert (kv.window.sink_slots == -1).all()
-    keys = _tokens(20)
-    kv.take_prompt(keys, _tokens(20), None)
-    assert torch.equal(held_tokens(kv)[0], keys)

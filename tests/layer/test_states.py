@@ -15,10 +15,10 @@ import torch
 from hf_kvret.contracts.block import TokenBlock
 from hf_kvret.contracts.state import State
 from hf_kvret.contracts.token_buffer import TokenBuffer
-from hf_kvret.layer.block_sums import BlockSums
+from hf_kvret.layer.cold_sums import ColdSums
 from hf_kvret.layer.indexed import IndexerKeys
 from hf_kvret.layer.layer_kv import LayerKV
-from hf_kvret.layer.retrieved import Group, RetrievedTokens
+from hf_kvret.layer.retrieved import RetrievedTokens
 from hf_kvret.layer.window import Window
 from hf_kvret.methods.flat import FlatConfig, FlatIndex
 from hf_kvret.saved.token_record import TokenRecord
@@ -68,7 +68,7 @@ def fill_buffer(buffer: TokenBuffer, rows: list[int]) -> None:
     buffer.drop(9)
 
 
-def fill_sums(sums: BlockSums, rows: list[int]) -> None:
+def fill_sums(sums: ColdSums, rows: list[int]) -> None:
     for first, last in ((0, 30), (30, TOKENS)):
         tokens = KEYS[rows, :, first:last], VALUES[rows, :, first:last]
         sums.add(TokenBlock(*tokens, first, VALID[rows, first:last]))
@@ -88,13 +88,11 @@ CASES = {
     "positions": Case(partial(make_kv, positions="this store needs them"), fill_kv),
     "coded": Case(partial(make_kv, store=partial(QuantizedStore, bits=4)), fill_kv),
     "means": Case(partial(make_kv, rest="mean"), fill_kv),
-    "sums": Case(lambda n: BlockSums(None, DIM, DIM), fill_sums),
+    "sums": Case(lambda n: ColdSums(DIM, DIM), fill_sums),
     "indexer": Case(lambda n: IndexerKeys(), fill_indexer),
     "retrieved": Case(
         lambda n: RetrievedTokens(),
-        lambda state, rows: state.add(
-            [Group(8, 16, torch.ones(())), Group(16, 30, torch.ones(()))]
-        ),
+        lambda state, rows: state.add([(8, 16), (16, 30)]),
     ),
     "tokens": Case(
         lambda n: TokenRecord(), lambda state, rows: state.write(100 * VALID[rows].long(), 0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from hf_kvret import TokenBlock
@@ -54,13 +53,6 @@ def test_popped_tokens_come_oldest_first_and_the_rest_stay() -> None:
     assert (window.start, window.end) == (4, 10)
 
 
-def test_a_popped_block_survives_what_the_window_does_next() -> None:
-    window = _window(0, 1, 6)
-    block = window.pop(4, None)
-    window.append(*_tokens(1, 900, 6))
-    assert torch.equal(block.keys, _tokens(1, 0, 4)[0])
-
-
 def test_sinks_are_the_first_valid_tokens_of_each_row() -> None:
     valid = torch.ones(3, 8, dtype=torch.bool)
     valid[0, :3] = False  # padding on the left
@@ -105,15 +97,6 @@ def test_a_sink_that_the_mask_hides_later_is_not_attended() -> None:
     assert _validity(window, valid) == [[True, False, True, True, True]]
 
 
-def test_a_crop_takes_recent_tokens_alone() -> None:
-    window = _window(1, 1, 8)
-    _flush(window, 5)
-    window.crop(6)
-    assert torch.equal(window.recent()[0], _tokens(1, 5, 1)[0])
-    window.crop(2)
-    assert window.length == 0 and window.end == 5
-
-
 def test_tokens_put_back_free_the_sinks_that_came_from_them() -> None:
     window = _window(4, 2, 8)
     valid = torch.ones(2, 8, dtype=torch.bool)
@@ -131,14 +114,6 @@ def test_tokens_put_back_free_the_sinks_that_came_from_them() -> None:
     assert _sink_tags(window) == [[0, 1, 2, 3], [2, 3, 4, 5]]
 
 
-def test_putting_back_over_recent_tokens_is_refused() -> None:
-    window = _window(1, 1, 3)
-    with pytest.raises(RuntimeError, match="the window still holds 3 recent tokens"):
-        window.unpop(*_tokens(1, 0, 1), end=1)
-    with pytest.raises(RuntimeError, match="3 recent tokens precede"):
-        window.skip(2)
-
-
 def test_spare_capacity_is_never_read() -> None:
     window = _window(2, 1, 3)
     window.keys[:, :, 5:], window.values[:, :, 5:] = NAN, NAN
@@ -149,10 +124,3 @@ def test_spare_capacity_is_never_read() -> None:
         used = window.sink + window.length
         window.keys[:, :, used:], window.values[:, :, used:] = NAN, NAN
     assert torch.equal(window.recent()[0], _tokens(1, 0, 90)[0])
-
-
-def test_bytes_count_spare_capacity() -> None:
-    window = _window(2, 1, 3)
-    capacity = window.keys.shape[2]
-    assert capacity >= 5
-    assert window.nbytes() == 2 * capacity * (3 + 5) * 4 + 2 * 8

@@ -82,7 +82,7 @@ def test_gather_and_attend_read_the_same_rows_as_chunks(kind: dict[str, Any]) ->
     query = torch.randn(BATCH, 2 * HEADS, 3, KEY_DIM, generator=torch.Generator().manual_seed(2))
     for result, expected in (
         (store.gather(ids), dense.gather(ids)),
-        (store.attend(query, ids, 0.2, 30.0), dense.attend(query, ids, 0.2, 30.0)),
+        (store.begin(query, ids, 0.2, 30.0)(), dense.begin(query, ids, 0.2, 30.0)()),
         ((store.scores(query, ids, 0.2),), (dense.scores(query, ids, 0.2),)),
     ):
         torch.testing.assert_close(list(result), list(expected), rtol=1e-5, atol=1e-5)

@@ -63,8 +63,9 @@ def _lists(name: str) -> tuple[torch.Tensor, ...]:
     work()
     queue = files[0].queue
     assert queue is not None
-    every = torch.arange(len(queue)).expand(BATCH, -1)
-    return queue.lists_of(every), *joined(queue.generations())
+    every = torch.arange(queue.drop_count, queue.drop_count + len(queue))
+    lists = queue._take(every.expand(BATCH, HEADS, 1, -1).contiguous())[:, :, 0]
+    return lists, *joined(queue.generations())
 
 
 def _compare(lists: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -> None:

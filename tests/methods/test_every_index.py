@@ -203,11 +203,3 @@ def test_a_cold_token_takes_so_many_bytes_for_each_kv_head(make: Make, nbytes: i
     state, length = run.index.state_dict(), len(run.store)
     rows = [x for x in state.values() if x.ndim > 2 and x.shape[2] == length]
     assert sum(x.nbytes for x in rows) == 2 * HEADS * length * nbytes
-
-
-def test_an_index_that_saw_nothing_says_so(make: Make) -> None:
-    cold = IndexRun(FlatIndex).prompt().cold()
-    query, index = torch.zeros(2, HEADS * GROUP, 1, DIM), make()
-    if not isinstance(index, FlatIndex):
-        with pytest.raises(RuntimeError, match=r"add a block|call on_forward|tokens were seen"):
-            index.search(query, cold)

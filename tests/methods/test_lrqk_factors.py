@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from hf_kvret.methods.lrqk.als import AlternatingFactors, Moments, RandomSource, alternating
+from hf_kvret.methods.lrqk.als import AlternatingFactors, Moments, alternating
 from hf_kvret.methods.lrqk.factors import Factors, KeyGrams, QueryGrams, closed_form
 
 DIM, RANK = 24, 8
@@ -60,9 +60,9 @@ def _optimum(q: torch.Tensor, k: torch.Tensor, rank: int) -> float:
 def _als(
     q: torch.Tensor, k: torch.Tensor, rank: int, rounds: int = 2, penalty: float = 1.0
 ) -> AlternatingFactors:
-    chance, of_q, of_k = RandomSource(5), Moments(), Moments()
-    of_q.add(q.float()[None, None], rank, chance)
-    of_k.add(k.float()[None, None], rank, chance)
+    of_q, of_k = Moments(), Moments()
+    of_q.add(q.float()[None, None], rank, 5)
+    of_k.add(k.float()[None, None], rank, 6)
     return alternating(of_q.gram, of_k.gram, of_q.start(), of_k.start(), rounds, penalty)
 
 
@@ -141,9 +141,12 @@ def _literal(
 def test_als_on_grams_is_algorithm_1_on_full_matrices(penalty: float, rounds: int) -> None:
     """Grams were added up in fp32: 1e-7, times the condition of what is solved, some hundred."""
     q, k = (rows.float().double() for rows in _case("ragged"))
-    als, chance = _als(q, k, RANK, rounds, penalty), torch.Generator().manual_seed(5)
+    als = _als(q, k, RANK, rounds, penalty)
     # A_Q and A_K of eq. 22.
-    starts = [torch.randn(len(rows), RANK, generator=chance).double() for rows in (q, k)]
+    starts = [
+        torch.randn(len(rows), RANK, generator=torch.Generator().manual_seed(seed)).double()
+        for seed, rows in ((5, q), (6, k))
+    ]
     a_q, a_k, b_q, b_k = _literal(q, k, *starts, rounds, penalty)
     assert _relative(q @ als.to_query[0, 0].double(), a_q) < 1e-4
     assert _relative(k @ als.to_key[0, 0].double(), a_k) < 1e-4
@@ -224,11 +227,10 @@ def test_sums_for_als_are_of_one_random_matrix_without_rows_for_padding(
 ) -> None:
     rows, valid = _tokens()
     rows = rows.masked_fill(~valid[:, None, :, None], 0.0)
-    moments, used = Moments(), RandomSource(3)
-    chance = torch.Generator().manual_seed(3)
-    draws = []
+    moments, draws = Moments(), []
     for span in _spans(150, cuts):
-        moments.add(rows[:, :, span], RANK, used)
+        moments.add(rows[:, :, span], RANK, span.start)
+        chance = torch.Generator().manual_seed(span.start)
         draws.append(torch.randn(2, 4, span.stop - span.start, RANK, generator=chance))
     start = torch.cat(draws, dim=2).masked_fill(~valid[:, None, :, None], 0.0)
     sketch = moments.start()

@@ -127,8 +127,8 @@ class Literal:
 
 
 def _close(result: torch.Tensor, expected: torch.Tensor) -> None:
-    """fp32 solves: 1e-7 and a ridge of 1e-6, times the condition of r x r systems, below 100."""
-    assert float((result.double() - expected).norm() / expected.norm()) < 1e-3
+    """fp32 solves: 1e-7 and a ridge of 1e-6, times the condition of r x r systems, some 100."""
+    assert float((result.double() - expected).norm() / expected.norm()) < 2e-3
 
 
 # Tokens of a pass, tokens that leave the window in it, tokens that are dropped after it.

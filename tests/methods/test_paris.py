@@ -221,13 +221,3 @@ def test_a_soft_cap_bends_the_whole_score_not_the_centered_one() -> None:
     capped = overlap(index.search(query, cold_tokens(valid, scale, 24, softcap)), best)
     uncapped = overlap(index.search(query, cold_tokens(valid, scale, 24)), best)
     assert capped > 0.85 and capped > uncapped
-
-
-def test_a_saved_cache_may_name_the_published_tables_by_their_numbers() -> None:
-    """As caches of 0.1.0 with the preset do."""
-    levels = [0.0420, 0.1266, 0.2129, 0.3023, 0.3968, 0.4990, 0.6148, 0.7604]
-    rows = [[5_000, 0.5, 0.5], [10_000, 0.25, 0.3], [30_000, 0.2, 0.25], [math.inf, 0.1, 0.2]]
-    saved = {"tiers": None, "levels": levels, "schedule": rows}
-    assert ParisConfig.from_saved(**saved) == ParisConfig(tables="paper")
-    with pytest.raises(ValueError, match=r"schedule=.* this version only does as"):
-        ParisConfig.from_saved(schedule=rows)

@@ -10,7 +10,6 @@ from hf_kvret.observe.recall import Recall, exact_scores, measure_recall
 from hf_kvret.stores import PagedStore
 from hf_kvret.stores.memory import DeviceMemory
 from hf_kvret.testing.cold import cold_tokens
-from hf_kvret_kernels.relevance import group_relevance
 
 from ..layer.driver import SCALE, Driver
 
@@ -96,22 +95,6 @@ def _lost_shares(driver: Driver) -> torch.Tensor:
     read.scatter_(-1, sinks.where(sinks >= 0, kv.length), True)
     read[..., kv.cold_len :] = True
     return (shares * ~read[..., :-1].repeat_interleave(group, dim=1)).sum(-1)
-
-
-def test_heads_of_a_group_are_compared_by_their_shares_not_their_scores() -> None:
-    """The first head's scores are large and flat, the second's small and peaked."""
-    scores = torch.tensor([[100.0, 100.5, 100.0], [9.0, 0.0, 0.0]]).view(1, 2, 1, 3)
-    relevance = group_relevance(scores, heads=1)
-    assert relevance.shape == (1, 1, 1, 3) and (relevance <= 0).all()
-    assert relevance.argmax() == 0
-    shares = scores.softmax(-1).amax(dim=1)
-    torch.testing.assert_close(relevance[0].exp(), shares, atol=1e-5, rtol=1e-4)
-
-
-def test_tokens_out_of_the_race_stay_at_minus_infinity() -> None:
-    scores = torch.tensor([[1.0, float("-inf")], [float("-inf")] * 2]).view(1, 2, 1, 2)
-    assert group_relevance(scores, heads=1).flatten().tolist() == [0.0, float("-inf")]
-    assert group_relevance(scores[:, 1:], heads=1).flatten().tolist() == [float("-inf")] * 2
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])

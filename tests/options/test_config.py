@@ -27,7 +27,6 @@ BUDGET = "device_budget=.* is not a memory size: write '80GB', '75GiB', or bytes
         ({"top_k": 64, "slots": 63}, "slots=63 is less than top_k=64"),
         ({"top_k": 0.5, "slots": 64}, r"slots=2\.0"),
         ({"prefill_chunk": 32}, "prefill_chunk=32 with max_draft=32: .* as 1024, or 'auto'"),
-        ({"rest_blocks": 8}, "rest_blocks=8 with rest=None: only rest='mean'"),
         ({"store": "disk"}, "disk=None with store='disk'"),
         ({"store": "disk", "disk": ""}, "disk='' must not be empty"),
         ({"disk": "/tmp"}, "disk='/tmp' with store='auto'"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -155,6 +156,7 @@ def test_what_was_wrapped_since_stays_when_applied_again_and_restored(
     generation.apply(("mine",), Hooks())
     inner = getattr(owner, name)
 
+    @functools.wraps(inner)
     def theirs(self: Any, *args: Any, **kwargs: Any) -> Any:
         return inner(self, *args, **kwargs)
 
@@ -173,6 +175,7 @@ def test_a_wrapper_from_before_us_does_not_hide_what_generate_is_given(
 ) -> None:
     whole, calls = GenerationMixin.generate, []
 
+    @functools.wraps(whole)
     def theirs(*args: Any, **kwargs: Any) -> Any:
         return whole(*args, **kwargs)
 

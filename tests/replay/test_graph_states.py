@@ -201,9 +201,6 @@ def test_a_failed_capture_leaves_what_an_index_notes_as_it_was() -> None:
 
     step = compare(act, "lrqk", model=model, flush=7)
     assert "_local_scalar_dense" in str(step.reason)
-    # The next one for this model does not try again.
-    with taped():
-        assert DecodeGraph(model, small_cache(model, "lrqk", flush=7)).reason == step.reason
 
 
 def test_with_gradients_on_a_step_runs_as_usual() -> None:
@@ -224,7 +221,7 @@ def test_with_gradients_on_a_step_runs_as_usual() -> None:
     assert step.replays == replays
 
 
-def test_memory_that_ran_out_is_tried_again_and_not_remembered(
+def test_memory_that_ran_out_is_tried_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     record, failures = TapeRecorder.record, [1, 1, 1]

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from hf_kvret.replay import recorders
 from hf_kvret.replay.recorders import RECORDERS, CudaRecorder, waits
 
 
@@ -170,15 +169,3 @@ def test_other_warnings_go_their_way_and_modes_come_back(mode: Mode) -> None:
     assert mode.value == 2
     assert warnings.showwarning == before
     mode.set("default")
-
-
-def test_captures_are_checked_where_torch_can(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert recorders._capture_options() == {}
-    monkeypatch.setenv(recorders.CHECK_VARIABLE, "1")
-    monkeypatch.setattr(
-        torch.cuda.CUDAGraph, "capture_begin", lambda self, check_input_liveness=False: None
-    )
-    assert recorders._capture_options() == {"check_input_liveness": True}
-    monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", lambda self, pool=None: None)
-    with pytest.raises(RuntimeError, match=r"HF_KVRET_CHECK_CAPTURES=1: torch .* unset it"):
-        recorders._capture_options()

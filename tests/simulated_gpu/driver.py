@@ -78,7 +78,6 @@ def driver(simulation: Simulation) -> Iterator[None]:
         (function, "warmup", launches.warm_up),
         (importlib.import_module("hf_kvret_kernels.paged"), "interpreted", lambda: False),
         (host_memory, "_unpin", _while_it_lasts(simulation, host_memory._unpin)),
-        (host_memory, "_beside_captures", lambda: _relaxed(simulation)),
         (pool, "submit", _followed_submit(simulation, pool.submit)),
     ]
     recorders = importlib.import_module("hf_kvret.replay.recorders")
@@ -112,15 +111,6 @@ def _while_it_lasts(simulation: Simulation, finalizer: Callable[..., None]) -> C
             finalizer(*args)
 
     return finalize
-
-
-@contextmanager
-def _relaxed(simulation: Simulation) -> Iterator[None]:
-    before, simulation.relaxed.is_on = simulation.relaxed.is_on, True
-    try:
-        yield
-    finally:
-        simulation.relaxed.is_on = before
 
 
 def _answers(simulation: Simulation) -> dict[str, Any]:

@@ -35,7 +35,7 @@ def _filled(store: Store) -> Store:
 
 def _attend(store: Store, count: int = 5, batch: int = 2) -> None:
     ids = torch.arange(count, dtype=torch.int32).expand(batch, HEADS, 1, count).contiguous()
-    store.attend(torch.randn(batch, HEADS, 1, DIM), ids, 1.0)
+    store.begin(torch.randn(batch, HEADS, 1, DIM), ids, 1.0)()
 
 
 def _writing(memory: HostMemory) -> Write:

@@ -11,38 +11,23 @@ import torch
 from hf_kvret.stores.chunks import chunk_len, read_ahead
 
 
-def _like(batch: int, heads: int, dim: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    return torch.empty(batch, heads, 0, dim, dtype=dtype)
-
-
 @pytest.mark.parametrize(
-    ("queries", "batch", "expected"),
+    ("queries", "batch", "elements", "expected"),
     [
-        (1, 1, 4096),
-        (2048, 1, 4096),
-        (5000, 1, 10_000),
-        (100_000, 1, 32_768),
-        # 16 rows of 8 heads of 512 bytes: 4096 tokens are 256 MiB, and nothing is longer.
-        (1, 16, 4096),
-        (32_768, 16, 4096),
-        (1, 64, 1024),
+        (1, 1, 2048, 4096),
+        (5000, 1, 2048, 10_000),
+        (100_000, 1, 2048, 32_768),
+        # No chunk is longer than 256 MiB: here 64 rows of 2048 numbers in two bytes.
+        (32_768, 64, 2048, 1024),
+        # A chunk has a token, however large.
+        (5, 1 << 16, 1 << 15, 1),
     ],
 )
-def test_a_chunk_is_twice_as_long_as_the_chunk_within_its_bounds(
-    queries: int, batch: int, expected: int
+def test_a_chunk_is_twice_as_long_as_its_queries_within_bounds(
+    queries: int, batch: int, elements: int, expected: int
 ) -> None:
-    keys = _like(batch, 8, 128)
-    assert chunk_len(queries, keys, 8 * 2 * 128) == expected
-
-
-def test_what_rows_become_decides_not_what_they_are() -> None:
-    latents = _like(16, 1, 128)
-    assert chunk_len(1, latents, 8 * (128 + 384)) == 2048
-
-
-def test_a_chunk_has_a_token_however_large() -> None:
-    keys = _like(1 << 16, 64, 256)
-    assert chunk_len(5, keys, 64 * 2 * 256) == 1
+    keys = torch.empty(batch, 1, 0, 1, dtype=torch.bfloat16)
+    assert chunk_len(queries, keys, elements) == expected
 
 
 def test_without_a_stream_a_chunk_is_read_when_it_is_asked_for() -> None:
@@ -130,23 +115,6 @@ def test_the_next_chunk_is_read_beside_the_work_on_this_one(
         "main waits for chunk 2",
         "main attends to chunk 2",
     ]
-
-
-def test_no_more_is_read_than_is_asked_for_and_the_chunk_after(
-    streams: tuple[_Stream, list[str]],
-) -> None:
-    side, log = streams
-    chunks = read_ahead(_read(log), [(n, n + 1) for n in range(9)], side)  # type: ignore[arg-type]
-    next(iter(chunks))
-    assert [entry for entry in log if "reads" in entry] == [
-        "side reads 0 to 1",
-        "side reads 1 to 2",
-    ]
-
-
-def test_no_spans_are_no_chunks(streams: tuple[_Stream, list[str]]) -> None:
-    side, log = streams
-    assert list(read_ahead(_read(log), [], side)) == [] == log  # type: ignore[arg-type]
 
 
 def test_chunks_that_go_to_another_stream_than_they_were_read_for_are_noted(

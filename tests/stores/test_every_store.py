@@ -190,17 +190,12 @@ def check_reads(store: Store, rows: Rows, case: Case, choose: random.Random) -> 
     for tensor, expected in zip(results, (out, lse), strict=True):
         assert tensor.dtype == torch.float32
         assert_close(tensor, expected, ERROR)
-    assert all(map(torch.equal, store.attend(query, ids, SCALE, softcap), results))
     assert_close(store.scores(query, ids, SCALE, softcap), logits, ERROR)
     assert_close(scores_of_gathered(store, query, ids, SCALE, softcap), logits, ERROR)
     if share == 1:
         best = store.best(query, ids, count, SCALE, softcap)
         assert torch.equal(best, Store.best(store, query, ids, count, SCALE, softcap))
         assert torch.equal(best.sort(-1).values, ids.sort(-1).values), "all of them, best first"
-        few = store.best(query, ids, 1, SCALE, softcap)
-        *begun, found = store.begin_with_best(query, ids, 1, SCALE, softcap)()
-        assert torch.equal(found, few)
-        assert all(map(torch.equal, begun, store.attend(query, few, SCALE, softcap)))
 
 
 def assert_close(tensor: torch.Tensor, expected: torch.Tensor, error: float) -> None:
@@ -227,7 +222,7 @@ def test_attending_to_nothing_gives_zero_and_minus_infinity(name: str) -> None:
     query = torch.randn(2, HEADS * GROUP, 3, key_dim)
     for count in (0, 4):
         ids = torch.full((2, HEADS, 3, count), -1, dtype=torch.int32)
-        out, lse = store.attend(query, ids, SCALE)
+        out, lse = store.begin(query, ids, SCALE)()
         assert torch.equal(out, torch.zeros(2, HEADS * GROUP, 3, value_dim))
         assert torch.equal(lse, torch.full((2, HEADS * GROUP, 3), float("-inf")))
         for tensor, dim in zip(store.gather(ids), case.dims, strict=True):
@@ -244,7 +239,7 @@ def test_an_empty_store_and_a_block_out_of_order_are_refused(name: str) -> None:
     ids = torch.zeros(1, HEADS, 1, 1, dtype=torch.int32)
     for read in (
         lambda: store.gather(ids),
-        lambda: store.attend(torch.zeros(1, HEADS, 1, case.dims[0]), ids, SCALE),
+        lambda: store.begin(torch.zeros(1, HEADS, 1, case.dims[0]), ids, SCALE)(),
     ):
         with pytest.raises(RuntimeError, match="the store is empty: append first"):
             read()
@@ -261,10 +256,10 @@ def grown(name: str, length: int) -> Store:
     store = STORES[name](CPU, FlatConfig(slots=2.0))
     extend(store, count=100, dims=(DIM, DIM))
     ids = same_ids(*range(8))
-    store.attend(torch.randn(2, 4, 1, DIM), ids, 0.3)
+    store.begin(torch.randn(2, 4, 1, DIM), ids, 0.3)()
     store.crop(length - 5)
     extend(store, count=2, dims=(DIM, DIM))
-    store.attend(torch.randn(2, 4, 1, DIM), ids, 0.3)
+    store.begin(torch.randn(2, 4, 1, DIM), ids, 0.3)()
     extend(store, count=3, dims=(DIM, DIM))
     return store
 
@@ -279,7 +274,7 @@ def ids_with(wrong: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def all_reads(store: Store, ids: torch.Tensor) -> list[torch.Tensor]:
     query = torch.full((2, 4, 1, DIM), 0.1)
-    return [*store.attend(query, ids, 0.3), store.scores(query, ids, 0.3), *store.gather(ids)]
+    return [*store.begin(query, ids, 0.3)(), store.scores(query, ids, 0.3), *store.gather(ids)]
 
 
 @pytest.mark.factor("name", list(STORES))
@@ -294,7 +289,7 @@ def test_an_id_of_no_token_is_refused(name: str, length: int, wrong: int) -> Non
     all_reads(store, holes)
     for each in (store, store.fork()):
         for read in (
-            lambda store=each: store.attend(query, ids, 0.3),
+            lambda store=each: store.begin(query, ids, 0.3)(),
             lambda store=each: store.scores(query, ids, 0.3),
             lambda store=each: store.best(query, ids, 2, 0.3),
             lambda store=each: store.gather(ids),

@@ -7,25 +7,15 @@ import gc
 import mmap
 import os
 import sys
-import threading
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
 from hf_kvret.stores import host_memory, memory
-from hf_kvret.stores.host_memory import reads_host_addresses
-from hf_kvret.stores.memory import (
-    DeviceMemory,
-    HostMemory,
-    PendingCopies,
-    SplitMemory,
-    pending_copies,
-)
+from hf_kvret.stores.memory import DeviceMemory, HostMemory, PendingCopies, SplitMemory
 
 CPU = torch.device("cpu")
 HUGE_PAGE = 2 << 20
@@ -57,7 +47,7 @@ def _mapping(address: int) -> dict[str, str]:
 
 @pytest.mark.parametrize(
     ("shape", "dtype"),
-    [(LARGE, torch.bfloat16), (SMALL, torch.float32), ((0, 7), torch.float16)],
+    [(LARGE, torch.bfloat16), ((0, 7), torch.float16)],
     ids=str,
 )
 def test_chunks_have_the_shape_that_was_asked_for(
@@ -125,10 +115,8 @@ def test_memory_lives_as_long_as_a_view_and_no_longer() -> None:
     assert "hg" not in _mapping(address).get("VmFlags", "").split()
 
 
-@pytest.mark.parametrize("how", ["unknown", "refused"])
-def test_a_system_without_huge_pages_gives_good_memory(
-    how: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="nothing to refuse")
+def test_a_system_without_huge_pages_gives_good_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
 
     class Refusing(mmap.mmap):
@@ -136,13 +124,9 @@ def test_a_system_without_huge_pages_gives_good_memory(
             calls.extend(options)
             raise OSError(22, "Invalid argument")
 
-    if how == "unknown":
-        monkeypatch.delattr(mmap, "MADV_HUGEPAGE", raising=False)
-    elif not hasattr(mmap, "MADV_HUGEPAGE"):
-        pytest.skip("nothing to refuse")
     monkeypatch.setattr(mmap, "mmap", Refusing)
     chunk = HostMemory(CPU).allocate(LARGE, LARGE_DTYPE).fill_(2.0)
-    assert bool(calls) == (how == "refused")
+    assert calls
     assert chunk.float().sum().item() == 2.0 * chunk.numel()
 
 
@@ -167,34 +151,6 @@ def test_a_child_process_finds_zeros_and_may_free_them(size: int) -> None:
         os._exit(0 if not any(elements) else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert chunk.sum() == size
-
-
-@pytest.mark.parametrize(
-    ("result", "status", "answer", "expected"),
-    [(0, 0, 1, True), (0, 0, 0, False), (1, 0, 0, True), (0, 1, 0, True)],
-)
-def test_the_driver_says_whether_kernels_may_use_host_addresses(
-    result: int, status: int, answer: int, expected: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def attribute(target: Any, which: int, device: Any) -> int:
-        assert which == 91
-        target._obj.value = answer
-        return status
-
-    driver = SimpleNamespace(
-        cuInit=lambda flags: 0,
-        cuDeviceGet=lambda *args: result,
-        cuDeviceGetAttribute=attribute,
-    )
-    monkeypatch.setattr(host_memory, "_driver", lambda: driver)
-    assert reads_host_addresses.__wrapped__(0) is expected
-
-
-def test_a_gpu_that_can_not_use_host_addresses_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "reads_host_addresses", lambda index: False)
-    with pytest.raises(RuntimeError, match=r"cuda:1 has other addresses.*store='device'"):
-        HostMemory(CPU, reader=torch.device("cuda", 1))
-    HostMemory(CPU)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -243,35 +199,3 @@ def test_the_oldest_copies_are_waited_for_when_too_much_is_pending() -> None:
         ended.ended = copy.name == "d"
         copies.add(copy, size)
         assert log == waited and copies.nbytes <= max(100, size)
-
-
-def test_all_stores_of_a_device_share_the_bound() -> None:
-    first, second = torch.device("cuda", 0), torch.device("cuda", 1)
-    assert pending_copies(first) is pending_copies(torch.device("cuda", 0))
-    assert pending_copies(first) is not pending_copies(second)
-
-
-def test_a_thread_that_waits_holds_up_no_other_and_every_byte_is_counted_once() -> None:
-    copies, log = PendingCopies(100), []
-    waiting, go_on = threading.Event(), threading.Event()
-
-    class Slow(_Copy):
-        def synchronize(self) -> None:
-            waiting.set()
-            assert go_on.wait(10)
-            super().synchronize()
-
-    copies.add(Slow("slow", log), 90)
-    thread = threading.Thread(target=copies.add, args=(_Copy("next", log), 90))
-    thread.start()
-    assert waiting.wait(10)
-    # Not below the bound, but it asks nobody to wait for a lock.
-    assert copies.nbytes == 180
-    third = threading.Thread(target=copies.add, args=(_Copy("third", log), 5))
-    third.start()
-    while copies.nbytes != 185:
-        assert third.is_alive()
-    go_on.set()
-    for one in (thread, third):
-        one.join(10)
-    assert set(log) == {"slow"} and copies.nbytes == 95

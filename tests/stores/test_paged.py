@@ -66,7 +66,7 @@ def test_bytes_are_exact_and_in_the_right_memory() -> None:
 
 
 @pytest.mark.parametrize("make_memory", [DeviceMemory, HostMemory])
-@pytest.mark.parametrize("chunk_len", [1, 4, 9, 24, 1000])
+@pytest.mark.parametrize("chunk_len", [1, 9, 1000])
 def test_the_kernel_reads_the_same_chunks(make_memory: MakeMemory, chunk_len: int) -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
     if torch.cuda.is_available():
@@ -239,12 +239,12 @@ STORES = {
 
 
 @pytest.mark.parametrize("name", STORES)
-@pytest.mark.parametrize("stop", [0, 37, 64, 65, 200, 999, None])
-def test_reading_stops_where_it_is_told_to(name: str, stop: int | None) -> None:
+@pytest.mark.parametrize("stop", [0, 64, 65, 999])
+def test_reading_stops_where_it_is_told_to(name: str, stop: int) -> None:
     block = torch.randn(2, 2, 200, 16, generator=torch.Generator().manual_seed(5))
     store = STORES[name]()
     store.append(TokenBlock(block, -block, 0))
-    length = 200 if stop is None else min(stop, 200)
+    length = min(stop, 200)
     whole = next(iter(store.chunks(1000)))
     chunks = list(store.chunks(64, stop))
     assert [first for first, _, _ in chunks] == list(range(0, length, 64))

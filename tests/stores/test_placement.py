@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +14,8 @@ from hf_kvret import FlatKVCache
 from hf_kvret.methods.aqua import AquaConfig
 from hf_kvret.methods.flat import FlatConfig
 from hf_kvret.methods.paris import ParisConfig
-from hf_kvret.stores import STORES, free_memory
-from hf_kvret.stores.placement import CODED, PLACEMENTS, Choice, choose
+from hf_kvret.stores import free_memory
+from hf_kvret.stores.placement import Choice, choose
 from hf_kvret.testing.scenario import prompt
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -28,13 +29,6 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     records = [each for each in caplog.records if each.name == "hf_kvret.stores.placement"]
     assert all(each.levelno == logging.WARNING for each in records)
     return [each.getMessage() for each in records]
-
-
-def test_only_stores_that_are_named_so_code_rows() -> None:
-    chosen = {placement.store for placements in PLACEMENTS.values() for placement in placements}
-    assert chosen <= STORES.keys() - set(CODED)
-    options = FlatConfig(store="device")
-    assert {name for name in STORES if options.replace(store=name).row_bits < 16} == set(CODED)
 
 
 @pytest.mark.parametrize(
@@ -80,16 +74,11 @@ def test_rows_without_room_are_told_with_remedies(
     assert ("higgs" in message) == bool(coded)
 
 
-def test_options_may_take_no_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FlatConfig, "takes_store", lambda self, store: False)
-    with pytest.raises(ValueError, match="store='auto' knows no store on cpu"):
-        choose(CPU, 1, FlatConfig())
-
-
-def test_where_free_memory_is_unknown_rows_stay_as_they_are(
-    free: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_where_free_memory_is_unknown_rows_go_to_the_device(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(free_memory.os, "sysconf_names", {})
+    monkeypatch.setattr(free_memory, "PROC", tmp_path)
+    monkeypatch.setattr(free_memory, "CGROUPS", tmp_path)
     chosen = choose(CPU, 2**60, FlatConfig())
     assert chosen == Choice("device", "device: how much memory is free is unknown here")
     assert choose(torch.device("mps"), 2**60, FlatConfig()).store == "device"

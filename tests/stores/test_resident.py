@@ -31,7 +31,7 @@ def _attend_both(
 ) -> None:
     batch, _, queries, _ = ids.shape
     query = torch.randn(batch, HEADS * GROUP, queries, KEY_DIM)
-    results, expected = (store.attend(query, ids, 0.7, softcap) for store in stores)
+    results, expected = (store.begin(query, ids, 0.7, softcap)() for store in stores)
     # The same rows in the same order through the same kernel: the same bits.
     assert all(map(torch.equal, results, expected))
 
@@ -100,7 +100,7 @@ def test_a_fork_keeps_the_slots_and_counts_anew() -> None:
 def test_slots_that_a_query_does_not_fit_into_are_refused() -> None:
     store, _ = _pair(3)
     with pytest.raises(ValueError, match="slots=3, and a query selects 4 rows"):
-        store.attend(torch.randn(2, HEADS, 1, KEY_DIM), same_ids(1, 2, 3, 4), 1.0)
+        store.begin(torch.randn(2, HEADS, 1, KEY_DIM), same_ids(1, 2, 3, 4), 1.0)()
 
 
 def test_slots_and_table_are_counted_as_device_memory() -> None:

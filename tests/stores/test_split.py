@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import random
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ from hf_kvret.stores import PagedStore, StoreChoice
 from hf_kvret.stores.memory import DeviceMemory, SplitMemory
 from hf_kvret.testing.scenario import prompt
 
-from .rows import CPU, HEADS, draw_ids, extend
+from .rows import CPU, HEADS, extend
 
 KEY_DIM, VALUE_DIM, PAGE_LEN = 4, 6, 4
 PAGE = HEADS * PAGE_LEN * (KEY_DIM + VALUE_DIM) * 4
@@ -33,7 +32,7 @@ def _check_alike(stores: list[PagedStore], query: torch.Tensor, ids: torch.Tenso
     """Whatever is asked of the two stores has the same answer, to the bit."""
     answers = (
         [
-            *store.attend(query, ids, 0.5, 3.0),
+            *store.begin(query, ids, 0.5, 3.0)(),
             store.scores(query, ids, 0.5),
             store.best(query, ids, 7, 0.5),
             *store.gather(ids),
@@ -66,17 +65,6 @@ def test_the_first_pages_of_every_row_are_on_the_device_as_far_as_they_fit(
     # The first tokens, which stay, are all on the device.
     store.crop(near // 2 * PAGE_LEN)
     assert store.bus_share == (0.0 if near else 1.0)
-
-
-@pytest.mark.parametrize("pages", [0.5, 7, 20])
-def test_answers_are_those_of_the_device_to_the_bit(pages: float) -> None:
-    stores = [_store(pages), PagedStore(DeviceMemory(CPU), PAGE_LEN)]
-    for step, count in enumerate((21, 4, 7, 30, 1, 1)):
-        extend(*stores, count=count, seed=step)
-        for store in stores[:2]:
-            store.reorder(torch.tensor([1, 0]))
-    query = torch.randn(2, 2 * HEADS, 3, KEY_DIM)
-    _check_alike(stores, query, draw_ids(len(stores[0]), 40, queries=3))
 
 
 def test_forks_share_the_budget_and_give_back_what_nobody_holds() -> None:
@@ -136,7 +124,7 @@ def test_each_layer_gets_an_equal_share() -> None:
 def test_without_a_budget_it_is_half_of_what_is_free_on_a_gpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Memory that torch has in reserve is free, too; a budget that no GPU has is refused."""
+    """Memory that torch has in reserve is free, too."""
     choice = StoreChoice(FlatConfig(store="split"), 4, 4)
     with pytest.raises(ValueError, match=r"store='split' on cpu.*; give device_budget, as"):
         choice.make(FirstRows(CPU, 1000, 1))
@@ -145,12 +133,6 @@ def test_without_a_budget_it_is_half_of_what_is_free_on_a_gpu(
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 200)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 161)
     assert choice._budget(device) == 500
-    for budget, fits in ((2000, True), (2001, False)):
-        choice = StoreChoice(FlatConfig(store="split", device_budget=budget), 1, 1)
-        assert choice._budget(CPU) == budget
-        words = f"device_budget={budget} is more than all memory of cuda, 0.0 GB: take"
-        with nullcontext() if fits else pytest.raises(ValueError, match=words):
-            assert choice._budget(device) == budget
 
 
 SMALL = {"top_k": 20, "sink": 2, "recent": 8, "flush": 4, "dense_below": 0}

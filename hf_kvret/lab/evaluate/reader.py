@@ -315,8 +315,8 @@ def _step_bytes(layer: RetrievalLayer) -> int:
     if kv.store is not None:
         row = kv.store.row_nbytes(row)
     rows = keys.shape[0] * keys.shape[1] * selected
-    means = 0 if kv.sums is None else kv.sums.means_nbytes()
-    return read + cost.nbytes + rows * row + means
+    mean = 0 if kv.sums is None else kv.sums.mean_nbytes()
+    return read + cost.nbytes + rows * row + mean
 
 
 def _nbytes(value: Any) -> int:

@@ -85,11 +85,7 @@ class A2ATSIndex(Index):
         positions: torch.Tensor | None = None,
     ) -> None:
         quantizer = self._on(keys.device)
-        if len(self._codes) < start:
-            raise RuntimeError(
-                f"tokens start at index {start}, but only {len(self._codes)} were seen: call "
-                "on_forward for every pass, in order, or load the index with its state"
-            )
+        assert start <= len(self._codes), "every pass is seen, in order"
         self._codes.put(quantizer.encode(keys, positions), start)
         self._fingerprint = quantizer.fingerprint
         self._positions = positions
@@ -124,15 +120,9 @@ class A2ATSIndex(Index):
         return self.options.budget_of == "union" and cold.budget < len(cold)
 
     def _scores(self, query: torch.Tensor, cold: ColdTokens) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scores ``[B, Hq, Q, C]`` fp32 of the codewords, and codes ``[B, Hkv, n]`` of the tokens.
-
-        RuntimeError where the index missed some of these.
-        """
-        length = len(cold)
-        if len(self._codes) < length:
-            raise RuntimeError(f"only {len(self._codes)} of {length} tokens were seen")
+        """Scores ``[B, Hq, Q, C]`` fp32 of codewords, and codes ``[B, Hkv, n]`` of the tokens."""
         table = self._on(query.device).table(query, self._positions, cold.scale, cold.softcap)
-        return table, self._codes.rows[:, :, :length]
+        return table, self._codes.rows[:, :, : len(cold)]
 
     def cost(self, n: int, budget: int) -> SearchCost:
         """No candidates: codes alone decide."""

@@ -132,22 +132,14 @@ class CTkvrIndex(Index):
         """See ``Index.search``; fewer tokens than the budget if the recalled lists have fewer.
 
         With ``rerank="off"`` all tokens of the recalled lists, whatever the budget.
-
-        RuntimeError before ``on_forward`` and ``build``, and for a budget below the length if
-        ``build`` was called with one that covers everything.
         """
-        length, budget = len(cold), cold.budget
-        if not self._heads:
-            raise RuntimeError("the index is not ready: call on_forward, add and build first")
-        if budget >= length:
+        length = len(cold)
+        if cold.budget >= length:
             ids = torch.arange(length, dtype=torch.int32, device=query.device)
             ids = ids.expand(len(query), length).masked_fill(~cold.valid, -1)
             return ids[:, None, None].expand(-1, self._heads, query.shape[2], -1).contiguous()
         queue = self._file.queue
-        if queue is None:
-            raise RuntimeError(
-                f"the index has no lists for a budget of {budget}: call build or before_search"
-            )
+        assert queue is not None, "build, or before_search, has made lists for this budget"
         ids = self._recalled(queue, query, cold)
         count = self._count(queue, cold)
         if not self._columns:
@@ -155,11 +147,6 @@ class CTkvrIndex(Index):
         best = self._best(ids, query, max(count, queue.width), cold)
         self._selection = _Selection(self._grouped(query), best[..., : queue.width], length)
         return best[..., :count].contiguous()
-
-    def recall(self, query: torch.Tensor, cold: ColdTokens) -> torch.Tensor | None:
-        """See ``Index.recall``: as ``host_search``, where the store compares the keys."""
-        queue = self._reranked_queue(cold)
-        return None if queue is None else self._recalled(queue, query, cold)
 
     def _recalled(
         self, queue: CentroidQueue, query: torch.Tensor, cold: ColdTokens

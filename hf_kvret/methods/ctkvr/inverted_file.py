@@ -42,15 +42,10 @@ class Centroids(NamedTuple):
         """Sequence by sequence padding first; themselves where there is none."""
         if not bool((self.slots < 0).any()):
             return self
-        order = _padding_first(self.slots)
+        order = (self.slots >= 0).int().argsort(dim=1, stable=True)
         sequences = torch.arange(len(order), device=order.device)[:, None]
         queries = self.queries.transpose(1, 2)[sequences, order].transpose(1, 2)
         return Centroids(queries, self.slots.gather(1, order))
-
-
-def _padding_first(slots: torch.Tensor) -> torch.Tensor:
-    """``[B, m]`` int64: indices into ``slots [B, m]``, sequence by sequence those of -1 first."""
-    return (slots >= 0).int().argsort(dim=1, stable=True)
 
 
 def joined(centroids: list[Centroids]) -> Centroids:
@@ -226,11 +221,6 @@ class CentroidQueue(State):
         """KV heads."""
         return self._base.queries.shape[1]
 
-    @property
-    def chunk_len(self) -> int:
-        """How many lists are unpacked at once."""
-        return self._base.chunk_len(self.width)
-
     def push(self, new: Centroids, chunks: Iterable[torch.Tensor], tokens: int) -> None:
         """Add ``new`` centroids; arguments as of the lists. ``chunks`` may read this queue."""
         target = self._fresh if len(self._base) else self._base
@@ -249,16 +239,6 @@ class CentroidQueue(State):
         if len(self._fresh):
             result.append(Centroids(self._fresh.queries, self._fresh.slots))
         return result
-
-    def lists_of(self, index: torch.Tensor) -> torch.Tensor:
-        """``[B, H, c, width]`` int32: for each sequence those of ``index [B, c]``.
-
-        Indices are among all that count; -1 where there is no such centroid.
-        """
-        absent = (index < 0) | (index >= len(self))
-        indices = (index.masked_fill(absent, 0) + self.drop_count)[:, None, None]
-        lists = self._take(indices.expand(-1, self.heads, -1, -1).contiguous())[:, :, 0]
-        return lists.masked_fill_(absent[:, None, :, None], -1)
 
     def recall(self, query: torch.Tensor, nprobe: int) -> torch.Tensor:
         """``[B, H, Q, c, width]`` int32: lists of the ``nprobe`` centroids nearest to a query.
@@ -334,19 +314,23 @@ class InvertedFile(State):
     def keep_up(self, cold: ColdTokens, new: list[Centroids]) -> None:
         """Add ``new`` centroids, with lists over all keys.
 
-        All lists are made again where too much is pending or they are too short. Synchronizes with
-        the device only where lists are made.
+        All lists are made again where too much is pending, where they are too short, and where
+        sequences have different numbers of new centroids. Synchronizes with the device only where
+        lists are made.
         """
         options, queue = self.options, self.queue
         assert queue is not None
         queue.room = max(queue.room, options.centroids_for(len(cold)))
         late = options.pending and len(cold) - self.listed_len > options.pending
         list_len = options.list_len(len(cold), cold.budget)
-        if late or queue.width < _SHORT * list_len:
+        # Padding goes to the front, where it is evicted first: that of one sequence must not evict
+        # centroids of another.
+        padded = any(bool((centroids.slots < 0).any()) for centroids in new)
+        if late or padded or queue.width < _SHORT * list_len:
             self.list_all(cold, joined([*queue.generations(), *new]))
             return
         for centroids in new:
-            self._join(cold, centroids, queue)
+            queue.push(centroids, self._lists(cold, centroids, queue.width), len(cold))
 
     def pending(self, cold_len: int) -> int:
         """Number of tokens that every query recalls in addition to the lists."""
@@ -365,47 +349,10 @@ class InvertedFile(State):
             "keys_scored": self.keys_scored,
         }
 
-    def _join(self, cold: ColdTokens, centroids: Centroids, queue: CentroidQueue) -> None:
-        """Add centroids; padding of one sequence must not evict centroids of another."""
-        centroids = centroids.padding_first()
-        chunks = self._lists(cold, centroids, queue.width)
-        if not bool((centroids.slots < 0).any()):
-            queue.push(centroids, chunks, len(cold))
-            return
-        # Padding goes to the front of the new queue, where it is evicted first.
-        everyone = joined([*queue.generations(), centroids])
-        lists = _in_order(queue, chunks, centroids.slots, _padding_first(everyone.slots))
-        self.queue = CentroidQueue(queue.room, queue.width)
-        self.queue.push(everyone.padding_first(), lists, len(cold))
-
     def _lists(self, cold: ColdTokens, centroids: Centroids, width: int) -> Iterator[torch.Tensor]:
         self.list_builds += 1
         self.keys_scored += centroids.queries[:, :, 0, 0, 0].numel() * len(cold)
         return _best_keys(cold, centroids, width)
-
-
-def _in_order(
-    queue: CentroidQueue, chunks: Iterable[torch.Tensor], slots: torch.Tensor, order: torch.Tensor
-) -> Iterator[torch.Tensor]:
-    """Lists of ``queue`` and, after them, new ones, all in the ``order [B, m]`` of both.
-
-    ``chunks`` are the new ones; those with ``slots [B, m]`` of at least 0 stay at the end.
-    """
-    for indices in order[:, : len(queue)].split(queue.chunk_len, dim=1):
-        yield queue.lists_of(indices)
-    yield from _either(slots >= 0, chunks, queue, order[:, len(queue) :])
-
-
-def _either(
-    mask: torch.Tensor, chunks: Iterable[torch.Tensor], queue: CentroidQueue, order: torch.Tensor
-) -> Iterator[torch.Tensor]:
-    """Lists of ``chunks`` where ``mask [B, m]``, else those of ``queue`` at ``order [B, m]``."""
-    start = 0
-    for lists in chunks:
-        for chunk in lists.split(queue.chunk_len, dim=2):
-            span = slice(start, start + chunk.shape[2])
-            yield torch.where(mask[:, None, span, None], chunk, queue.lists_of(order[:, span]))
-            start = span.stop
 
 
 def _best_keys(cold: ColdTokens, centroids: Centroids, width: int) -> Iterator[torch.Tensor]:

@@ -62,8 +62,7 @@ class CentroidSampler(State):
 
         Only those of slots below ``before [B, 1]``, where it is given.
         """
-        if self._queries is None or self._slots is None or self._ranks is None:
-            raise RuntimeError("no query was seen: call on_forward before build")
+        assert self._queries is not None and self._slots is not None and self._ranks is not None
         slots, ranks = self._slots, self._ranks
         if before is not None:
             late = slots >= before

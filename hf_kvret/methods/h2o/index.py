@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 
@@ -13,7 +13,7 @@ from hf_kvret.contracts.index import ColdTokens, Index, SearchCost
 from hf_kvret.contracts.state import number, part, tensor
 from hf_kvret.contracts.token_buffer import TokenBuffer, passed
 from hf_kvret.options.config import RetrievalConfig
-from hf_kvret.options.declare import OneOf, check_value, integer, option, real
+from hf_kvret.options.declare import OneOf, integer, option
 from hf_kvret_kernels.soft_cap import soft_cap_
 
 
@@ -35,20 +35,6 @@ class H2OConfig(RetrievalConfig):
 
     top_k: int | float | None = 0.2
     observed: int | None = option(None, integer(1, "queries"), OneOf(None))
-
-    @classmethod
-    def for_prompt(cls, prompt_len: int, share: float = 0.2, **changes: Any) -> Self:
-        """The published protocol: ``share`` of a prompt, half heavy hitters and half recent tokens.
-
-        Both counts stay while text is generated, a token is evicted at every step, nothing else is
-        protected. Each half is at least one token; ``changes`` are other options. ValueError for a
-        ``share`` that is not above 0 and at most 1, or for a prompt without tokens.
-        """
-        check_value("prompt_len", prompt_len, integer(1, "tokens"))
-        check_value("share", share, real(note="the part that is kept", above=0, most=1))
-        half = max(1, int(share / 2 * prompt_len))
-        published = {"top_k": half, "recent": half, "sink": 0, "flush": 1, "dense_below": 0}
-        return cls.from_options(**{**published, **changes})
 
 
 # Logits that are in memory at once, over batch and heads.

@@ -122,32 +122,6 @@ def solve(matrix: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     return torch.linalg.solve_ex(matrix + ridge[..., None, None] * eye, right).result
 
 
-class RandomSource(State):
-    """A seeded sequence of random numbers; forks and loaded copies continue it.
-
-    Attributes:
-        state: of torch's generator on the CPU; None before the first draw.
-    """
-
-    state: torch.Tensor | None = tensor(batched=False, shared=True)
-
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-
-    def normal(self, shape: tuple[int, ...]) -> torch.Tensor:
-        """``N(0, 1)`` on the CPU, whatever device and dtype are the defaults."""
-        generator = torch.Generator().manual_seed(self._seed)
-        if self.state is not None:
-            generator.set_state(self.state)
-        draw = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
-        self.state = generator.get_state()
-        return draw
-
-    def loaded(self) -> None:
-        assert self.state is not None, "it is loaded"
-        self.state = self.state.cpu()
-
-
 class Moments(State):
     """Running sums over the rows of Q, or of K, of each query head, fp32.
 
@@ -160,10 +134,14 @@ class Moments(State):
     cross: torch.Tensor | None = tensor(shared=True, dims="B Q r D", dtype=_FP32)
     own: torch.Tensor | None = tensor(shared=True, dims="B Q r r", dtype=_FP32)
 
-    def add(self, rows: torch.Tensor, rank: int, source: RandomSource) -> None:
-        """Add ``rows [B, Hq, n, D]``, zeros for padding; A has ``rank`` columns."""
+    def add(self, rows: torch.Tensor, rank: int, seed: int) -> None:
+        """Add ``rows [B, Hq, n, D]``, zeros for padding; A has ``rank`` columns, drawn by ``seed``.
+
+        Each pass has a seed of its own: equal rows of A would not be independent.
+        """
+        generator = torch.Generator().manual_seed(seed)
         for chunk in float_chunks(rows, None):
-            start = source.normal((*chunk.shape[:3], rank)).to(chunk.device)
+            start = _normal((*chunk.shape[:3], rank), generator).to(chunk.device)
             start = start * (chunk != 0).any(-1, keepdim=True)
             products = {
                 "gram": chunk.mT @ chunk,
@@ -178,6 +156,11 @@ class Moments(State):
         """The sketch of the random A."""
         assert self.cross is not None and self.own is not None, "rows were added"
         return Sketch(self.cross.double(), self.own.double())
+
+
+def _normal(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    """``N(0, 1)`` on the CPU, whatever device and dtype are the defaults."""
+    return torch.randn(shape, generator=generator, dtype=_FP32, device="cpu")
 
 
 @dataclass(frozen=True, eq=False)
@@ -337,7 +320,6 @@ class PaperLRQKIndex(Index):
 
     _queries: Moments = part(may_be_empty=True)
     _keys: Moments = part(may_be_empty=True)
-    _chance: RandomSource = part(may_be_empty=True)
     _proxies: Proxies = part(may_be_empty=True)
     _recent: RecentProxies = part(key="waiting")
     # B_Q and B_K, [B, Hq, r, D].
@@ -354,7 +336,6 @@ class PaperLRQKIndex(Index):
 
     def __init__(self, options: LRQKConfig) -> None:
         self.options = options
-        self._chance = RandomSource(options.seed)
         self._queries, self._keys = Moments(), Moments()
         self._proxies = Proxies(options.proxy_dtype)
         self._recent = RecentProxies(self._room(options))
@@ -374,15 +355,15 @@ class PaperLRQKIndex(Index):
             queries, keys = (x.masked_fill(~valid[:, None, :, None], 0.0) for x in (queries, keys))
         if self._bases is None:
             group = queries.shape[1] // keys.shape[1]
-            self._queries.add(queries, rank, self._chance)
-            self._keys.add(keys.repeat_interleave(group, dim=1), rank, self._chance)
+            seed = self.options.seed + 2 * start
+            self._queries.add(queries, rank, seed)
+            self._keys.add(keys.repeat_interleave(group, dim=1), rank, seed + 1)
         self._recent.add(keys, start, self._bases)
 
     def build(self, cold: ColdTokens) -> None:
         options = self.options
         queries, keys = self._queries, self._keys
-        if queries.gram is None or keys.gram is None:
-            raise RuntimeError("no query was seen: call on_forward before build")
+        assert queries.gram is not None and keys.gram is not None, "on_forward comes first"
         starts = queries.start(), keys.start()
         limits = options.iterations, options.penalty
         factors = alternating(queries.gram, keys.gram, *starts, *limits)
@@ -392,8 +373,8 @@ class PaperLRQKIndex(Index):
         self._proxies.replace(
             project(factors.to_key, (keys for _, keys in cold.store.key_chunks()))
         )
-        for state in (queries, keys, self._chance):
-            state.reset()
+        queries.reset()
+        keys.reset()
 
     def add(self, block: TokenBlock) -> None:
         """After ``build``, add proxies of the block; those of the prompt are made by ``build``."""
@@ -431,8 +412,7 @@ class PaperLRQKIndex(Index):
 
     def _solve(self, query: torch.Tensor, cold: ColdTokens) -> torch.Tensor:
         """Scaled proxies ``[B, Hq, Q, r]`` fp32 of the queries; takes the steps of the bases."""
-        if self._bases is None:
-            raise RuntimeError("the index is empty: call on_forward, add and build first")
+        assert self._bases is not None, "build comes first"
         options = self.options
         if self._valid is not None:
             # Padding must not change the bases.

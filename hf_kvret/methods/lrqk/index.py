@@ -143,8 +143,7 @@ class LRQKIndex(CapturableIndex, Index):
 
         That is ``[B, Hq, Q]``, the mean key's part.
         """
-        if self._factors is None or self._mean is None:
-            raise RuntimeError("the index is empty: call on_forward and add first")
+        assert self._factors is not None and self._mean is not None, "add comes first"
         batch, query_heads, count, dim = query.shape
         sets = self._factors.to_query.shape[1]
         group_queries = query.float().reshape(batch, sets, -1, dim) * cold.scale
@@ -207,8 +206,7 @@ class LRQKIndex(CapturableIndex, Index):
 
     def _fit(self) -> Factors:
         """The optimal factors for all keys and queries so far."""
-        if not self._queries.sets:
-            raise RuntimeError("no query was seen: call on_forward before add")
+        assert self._queries.sets, "on_forward comes before add"
         queries = self._queries.weighted(self.options.recency)
         rank = self.options.rank_of(queries.shape[-1])
         return closed_form(queries, self._key_gram(queries.shape[1]), rank)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 
@@ -91,17 +91,6 @@ class ParisConfig(RetrievalConfig):
     group_reduce: str = option("max", OneOf("max", "mean"))
     center: bool = option(True, FLAG)
     seed: int = option(0, integer())
-
-    @classmethod
-    def from_saved(cls, **options: Any) -> Self:
-        """As for every method; ``tables="paper"`` was two options before."""
-        rows = [list(row) for row in SCHEDULES["paper"]]
-        tables = {"levels": list(_PAPER_LEVELS), "schedule": rows}
-        if all(options.get(name) == value for name, value in tables.items()):
-            options = {**options, "tables": "paper"}
-            for name in tables:
-                del options[name]
-        return super().from_saved(**options)
 
     @property
     def even_len(self) -> int:
@@ -237,8 +226,7 @@ class ParisIndex(CapturableIndex, Index):
 
     def _basis(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The signs of the rotation and the levels of the magnitudes."""
-        if self._signs is None or self._levels is None:
-            raise RuntimeError("the index is empty: add a block first")
+        assert self._signs is not None and self._levels is not None, "add comes first"
         return self._signs, self._levels
 
     def search(self, query: torch.Tensor, cold: ColdTokens) -> torch.Tensor:

@@ -1,0 +1,236 @@
+"""The mean that stands for tokens that are not selected, against its definition, in every state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_kvret import AquaKVCache, FlatKVCache, RetrievalCache
+from hf_kvret.contracts.block import TokenBlock
+from hf_kvret.contracts.index import ColdTokens, Scoring
+from hf_kvret.layer.cold_sums import ColdSums
+from hf_kvret.methods.latent import LatentConfig
+from hf_kvret.stores.memory import DeviceMemory
+from hf_kvret.stores.paged import PagedStore
+from hf_kvret_kernels import host_step
+from hf_kvret_kernels._dispatch import prefer
+
+from .driver import CONFIG, ERROR, GROUP, HEADS, METHODS, SCALE, Driver, step_by_step
+
+STORES = ("device", "host", "cpu", "resident", "higgs")
+# Triton's interpreter is slow; its kernels have small tests of their own.
+PLACES = ["library", "torch", pytest.param("triton", marks=pytest.mark.slow)]
+
+
+def expected(driver: Driver) -> torch.Tensor:
+    """The last pass in fp64, from all rows held and the ids that were selected."""
+    kv, query = driver.kv, driver.query.double()
+    assert driver.ids is not None
+    window, cold, new = kv.window, kv.cold_len, driver.query.shape[2]
+    coded = [rows.double() for rows in next(iter(kv.store.chunks()))[1:]]
+    held = [rows.double() for rows in kv.rows(kv.length)]
+    # Sinks are exact, whatever the store does to its rows.
+    sinks = [rows[:, :, : window.sink].double() for rows in (window.keys, window.values)]
+    keys, values = (
+        torch.cat([old, rows[:, :, cold:], first], dim=2).repeat_interleave(GROUP, dim=1)
+        for old, rows, first in zip(coded, held, sinks, strict=True)
+    )
+    free = torch.cat([driver.mask[:, :cold], torch.zeros(2, 1, dtype=torch.bool)], dim=1)
+    free = free.scatter(1, window.sink_slots.where(window.sink_slots >= 0, cold), False)[:, :cold]
+    ids = driver.ids.repeat_interleave(HEADS * GROUP // driver.ids.shape[1], dim=1).long()
+    chosen = torch.zeros(2, HEADS * GROUP, new, cold + 1, dtype=torch.bool)
+    chosen = chosen.scatter(-1, ids.where(ids >= 0, cold), True)[..., :cold]
+    recent = torch.ones(new, kv.length - cold, dtype=torch.bool)
+    recent = recent.tril(recent.shape[1] - new) & driver.mask[:, None, None, cold:]
+    near = torch.cat([recent, (window.sink_slots >= 0)[:, None, None].expand(2, 1, new, -1)], -1)
+    seen = torch.cat([chosen, near.expand(-1, HEADS * GROUP, -1, -1)], dim=-1)
+    logs = torch.zeros(seen.shape).double().masked_fill(~seen, float("-inf"))
+    # One more token: the mean of all that may be retrieved, as many times as tokens are left out.
+    weights = (free.double() / free.sum(1, keepdim=True).clamp(min=1))[:, None, None]
+    keys, values = (torch.cat([x, weights @ x[:, :, :cold]], dim=2) for x in (keys, values))
+    left = (free[:, None, None] & ~chosen).sum(-1, keepdim=True).double().log()
+    scores = query @ keys.mT * SCALE
+    if driver.softcap is not None:
+        scores = driver.softcap * torch.tanh(scores / driver.softcap)
+    scores = scores + torch.cat([logs, left], dim=-1)
+    if driver.sink_logits is not None:
+        own = driver.sink_logits.double().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, own], dim=-1)
+        values = torch.cat([values, torch.zeros_like(values[:, :, :1])], dim=2)
+    return scores.softmax(-1) @ values
+
+
+def check(driver: Driver, out: torch.Tensor) -> None:
+    torch.testing.assert_close(out.double(), expected(driver), rtol=1e-5, atol=ERROR)
+
+
+@contextmanager
+def on(place: str) -> Iterator[None]:
+    """``"library"``, ``"torch"`` or ``"triton"`` does the steps."""
+    if place == "library":
+        if host_step.why_not():
+            pytest.skip("the library is not compiled")
+        yield
+        return
+    with step_by_step(), prefer("naive" if place == "torch" else "triton"):
+        yield
+
+
+@pytest.mark.parametrize("by", PLACES)
+def test_what_is_not_selected_counts_by_its_mean(by: str) -> None:
+    """With capped scores, learned sinks and groups of heads, too."""
+    with on(by):
+        for more in ({}, {"softcap": 2.0, "sinks": True}):
+            driver = Driver(**more, rest="mean")
+            driver.forward(60, padded=11)
+            for count in (1, 3):
+                check(driver, driver.forward(count))
+
+
+@pytest.mark.factor("store", STORES)
+@pytest.mark.factor("method", METHODS)
+def test_it_does_with_every_method_and_store(method: str, store: str) -> None:
+    kind, options = METHODS[method]
+    driver = Driver(kind, store=store, rest="mean", **options)
+    for out in driver.life():
+        check(driver, out)
+
+
+@pytest.mark.parametrize("by", PLACES)
+def test_nothing_changes_where_nothing_is_left_out(by: str) -> None:
+    outs = []
+    for options in ({}, {"rest": "mean"}):
+        with on(by):
+            driver = Driver(top_k=10**6, **options)
+            driver.forward(90, padded=11)
+            outs.append([driver.forward(count) for count in (1, 1, 3, 1)])
+    for plain, rested in zip(*outs, strict=True):
+        # Operations add in another order than the one call of the library.
+        torch.testing.assert_close(plain, rested, rtol=1e-5, atol=ERROR)
+
+
+def test_means_of_many_rows_are_rounded_once() -> None:
+    total, dim = 1 << 18, 4
+    generator = torch.Generator().manual_seed(0)
+    keys = torch.randn(1, 1, total, dim, generator=generator) + 3.0
+    store = PagedStore(DeviceMemory(torch.device("cpu")))
+    store.append(TokenBlock(keys, -keys, 0))
+    cold = ColdTokens(store, Scoring(torch.ones(1, total, dtype=torch.bool), 1.0), 1)
+    sums = ColdSums(dim, dim)
+    sums.catch_up(cold, 1, 0)
+    mean = sums.mean()
+    assert mean.counts.tolist() == [[total]]
+    for rows, sign in ((mean.keys, 1), (mean.values, -1)):
+        # One rounding to fp32; sums of 64 rows are fp32 too.
+        exact = sign * keys[0, 0].double().mean(0)
+        torch.testing.assert_close(rows[0, 0, 0].double(), exact, rtol=3e-7, atol=0.0)
+
+
+def test_a_crop_gives_what_never_having_seen_the_tokens_gives() -> None:
+    driver = Driver(rest="mean")
+    driver.forward(90, padded=11)
+    sums = driver.kv.sums
+    # What is cropped would drown the others in any running sum.
+    sums._sums, sums._mean = sums._sums + 1e30, None
+    driver.crop(40)
+    check(driver, driver.forward(1))
+
+
+def test_a_fork_and_a_load_switch_it_on(tmp_path: Path) -> None:
+    driver = Driver()
+    driver.forward(90, padded=11)
+    driver.forward(1)
+    driver.cache.save_pretrained(tmp_path)
+    fork = driver.cache.fork(rest="mean")
+    loaded = FlatKVCache.from_pretrained(tmp_path, CONFIG, rest="mean")
+    mask = driver.mask
+    for cache in (fork, loaded):
+        driver.cache, driver.mask = cache, mask
+        check(driver, driver.forward(1))
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        (FlatKVCache, {"rest": "average"}, "choose 'mean' or None"),
+        (AquaKVCache, {"rest": "mean"}, "nothing is left out"),
+    ],
+)
+def test_bad_options_say_what_to_do(
+    kind: type[RetrievalCache], options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        Driver(kind, **options)
+    with pytest.raises(ValueError, match="rest='mean' has no meaning"):
+        LatentConfig(rest="mean")
+
+
+def test_loaded_sums_are_not_made_of_the_rows_again(tmp_path: Path) -> None:
+    driver = Driver(rest="mean")
+    driver.forward(90, padded=11)
+    driver.forward(1)
+    driver.cache.save_pretrained(tmp_path)
+    saved = driver.kv.sums
+    driver.cache = FlatKVCache.from_pretrained(tmp_path, CONFIG)
+    loaded = driver.kv.sums
+    assert loaded.end == saved.end == driver.kv.cold_len > 0
+    for name in ("keys", "values", "counts"):
+        assert torch.equal(getattr(loaded.mean(), name), getattr(saved.mean(), name))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ColdSums, "add", lambda *_: pytest.fail("rows were added again"))
+        check(driver, driver.forward(1))
+
+
+def test_sums_of_blocks_in_older_saves_are_added_up() -> None:
+    driver = Driver(rest="mean")
+    driver.forward(90, padded=11)
+    state = driver.layer.state_dict()
+    for name, dim in (("rest.sums", 2), ("rest.counts", 1)):
+        state[name] = torch.cat([state[name] - 3, torch.full_like(state[name], 3)], dim=dim)
+    driver.layer.load_state_dict(state, torch.device("cpu"))
+    check(driver, driver.forward(1))
+
+
+def test_sums_after_a_crop_are_saved_and_loaded(tmp_path: Path) -> None:
+    driver = Driver(rest="mean")
+    driver.forward(90)
+    for gone in (20, 20, 0):
+        # In the end loaded, and cropped before any pass.
+        if gone:
+            driver.crop(gone)
+        driver.cache.save_pretrained(tmp_path)
+        driver.cache = FlatKVCache.from_pretrained(tmp_path, CONFIG)
+    check(driver, driver.forward(1))
+
+
+@pytest.mark.parametrize("before", ["device", "higgs"])
+def test_sums_are_of_what_the_store_reads_back(tmp_path: Path, before: str) -> None:
+    """Coded rows are others than those that were summed, so a load sums them again."""
+    driver = Driver(rest="mean", store=before)
+    driver.forward(90, padded=11)
+    driver.forward(1)
+    driver.cache.save_pretrained(tmp_path)
+    driver.cache = FlatKVCache.from_pretrained(tmp_path, CONFIG, store="higgs")
+    check(driver, driver.forward(1))
+
+
+def test_sums_of_infinite_rows_are_not_saved() -> None:
+    driver = Driver(rest="mean")
+    driver.forward(90)
+    sums = driver.kv.sums
+    sums._sums = sums._sums / 0.0
+    assert not any(name.startswith("rest.") for name in driver.layer.state_dict())
+
+
+def test_sums_of_another_shape_are_refused() -> None:
+    driver = Driver(rest="mean")
+    driver.forward(90, padded=11)
+    state = driver.layer.state_dict()
+    state["rest.sums"] = state["rest.sums"][:, :1]
+    with pytest.raises(ValueError, match="sums is"):
+        Driver(rest="mean").layer.load_state_dict(state, torch.device("cpu"))
