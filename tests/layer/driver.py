@@ -33,7 +33,7 @@ METHODS: dict[str, tuple[type[RetrievalCache], dict[str, Any]]] = {
     "paris, nibbles": (ParisKVCache, {"subspace_dim": 4, "group_reduce": "mean"}),
     "lrqk": (LRQKCache, {"rank": 8}),
     "lrqk, published": (LRQKCache, {"rank": 8, "factors": "als"}),
-    "lrqk, a set for each head": (LRQKCache, {"rank": 20, "shared": False, "proxy_dtype": "int8"}),
+    "lrqk, in bytes": (LRQKCache, {"rank": 20, "proxy_dtype": "int8"}),
     "ctkvr": (CTkvrCache, {}),
     "h2o": (H2OCache, {}),
 }

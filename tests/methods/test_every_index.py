@@ -44,7 +44,7 @@ INDEXES: dict[str, Make] = {
     "paris, nibbles": lambda: ParisIndex(ParisConfig(subspace_dim=4)),
     "paris, paper": lambda: ParisIndex(ParisConfig.preset("paper")),
     "lrqk": _lrqk(),
-    "lrqk, int8": _lrqk(proxy_dtype="int8", shared=False),
+    "lrqk, int8": _lrqk(proxy_dtype="int8"),
     "lrqk, als": _als,
     "ctkvr": _ctkvr(),
     "ctkvr, at once": _ctkvr(**_AT_ONCE),

@@ -19,7 +19,7 @@ SMALL: dict[str, Any] = {**COVERING_OPTIONS, "top_k": 12, "rank": 8}
 GREEDY = {"do_sample": False}
 VARIANTS: list[dict[str, Any]] = [
     {},
-    {"proxy_dtype": "int8", "shared": False},
+    {"proxy_dtype": "int8"},
     {"factors": "als", "fit_recent": 4},
 ]
 

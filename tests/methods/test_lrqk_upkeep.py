@@ -31,7 +31,7 @@ def _document(count: int = LENGTH) -> tuple[torch.Tensor, torch.Tensor]:
 
 def test_a_prompt_in_chunks_is_projected_once_more_and_selects_like_one_pass() -> None:
     queries, keys = _document()
-    options, query = closed_options(shared=False), _queries(3, seed=4)
+    options, query = closed_options(), _queries(3, seed=4)
     whole, chunks = fill(options, queries, keys), fill(options, queries, keys, cuts=(1, 64, 65))
     assert torch.equal(chunks.search(query).sort(-1).values, whole.search(query).sort(-1).values)
     assert reprojections(whole) == 0 and reprojections(chunks) == 1

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from hf_kvret.options.config import RetrievalConfig
-from hf_kvret.options.declare import FLAG, OneOf, integer, option, real
+from hf_kvret.options.declare import OneOf, integer, option, real
 from hf_kvret_kernels import proxy
 
 _RANK = 32
@@ -23,11 +23,7 @@ class LRQKConfig(RetrievalConfig):
             it is less.
         factors: ``"closed"``: the best factors there are, from Gram matrices. ``"als"``: the
             paper's algorithms 1 and 2, alternating least squares with an update at every step.
-        shared: with ``"closed"``, one set of proxies for all query heads of a KV head. ``False``:
-            one for each. ``"als"`` always has one for each.
         proxy_dtype: of the keys' proxies: ``"bfloat16"``, or ``"int8"`` with one step per column.
-        center: with ``"closed"``, factors fit keys without their mean. The mean shifts all scores
-            of a query alike.
         recency: with ``"closed"``, weight of the newest queries when factors are made, from 0 to
             below 1.
         half_life: tokens after which a query counts half as new.
@@ -54,14 +50,17 @@ class LRQKConfig(RetrievalConfig):
         }
     }
 
-    retired: ClassVar[Mapping[str, Any]] = {"init": "randn", "tolerance": 0.01}
+    retired: ClassVar[Mapping[str, Any]] = {
+        "init": "randn",
+        "tolerance": 0.01,
+        "shared": True,
+        "center": True,
+    }
 
     top_k: int | float | None = None
     rank: int | None = option(None, integer(1), OneOf(None))
     factors: str = option("closed", OneOf("closed", "als"))
-    shared: bool = option(True, FLAG)
     proxy_dtype: str = option("bfloat16", OneOf("bfloat16", "int8"))
-    center: bool = option(True, FLAG)
     recency: float = option(0.5, real(note="a weight", least=0, below=1))
     half_life: float = option(16.0, real(note="tokens", above=0, below=math.inf))
     drift: float = option(1.5, real(note="inf: never", least=1))

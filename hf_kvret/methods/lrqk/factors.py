@@ -291,23 +291,19 @@ class KeyGrams(State):
             self.gram = gram if self.gram is None else self.gram + gram
             self.total = total if self.total is None else self.total + total
 
-    def matrix(self, center: bool) -> torch.Tensor:
-        """``[B, Hkv, D, D]``, of the keys less their mean with ``center``."""
+    def matrix(self) -> torch.Tensor:
+        """``[B, Hkv, D, D]`` fp64, of the keys less their mean."""
         assert self.gram is not None and self.total is not None and self.count is not None
-        if not center:
-            return self.gram
         # A difference of two large matrices. fp32 sums are precise enough for a mean of about a
         # hundred times the spread.
         total = self.total.double()
         outer = total.unsqueeze(-1) * total.unsqueeze(-2)
         return self.gram.double() - outer / self.count.clamp(min=1.0)[:, None, None, None]
 
-    def spread(self, to_key: torch.Tensor, center: bool) -> torch.Tensor:
-        """``[B, F, 1, r]`` fp32 root mean square of the keys' proxies by ``to_key``."""
+    def spread(self, to_key: torch.Tensor) -> torch.Tensor:
+        """``[B, Hkv, 1, r]`` fp32 root mean square of the keys' proxies by ``to_key``."""
         assert self.count is not None
-        gram = self.matrix(center).double()
-        gram = gram.repeat_interleave(to_key.shape[1] // gram.shape[1], dim=1)
-        squares = (to_key.double() * (gram @ to_key.double())).sum(-2, keepdim=True)
+        squares = (to_key.double() * (self.matrix() @ to_key.double())).sum(-2, keepdim=True)
         count = self.count.clamp(min=1.0)[:, None, None, None]
         return (squares.clamp(min=0.0) / count).sqrt().float()
 

@@ -76,7 +76,7 @@ class LRQKIndex(CapturableIndex, Index):
     ) -> None:
         if not self._queries.sets:
             self.options.rank_of(keys.shape[-1])
-            self._queries.sets = keys.shape[1] if self.options.shared else queries.shape[1]
+            self._queries.sets = keys.shape[1]
         self._queries.add(queries, valid)
         self._check |= queries.shape[2] > 1
         self._queries_since_projection += queries.shape[2]
@@ -209,16 +209,11 @@ class LRQKIndex(CapturableIndex, Index):
         assert self._queries.sets, "on_forward comes before add"
         queries = self._queries.weighted(self.options.recency)
         rank = self.options.rank_of(queries.shape[-1])
-        return closed_form(queries, self._key_gram(queries.shape[1]), rank)
+        return closed_form(queries, self._keys.matrix(), rank)
 
     def _error(self, factors: Factors) -> torch.Tensor:
         """``[B, F]`` fp64: relative squared error of the newest queries' scores."""
-        newest = self._queries.weighted(1.0)
-        return factors.error(newest, self._key_gram(newest.shape[1]))
-
-    def _key_gram(self, sets: int) -> torch.Tensor:
-        gram = self._keys.matrix(self.options.center)
-        return gram.repeat_interleave(sets // gram.shape[1], dim=1)
+        return factors.error(self._queries.weighted(1.0), self._keys.matrix())
 
     def _reproject(self, factors: Factors, store: Store, rows: torch.Tensor) -> None:
         """Make new proxies of all keys for the sequences where ``rows [B]`` is True."""
@@ -234,9 +229,7 @@ class LRQKIndex(CapturableIndex, Index):
 
         With ``rows [B]`` only where it is True: sequences must not affect each other.
         """
-        center = self.options.center
-        mean = self._keys.mean() if center else torch.zeros_like(self._keys.mean())
-        tensors = [factors.to_query, factors.to_key, mean, self._error(factors)]
+        tensors = [factors.to_query, factors.to_key, self._keys.mean(), self._error(factors)]
         keep = None
         if rows is not None:
             keep = ~rows
@@ -247,7 +240,7 @@ class LRQKIndex(CapturableIndex, Index):
                 if y is not None
             ]
         self._to_query, self._to_key, self._mean, self._reference_error = tensors
-        spread = self._keys.spread(self._to_key, center)
+        spread = self._keys.spread(self._to_key)
         self._proxies.replace(project(self._to_key, keys, self._mean), spread, keep)
 
     def _heads(self) -> int:
