@@ -191,7 +191,7 @@ def test_fewer_valid_tokens_than_the_budget_leave_the_other_slots_empty(make: Ma
         # Signs, 3 bits of each magnitude, and weights of bf16.
         ("paris", DIM // 8 + 3 * DIM // 8 + 2 * DIM // 8),
         ("lrqk", 2 * 12),
-        ("lrqk, int8", GROUP * 12),
+        ("lrqk, int8", 12),
         ("lrqk, als", GROUP * 2 * 6),
         ("a2ats", 2),
     ],
