@@ -31,9 +31,9 @@ def _document(count: int = LENGTH) -> tuple[torch.Tensor, torch.Tensor]:
 
 def test_a_prompt_in_chunks_is_projected_once_more_and_selects_like_one_pass() -> None:
     queries, keys = _document()
-    options, query = closed_options(), _queries(3, seed=4)
+    options, query = closed_options(rank=24), _queries(3, seed=4)
     whole, chunks = fill(options, queries, keys), fill(options, queries, keys, cuts=(1, 64, 65))
-    # bf16 proxies of equal tokens may be rounded to neighbours.
+    # The first chunk settles how the heads of a group are weighed against each other.
     assert overlap(chunks.search(query), whole.search(query)) > 0.95
     assert reprojections(whole) == 0 and reprojections(chunks) == 1
     assert chunks.index.stats()["reprojected_rows"] == 2 * HEADS * LENGTH
