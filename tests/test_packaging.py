@@ -205,6 +205,7 @@ OUTSIDE = (
 )
 
 
+@pytest.mark.slow
 def test_the_wheel_runs_where_no_checkout_is(wheel: Path, tmp_path: Path) -> None:
     """In one process, because starting takes longer than the commands."""
     installed = tmp_path / "installed"

@@ -175,23 +175,6 @@ def test_float64_is_refused_with_the_way_out(llama: PreTrainedModel) -> None:
         cache.update(key, key, 0)
 
 
-def test_chunked_prefill_leaves_a_window_of_working_size() -> None:
-    """After a dense phase of 600 tokens the window is as small as after one long prompt."""
-    config = MODELS["llama"].config()
-    options: dict[str, Any] = {"sink": 2, "recent": 8, "flush": 8, "max_draft": 4}
-    sizes = []
-    for steps in ([1200], [100] * 12):
-        cache = FlatKVCache(config, dense_below=600, **options)
-        (layer, *_) = cache.retrieval_layers
-        for length in steps:
-            keys = torch.randn(1, 2, length, 16)
-            layer.update(keys, keys)
-            layer.pending_attention = False
-            layer.kv.take_prompt(keys, keys, None)
-        sizes.append(layer.kv.window.keys.shape[2])
-    assert sizes == [2 + 8 + 8 + 4] * 2
-
-
 def test_restore_puts_back_every_part_of_a_composite_model(tmp_path: Path) -> None:
     MODELS["qwen2_vl"].build().save_pretrained(tmp_path)
     model = Qwen2VLForConditionalGeneration.from_pretrained(tmp_path, attn_implementation="paris")

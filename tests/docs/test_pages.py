@@ -135,26 +135,6 @@ def run(page: Path, namespace: dict[str, Any]) -> int:
     return count
 
 
-def test_the_parser_finds_blocks_and_tables(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text(
-        "| a | b |\n|---|---|\n| `x` | 1 |\n\n```python\ny = 1\n```\n\n"
-        "<!-- not run: why -->\n```python\nz = 1\n```\n```bash\nls\n```\n"
-    )
-    results = list(blocks(page))
-    assert [(one.language, one.line, one.runs) for one in results] == [
-        ("python", 6, True),
-        ("python", 11, False),
-        ("bash", 14, True),
-    ]
-    assert table(page, "a") == [["`x`", "1"]]
-    assert table(page, "b") == []
-    variables: dict[str, Any] = {}
-    assert run(page, variables) == 1
-    assert variables["y"] == 1
-    assert "z" not in variables
-
-
 @pytest.mark.parametrize("page", pages_with_code())
 def test_the_code_of_a_page_runs(page: Path, namespace: dict[str, Any]) -> None:
     if page in WHOLE:
@@ -205,19 +185,6 @@ def test_concepts_name_the_counts_and_bytes_of_the_code(
     report = cache.memory()
     members = {member for member, _ in inspect.getmembers(report) if not member.startswith("_")}
     assert names == counted | members
-
-
-def test_no_page_installs_the_package_from_pypi() -> None:
-    """The checkout is installed: ``pip install -c constraints.txt ".[eval]"``."""
-    folders = ("hf_kvret", "kernels", "model_patches", "tests", "examples", "docs")
-    files = [file for folder in folders for file in (ROOT / folder).rglob("*.*")]
-    wrong = re.compile(r"pip install[^\n&]*\bhf[-_]kvret\b|hf[-_]kvret\[[a-z]")
-    sent = [
-        name(file)
-        for file in [*files, README, ROOT / "CONTRIBUTING.md"]
-        if file.suffix in (".md", ".py") and wrong.search(file.read_text(encoding="utf-8"))
-    ]
-    assert not sent
 
 
 def test_the_commands_of_the_pages_exist(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@
 
 A mutant changes one line, by whose text it is found again. It meets tests of its room, then some
 cases of conformance, each for half a minute of CPU time. Rooms take turns, so a part tells of all.
+An entry may have the outcome of an earlier commit, too, as ``before``.
 """
 
 from __future__ import annotations
@@ -183,7 +184,9 @@ def compare(results: Path) -> int:
 def _fate(result: str) -> str:
     if result.startswith("survived"):
         return "alive"
-    return result if result == "gone" else "noticed" if result else "to run"
+    if result.startswith("gone"):
+        return "gone"
+    return "noticed" if result else "to run"
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
