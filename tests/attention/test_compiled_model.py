@@ -119,7 +119,7 @@ def test_a_static_cache_under_fullgraph_asks_for_restore() -> None:
     torch.compiler.reset()
     model, ids = MODELS["llama"].build(), torch.arange(5, 60)[None]
     compiling = CompileConfig(**WHOLE)
-    # Else transformers compiles on a GPU only.
+    # Without it transformers compiles on a GPU only.
     compiling._compile_all_devices = True
     run = {"max_new_tokens": 3, "do_sample": False, "cache_implementation": "static"}
     expected = model.generate(ids, **run)

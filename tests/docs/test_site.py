@@ -27,7 +27,7 @@ def test_every_message_that_the_page_quotes_is_in_the_code() -> None:
     quotes = messages.quotes(page)
     assert 35 <= len(quotes) <= 60
     assert len(quotes) == len(set(quotes))
-    # So that the beginning of one message is not that of many others.
+    # A shorter quote could be the beginning of many messages.
     assert all(len(quote.replace("…", "").split()) >= 2 for quote in quotes)
     assert messages.missing(page, messages.texts_of_the_code()) == []
 

@@ -210,12 +210,12 @@ def test_tokens_kept_and_evicted_are_those_of_the_simulation(
     monkeypatch: pytest.MonkeyPatch, cuts: tuple[int, ...], softcap: float | None
 ) -> None:
     """A padded prompt, drafts of which some are rejected, flushes, and a long second prompt."""
-    # So that there are several blocks of queries.
+    # Queries then come in several blocks.
     monkeypatch.setattr(h2o, "_LOGITS", 2 * HEADS * GROUP * 60 * 7)
     run = Run(softcap)
     simulation = Simulation(run)
     (queries, keys), valid = _tokens(0, 60), _ragged(60)
-    # What stands in padding never matters.
+    # Contents of padding never matter.
     hidden = ~valid[:1, None, :, None]
     for x in (queries, keys):
         x[:1].masked_fill_(hidden, float("nan"))

@@ -57,7 +57,7 @@ def test_a_selection_is_five_launches_and_no_operation_of_torch(
 
     def count(self: GridExecutor, *args: object, **kwargs: object) -> object:
         kernels.append(self.fn.__name__)
-        # What the interpreter does to run a kernel is none of the caller's operations.
+        # The interpreter's own operations are none of the caller's.
         with _disable_current_modes():
             return run(self, *args, **kwargs)
 

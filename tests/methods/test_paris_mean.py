@@ -83,7 +83,7 @@ def test_a_fork_keeps_its_codes_while_the_original_takes_others() -> None:
     before = {name: tensor.clone() for name, tensor in twin.state_dict().items()}
     fed.ready()
     assert all(torch.equal(tensor, before[name]) for name, tensor in twin.state_dict().items())
-    # And the other way round: the twin renews, and the original, which has, is left alone.
+    # Now the twin renews, and the original, which has done so, is left alone.
     renewed = {name: tensor.clone() for name, tensor in fed.index.state_dict().items()}
     fed.index, original = twin, fed.index
     fed.ready()

@@ -34,7 +34,7 @@ import pytest
 from run import ROOT, Fault, imported, plant, rooms, tests_of
 
 SAMPLED = Path(__file__).with_suffix(".json")
-# Cosmic-ray's that seldom leave the meaning as it is.
+# Cosmic-ray's operators that seldom leave the meaning as it is.
 OPERATORS = re.compile(
     r"core/(AddNot|NumberReplacer|Replace(True|False|And|Or|Break|Continue)With\w+|"
     r"Replace\w+Operator_(Lt_LtE|LtE_Lt|Gt_GtE|GtE_Gt|Eq_NotEq|NotEq_Eq|Is_IsNot|IsNot_Is|Add_Sub|"
@@ -155,7 +155,7 @@ def run(results: Path) -> None:
     """Plant the mutants that have no outcome in ``results``, and write each outcome at once."""
     entries = _read(results) if results.exists() else [e | {"outcome": ""} for e in _read(SAMPLED)]
     os.chdir(ROOT)
-    # As in conftest.py: kernels are interpreted. What takes long to import is there once.
+    # As in conftest.py, kernels are interpreted. Slow imports are done once, before the forks.
     os.environ["TRITON_INTERPRET"] = "1"
     for name in ("torch._dynamo", "transformers.generation", "triton.language"):
         importlib.import_module(name)
