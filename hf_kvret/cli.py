@@ -16,7 +16,6 @@ from hf_kvret.commands.serve import add_serve_parser
 from hf_kvret.lab.bench.parser import MEASUREMENTS, add_bench_parser
 from hf_kvret.lab.calibrate.command import add_calibrate_parser
 from hf_kvret.lab.evaluate.demo import Demo
-from hf_kvret.lab.evaluate.lm_eval import add_lm_eval_parser
 from hf_kvret.lab.evaluate.measurement import add_measurement
 from hf_kvret.lab.evaluate.tasks import TASKS, add_eval_parser
 from hf_kvret.lab.plan.command import add_fits_parser
@@ -55,7 +54,6 @@ def make_parser() -> argparse.ArgumentParser:
     add_measurement(commands, Tune)
     add_eval_parser(commands)
     add_bench_parser(commands)
-    add_lm_eval_parser(commands)
     add_calibrate_parser(commands)
     add_models_parser(commands)
     add_fits_parser(commands)
@@ -71,10 +69,7 @@ def _kernels() -> str:
 
 def _resume_hint(options: argparse.Namespace) -> str:
     """How to resume an interrupted command, as the end of a sentence; empty if it can't be."""
-    if options.command in ("demo", "tune", "eval", "bench"):
-        return kept_results(options)
-    learns = options.command == "calibrate" and (options.out / ".parts").is_dir()
-    return ": the same command goes on where it stopped" if learns else ""
+    return kept_results(options) if options.command in ("demo", "tune", "eval", "bench") else ""
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from hf_kvret.lab.evaluate.needles import NeedleLanguage
 from hf_kvret.lab.evaluate.subject import Subject
-from hf_kvret.lab.evaluate.texts import chat_parts
+from hf_kvret.shelf.questions import around_message
 
 # The text of the English example, and the numbers that are hidden in it.
 _LICENSE = Path(__file__).parents[2] / "LICENSE"
@@ -203,5 +203,5 @@ def language_of(subject: Subject, *, plain: bool) -> Language:
     stop = subject.model.generation_config.eos_token_id
     ends = [] if stop is None else [stop] if isinstance(stop, int) else list(stop)
     chats = not plain and bool(tokenizer.chat_template)
-    around = chat_parts(tokenizer) if chats else ("", "")
+    around = around_message(tokenizer) if chats else ("", "")
     return TokenizerText(tokenizer, frozenset(ends), *around)

@@ -2,8 +2,8 @@
 row says of each kernel of a part what its machine code consists of, and which bytes it can't do
 without. Nothing is measured.
 
-    hf-kvret bench machine-code --parts merge,window --context 128K --batch 1
-    hf-kvret bench machine-code --json kernels_sm90.json
+    python examples/benchmarks/bench_machine_code.py --parts merge,window --context 128K --batch 1
+    python examples/benchmarks/bench_machine_code.py --json kernels_sm90.json
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@ checksums (checked), with rows that stay in their files (mapped), by the same co
 checksums that are not computed (unchecked), and its tensors by safetensors alone, synced and read
 into memory. What is loaded comes from the system's page cache, as far as that holds it.
 
-    hf-kvret bench save --json save.json
-    hf-kvret bench save --shape tiny --context 4K --repeats 3
+    python examples/benchmarks/bench_save.py --json save.json
+    python examples/benchmarks/bench_save.py --shape tiny --context 4K --repeats 3
 """
 
 from __future__ import annotations

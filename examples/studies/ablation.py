@@ -195,10 +195,6 @@ class Ablation(Task):
         return with_step("\n\n".join(tables), results)
 
     @classmethod
-    def pictures(cls, path: Path) -> list[Path]:
-        return list(part_pictures(path, cls.plots).values())
-
-    @classmethod
     def plot(cls, path: Path, results: Results) -> None:
         """One picture a part: ``path``, and ``NAME-PART.png`` for the parts after the first."""
         known = {name: of_part(results, name) for name in cls.plots}

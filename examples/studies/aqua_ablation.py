@@ -217,9 +217,6 @@ class AquaAblation(Ablation):
     def _temporary(self) -> tempfile.TemporaryDirectory[str]:
         return tempfile.TemporaryDirectory(prefix="hf-kvret-artifacts-")
 
-    def folders(self) -> dict[str, Path]:
-        return {} if self.artifacts is None else {"--artifacts": self.artifacts}
-
     def check_cells(self, cells: Sequence[Cell]) -> None:
         # Caches are not tried: their artifacts may not be there yet.
         self.check_contexts(cells, self.subject)
@@ -291,8 +288,7 @@ class AquaAblation(Ablation):
         """The folder of an artifact that was learned with ``changes``, and what is in it.
 
         Its name says what differs from the usual options. What is there is used where it was made
-        of the same model, text and options, and refused with a ValueError otherwise; an interrupted
-        calibration goes on.
+        of the same model, text and options, and refused with a ValueError otherwise.
         """
         usual = AquaCalibration(ridge=self.ridge)
         calibration, options = replace(usual, **changes), usual.options()

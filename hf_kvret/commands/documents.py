@@ -17,19 +17,16 @@ import torch
 from transformers import TextStreamer
 
 from hf_kvret.cache import RetrievalCache
-from hf_kvret.commands.document_text import document_text, is_stream
 from hf_kvret.contracts.signals import SIGNALS_WAIT
 from hf_kvret.generate.chunks import recurs
 from hf_kvret.lab.evaluate.bundled import default_model
 from hf_kvret.lab.evaluate.caches import choose_cache
-from hf_kvret.lab.evaluate.subject import Subject, load_subject, model_folder
-from hf_kvret.lab.plan.prediction import Predictor
+from hf_kvret.lab.evaluate.subject import Subject, load_subject
 from hf_kvret.lab.program.arguments import DTYPES, check_device, file_path, whole_number
 from hf_kvret.lab.program.common_options import count_option, device_option, dtype_option
 from hf_kvret.lab.program.options import add_options, option, read_options
 from hf_kvret.lab.program.progress import prompt_bar, tqdm
 from hf_kvret.lab.report.tables import markdown_table
-from hf_kvret.models.compatibility import layer_shapes
 from hf_kvret.models.versions import as_argument
 from hf_kvret.registry import registered_methods
 from hf_kvret.saved.description import verify_cache
@@ -43,6 +40,7 @@ _FOLDER = Path("~/.cache/hf_kvret/shelf")
 _CHUNK = 2048
 # A cache takes a shorter chunk for drafted tokens.
 _LEAST_CHUNK = 512
+_NO_TEXT = (".pdf", ".doc", ".docx", ".odt", ".epub", ".rtf", ".html", ".htm", ".xhtml")
 _OF_SHELF = ("list", "inspect", "verify", "remove")
 
 
@@ -55,7 +53,7 @@ class ReadOptions:
     """The options of ``hf-kvret read``."""
 
     document: Path = option(
-        help="a text, Markdown or HTML file, or - for a pipe", kind=file_path, name="document"
+        help="a text or Markdown file, or - for a pipe", kind=file_path, name="document"
     )
     model: str = option(
         default_model(),
@@ -138,7 +136,6 @@ def run_read(options: ReadOptions) -> int:
     shelf = Shelf(options.shelf, options.max_size)
     check_device(options.device)
     subject = load_subject(options.model, DTYPES[options.dtype], options.device)
-    _say_default_model(options.model)
     ids = document_ids(subject.need_tokenizer("read"), text).to(subject.device)
     _check_positions(subject, ids.shape[1])
     name = options.name or ("stdin" if is_stream(options.document) else options.document.stem)
@@ -151,7 +148,6 @@ def run_read(options: ReadOptions) -> int:
     found = shelf.find(*wanted, **asdict(choice.options))
     method = registered_methods()[choice.method]
     cache = method(subject.model.config, choice.options) if found is None else found
-    _check_size(options, shelf, subject, ids.shape[1])
     shelf.check_writable()
     started = time.perf_counter()
     try:
@@ -175,15 +171,6 @@ def _word(text: str) -> str:
     return shlex.quote(printable(text))
 
 
-def _say_default_model(model: str) -> None:
-    if model_folder(model) == model_folder(default_model()):
-        print(
-            f"{default_model()} is a small test model, whose answers are no use: --model takes a "
-            "folder or a hub id, as hf-kvret read FILE --model Qwen/Qwen3-4B",
-            file=sys.stderr,
-        )
-
-
 def _check_positions(subject: Subject, tokens: int, new: int = 0) -> None:
     """Say that ``tokens``, and ``new`` ones of an answer, go beyond the positions of the model.
 
@@ -200,27 +187,40 @@ def _check_positions(subject: Subject, tokens: int, new: int = 0) -> None:
     print(f"warning: {fact}: {rest}", file=sys.stderr)
 
 
-def _check_size(options: ReadOptions, shelf: Shelf, subject: Subject, tokens: int) -> None:
-    """ValueError where the rows of a document alone are more than the shelf holds."""
-    width = sum(shape.width for shape in layer_shapes(subject.model.config))
-    if 2 * tokens * width * subject.model.dtype.itemsize <= shelf.max_bytes:
-        # Not even full attention has more rows, so that nothing need be estimated.
-        return
-    config = subject.model.config.get_text_config(decoder=True)
-    try:
-        choice = choose_cache(options.method, {"store": "device"})
-        size = Predictor(config, choice, subject.model.dtype).at(tokens)
-    except (OSError, RuntimeError, ValueError):
-        # Free memory divides some stores: what these take is known behind the reading.
-        return
-    # Where a store has rows twice, a file has them once.
-    nbytes = max(size.store_device, size.store_host)
-    if nbytes > shelf.max_bytes:
+def document_text(path: Path, most_bytes: int) -> str:
+    """The text of a file or a pipe; ``-`` is standard input. No host is asked for anything.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: larger than ``most_bytes``, of another kind, not UTF-8, or without text.
+    """
+    name = printable(str(path))
+    if not is_stream(path) and not path.is_file():
+        raise FileNotFoundError(f"no file {name}: give a text or Markdown file, or a pipe")
+    if path.suffix.lower() in _NO_TEXT:
+        raise ValueError(f"{name} is no plain text: save it as text or Markdown")
+    with nullcontext(sys.stdin.buffer) if str(path) == "-" else path.open("rb") as file:
+        content = file.read(most_bytes + 1)
+    if len(content) > most_bytes:
         raise ValueError(
-            f"{printable(str(options.document))} has {tokens:,} tokens, which take "
-            f"{nbytes / 1e9:.2f} GB and more, and the shelf holds at most "
-            f"{shelf.max_bytes / 1e9:.2f} GB: give a larger --max-size, or a part of the document"
+            f"{name} has more than {most_bytes:,} bytes, and at most so many are read: give a part "
+            "of it, or a larger --most-bytes"
         )
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{name} is not UTF-8 text ({error}): save it as UTF-8, as with iconv -f latin1 -t utf8"
+        ) from error
+    text = text.replace("\r\n", "\n").replace("\r", "\n")
+    if "\0" in text or not text.strip():
+        raise ValueError(f"{name} has no text in it, or null characters")
+    return text
+
+
+def is_stream(path: Path) -> bool:
+    """Whether a document comes from standard input, a pipe or a device, so that it has no name."""
+    return str(path) == "-" or (path.exists() and not path.is_file() and not path.is_dir())
 
 
 @torch.no_grad()
@@ -265,15 +265,13 @@ def _keep_part(shelf: Shelf, cache: RetrievalCache, ids: torch.Tensor, subject: 
 def run_ask(options: AskOptions) -> int:
     """Answer a question as the command line says."""
     shelf = Shelf(options.shelf)
-    entry, *others = shelf.named(options.name)
-    _say_others(entry, others)
+    entry = shelf.entry(options.name)
     check_device(options.device)
     if options.model is None and not entry.model:
         raise ValueError(
             f"nobody wrote down where the model of {printable(options.name)} is: give --model"
         )
     subject = load_subject(options.model or entry.model, DTYPES[entry.dtype], options.device)
-    _say_default_model(options.model or entry.model)
     tokenizer = subject.need_tokenizer("ask")
     started = time.perf_counter()
     changes = {} if options.top_k is None else {"top_k": options.top_k}
@@ -290,23 +288,11 @@ def run_ask(options: AskOptions) -> int:
             "answer": answer,
             "tokens": entry.tokens,
             "entry": entry.name,
-            "others": [other.name for other in others],
             "seconds_to_load": loaded - started,
             "seconds_to_answer": time.perf_counter() - loaded,
         }
         print(json.dumps(report, ensure_ascii=False))
     return 0
-
-
-def _say_others(entry: ShelfEntry, others: list[ShelfEntry]) -> None:
-    """Say that several documents have one name, and which of them is taken."""
-    if others:
-        names = ", ".join(other.name for other in others)
-        print(
-            f"{1 + len(others)} documents are called {printable(entry.title)}: this is "
-            f"{entry.name} with {entry.tokens:,} tokens, the last that was read; {names} before it",
-            file=sys.stderr,
-        )
 
 
 def run_shelf(options: ShelfOptions) -> int:
@@ -321,8 +307,7 @@ def run_shelf(options: ShelfOptions) -> int:
         shelf.remove(options.name)
         facts, lines = {"name": options.name}, [f"removed {printable(options.name)}"]
     else:
-        entry, *others = shelf.named(options.name)
-        _say_others(entry, others)
+        entry = shelf.entry(options.name)
         facts, folder = _facts(entry), shelf.folder / entry.name
         lines = [f"{name}: {value}" for name, value in (facts | {"folder": folder}).items()]
         if options.action == "verify":

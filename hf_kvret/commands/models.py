@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import LinearAttentionLayer
@@ -20,7 +19,6 @@ from transformers.models.auto import modeling_auto
 from transformers.utils import logging as transformers_logging
 
 from hf_kvret.generate.chunks import recurs
-from hf_kvret.lab.program.hub_access import check_type, unknown_type
 from hf_kvret.lab.program.program import example_lines
 from hf_kvret.lab.report.tables import markdown_table
 from hf_kvret.layer.layer import RetrievalLayer
@@ -160,15 +158,11 @@ def find_type(model: str) -> ModelType:
     path = Path(model)
     if model in CONFIG_MAPPING and not path.exists():
         return default_type(model)
-    # A hub id is a name with at most an owner before it.
-    is_path = model.startswith((".", "~", "/")) or model.endswith("/") or len(path.parts) > 2
-    if is_path and not path.exists():
-        raise FileNotFoundError(f"there is no folder {model!r}: give one with a config.json")
-    check_type("MODEL", model)
-    # A few old hub ids have no owner.
-    is_known = path.exists() or "/" in model
-    if not is_known and not isinstance(try_to_load_from_cache(model, "config.json"), str):
-        raise ValueError(f"{unknown_type(model)}; a hub id has an owner, as owner/name")
+    if "/" not in model and not path.exists():
+        raise ValueError(
+            f"transformers {transformers.__version__} does not know the type {model!r}, and it is "
+            "no folder and no hub id (owner/name)"
+        )
     try:
         config = AutoConfig.from_pretrained(model)
     except (StrictDataclassError, TypeError, KeyError, ArithmeticError) as error:

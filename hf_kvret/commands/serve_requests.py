@@ -1,14 +1,12 @@
-"""Requests to transformers' server: what a body may say, which cache it gets, and who leaves.
+"""Requests to transformers' server: what they may set, which cache each gets, and who leaves.
 
-transformers' server takes a body for what it should be, and fails with status 500 where it is not.
-So each body goes through one schema first, and the cache is made once in front of the answer: a
-mistake gets a status of 4xx and a sentence.
+The cache of a request is made once in front of the answer, so that a mistake in its options gets
+status 400 and a sentence.
 """
 
 from __future__ import annotations
 
 import asyncio
-import inspect
 import json
 import logging
 from collections.abc import Iterator
@@ -17,17 +15,15 @@ from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
 from functools import partial, wraps
 from threading import Event
-from typing import Annotated, Any, Literal
+from typing import Any
 from unittest.mock import patch
 
 from fastapi import HTTPException
 from fastapi.responses import JSONResponse
-from jinja2 import TemplateError
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import GenerationConfig
 from transformers.cli.serving import model_manager, server
 from transformers.cli.serving import utils as serving
 
@@ -45,88 +41,21 @@ BUDGETS = ("top_k", "rest", "prompt")
 _MEMORY = ("store", "disk", "device_budget", "slots", "bits", "prefill_chunk", "graph")
 # Options that name folders and repositories: a model's own config does not decide on them.
 _PLACES = ("disk", "artifact", "revision", "artifact_sha256", SHELF, STEP)
-# Routes that take a body, and the field that each of them needs.
-_ROUTES = {
-    "/v1/chat/completions": "messages",
-    "/v1/completions": "prompt",
-    "/v1/responses": "input",
-    "/load_model": "model",
+# Routes that take a body.
+_ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/load_model")
+# What a request's own generation config may set.
+_SETTINGS = {
+    *("max_new_tokens", "min_new_tokens", "top_k", "no_repeat_ngram_size", "bos_token_id"),
+    *("pad_token_id", "eos_token_id", "temperature", "repetition_penalty", "top_p", "min_p"),
+    *("do_sample", "stop_strings", "cache_implementation", "cache_config", "transformers_version"),
 }
-# A body that fits the schema can still raise these before the model reads: by a chat template, by a
-# tool's arguments, by a picture that can't be opened.
-_MISTAKES = (
-    *(ArithmeticError, AttributeError, LookupError, OSError, RecursionError),
-    *(TemplateError, TypeError, ValueError),
-)
-# Arguments of the tokenizer; all others are the chat template's own.
-_TOKENIZERS = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters.keys()
-
-_Count = Annotated[int, Field(gt=0, lt=1 << 31)]
-_Id = Annotated[int, Field(ge=0, lt=1 << 31)]
-_Share = Annotated[float, Field(ge=0, le=1)]
-_Positive = Annotated[float, Field(gt=0, lt=1e9)]
-
-
-class _Checked(BaseModel):
-    model_config = ConfigDict(strict=True)
-    # The server passes it on even where it is null.
-    parallel_tool_calls: bool = False
-
-
-class _Item(_Checked):
-    content: str | list[dict[str, Any]] | None = None
-
-
-class _Message(_Item):
-    role: str
-
-
-def _schema(*kinds: tuple[Any, str]) -> type[_Checked]:
-    """Each kind with the names of fields that may have it, or null."""
-    fields: Any = {name: (kind | None, None) for kind, names in kinds for name in names.split()}
-    return create_model("fields", __base__=_Checked, **fields)
-
-
-_BODY = _schema(
-    (str, "model prompt suffix generation_config"),
-    (Annotated[list[_Message], Field(min_length=1)], "messages"),
-    (Annotated[str | list[_Item], Field(min_length=1)], "input"),
-    (bool, "stream"),
-    (Literal[1], "n best_of"),
-    (Annotated[float, Field(ge=0, lt=1e9)], "temperature"),
-    (_Share, "top_p"),
-    (Annotated[float, Field(gt=-1, lt=1e9)], "frequency_penalty"),
-    (Annotated[int, Field(ge=0, lt=1 << 63)], "seed"),
-    (_Count, "max_tokens max_completion_tokens max_output_tokens"),
-    (str | list[str], "stop"),
-    (dict[Annotated[str, Field(pattern=r"^\d{1,9}$")], float], "logit_bias"),
-    (dict[str, Any], "chat_template_kwargs"),
-)
-# A request's own generation config: what an answer of one text, by one model, may take.
-_SETTINGS = _schema(
-    (_Count, "max_new_tokens"),
-    (_Id, "min_new_tokens top_k no_repeat_ngram_size bos_token_id pad_token_id"),
-    (_Id | list[_Id], "eos_token_id"),
-    (_Positive, "temperature repetition_penalty"),
-    (_Share, "top_p min_p"),
-    (bool, "do_sample"),
-    (str | list[str], "stop_strings"),
-    (str, "cache_implementation transformers_version"),
-    (dict[str, Any], "cache_config"),
-)
 
 
 @dataclass
 class Client:
-    """Who sent a request.
-
-    Attributes:
-        left: set when it leaves.
-        is_read: its prompt was taken, so that what fails is the server's fault.
-    """
+    """Who sent a request; ``left`` is set when it leaves."""
 
     left: Event = field(default_factory=Event)
-    is_read: bool = False
 
 
 CLIENT: ContextVar[Client] = ContextVar("client")
@@ -135,45 +64,25 @@ CLIENT: ContextVar[Client] = ContextVar("client")
 
 def _own_settings(body: dict[str, Any]) -> dict[str, Any]:
     """The generation config of a request; HTTPException 400 where it sets what it can't."""
-    settings = _parsed(body.get("generation_config") or "{}", _SETTINGS, "generation_config")
-    names = _SETTINGS.model_fields.keys() - _Checked.model_fields.keys()
-    for name in settings.keys() - names:
+    settings = _parsed(body.get("generation_config") or "{}", "generation_config")
+    for name in settings.keys() - _SETTINGS:
         raise HTTPException(
             400,
             f"generation_config has {name!r}, which is the server's: a request may set "
-            f"{', '.join(sorted(names))}",
+            f"{', '.join(sorted(_SETTINGS))}",
         )
     return settings
 
 
-def _parsed(text: str | bytes, schema: type[_Checked], name: str) -> dict[str, Any]:
-    """The JSON object ``text``; HTTPException 400 where it is not what ``schema`` says."""
+def _parsed(text: Any, name: str) -> dict[str, Any]:
+    """The JSON object ``text``; HTTPException 400 for anything else."""
     try:
         value = json.loads(text)
-        # Numbers that are not finite, and halves of surrogate pairs, can't be sent back.
-        json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
-        # As floats where floats belong.
-        return value | schema.model_validate(value).model_dump(exclude_unset=True)
-    except RecursionError:
-        reason = "it is nested too deep"
-    except TypeError:
-        reason = "pass it as JSON text"
-    except ValidationError as error:
-        reason = _sentence(error)
-    except ValueError as error:
-        reason = f"it is no JSON ({error})"
-    raise HTTPException(400, f"{name}: {reason}")
-
-
-def _sentence(error: ValidationError) -> str:
-    """The mistake that lies deepest: a value of several types has one for each of them."""
-    mistakes = error.errors(include_url=False)
-    worst = max(mistakes, key=lambda one: len(one["loc"]))
-    alike = [one for one in mistakes if one["input"] is worst["input"]]
-    # Among the places are types, as list[_Item].
-    place = ".".join(str(one) for one in worst["loc"] if one != "str" and "[" not in str(one))
-    words = " or ".join(one["msg"].partition(" or instance")[0] for one in alike)
-    return f"{place} is {worst['input']!r:.60}: {words}" if place else words
+    except (TypeError, ValueError) as error:
+        raise HTTPException(400, f"{name} is no JSON text ({error})") from error
+    if not isinstance(value, dict):
+        raise HTTPException(400, f"{name} is no JSON object")
+    return value
 
 
 class BodyCheck:
@@ -190,7 +99,7 @@ class BodyCheck:
         CLIENT.set(client)
         try:
             body = await Request(scope, receive).body()
-            self._check(Request(scope), body)
+            self._check(scope["path"], body)
 
             async def watch() -> Message:
                 message = await receive()
@@ -208,33 +117,18 @@ class BodyCheck:
         except (ClientDisconnect, serving._GenerationCancelled):
             return None
         except HTTPException as error:
-            status, reason = error.status_code, error.detail
-        except _MISTAKES as error:
-            if client.is_read:
-                raise
-            _log.warning("a request could not be read", exc_info=True)
-            reason = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
-            status, reason = 400, f"the request can't be read: {reason}"
+            refusal = JSONResponse({"detail": error.detail}, error.status_code)
         finally:
             if watcher is not None:
                 watcher.cancel()
-        await JSONResponse({"detail": reason}, status)(scope, receive, send)
+        await refusal(scope, receive, send)
 
-    def _check(self, request: Request, body: bytes) -> None:
-        """HTTPException for a ``body`` that the route of ``request`` can't take."""
-        required = _ROUTES.get(request.url.path)
-        if required is None:
+    def _check(self, path: str, body: bytes) -> None:
+        """HTTPException for a route that uses no cache of ours, or another model."""
+        if path not in _ROUTES:
             raise HTTPException(404, f"this server answers {', '.join(_ROUTES)} alone")
-        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json":
-            raise HTTPException(415, f"Content-Type is {kind!r}: send application/json")
-        values = _parsed(body, _BODY, "the body")
-        if values.get(required) is None:
-            raise HTTPException(400, f"{required} is missing")
-        if values.get("model") not in (None, self.model):
+        if _parsed(body, "the body").get("model") not in (None, self.model):
             raise HTTPException(400, f"this server answers with {self.model} alone")
-        for name in (values.get("chat_template_kwargs") or {}).keys() & _TOKENIZERS - {"documents"}:
-            raise HTTPException(400, f"chat_template_kwargs: {name!r} is the server's, drop it")
 
 
 @dataclass(frozen=True)
@@ -362,7 +256,6 @@ class CheckedManager(serving.GenerateManager):
         if positions is not None and config.max_new_tokens is not None:
             # The last token of an answer takes no position.
             config.max_new_tokens = min(config.max_new_tokens, positions - length + 1)
-        CLIENT.get().is_read = True
 
 
 @contextmanager

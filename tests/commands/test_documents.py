@@ -9,7 +9,6 @@ import os
 import signal
 from collections.abc import Callable
 from contextlib import ExitStack
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +20,7 @@ from transformers import DynamicCache, PreTrainedModel
 import hf_kvret
 from hf_kvret import ParisKVCache, Shelf
 from hf_kvret.commands import documents as command
-from hf_kvret.commands.document_text import document_text, is_stream
+from hf_kvret.commands.documents import document_text, is_stream
 from hf_kvret.contracts.signals import interruptible
 from hf_kvret.lab.evaluate.subject import Subject, load_subject
 from hf_kvret.shelf.questions import plain_generation_config, positions
@@ -104,7 +103,7 @@ def test_a_document_is_read_once_and_asked_about(
     assert entry.title == "other", "one title each"
 
 
-@pytest.mark.parametrize("moment", ["layer", "head", "put"])
+@pytest.mark.parametrize("moment", ["layer", "put"])
 def test_an_interrupt_keeps_whole_chunks(
     moment: str,
     reference: Subject,
@@ -141,8 +140,7 @@ def test_an_interrupt_keeps_whole_chunks(
     assert f"read {new:,} of" in shown
 
 
-@pytest.mark.parametrize("name", ["gemma3", "qwen3_next"])
-@pytest.mark.parametrize("moment", ["layer", "head"])
+@pytest.mark.parametrize(("name", "moment"), [("gemma3", "layer"), ("qwen3_next", "head")])
 def test_models_that_can_not_go_back_begin_again(
     name: str, moment: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -190,27 +188,6 @@ def test_a_signal_in_a_chunk_keeps_whole_ones(
     signal.signal(signal.SIGHUP, before)
     assert f"{kept} tokens were kept" in capsys.readouterr().err
     assert [entry.tokens for entry in shelf.entries()] == [kept]
-
-
-@pytest.mark.parametrize("store", ["resident", "higgs"])
-def test_a_document_larger_than_the_shelf_is_not_read(
-    store: str,
-    reference: Subject,
-    document: Path,
-    shelf: Shelf,
-    read: Any,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    method = f"{METHOD}:store={store}"
-    read("--method", method)
-    [entry] = shelf.entries()
-    shelf.remove(entry.name)
-    # An estimate refuses nothing that there is a place for.
-    options = command.ReadOptions(document, method=method)
-    command._check_size(options, Shelf(shelf.folder, entry.nbytes), reference, entry.tokens)
-    monkeypatch.delattr(command, "_read")
-    error = read("--method", method, "--max-size", "100KB", status=2).err
-    assert "446 tokens, which take" in error and "give a larger --max-size" in error
 
 
 @pytest.mark.parametrize("template", [None, TEMPLATE.replace("</{{ m.role }}>", "</s>")])
@@ -265,9 +242,7 @@ def test_ask_takes_the_newest_document_of_a_name(
     newest, other, again = names
     assert newest == again != other
     shown = program("ask", "kings", QUESTION, *place, "--json", "--new-tokens", 2)
-    report = json.loads(shown.out)
-    assert (report["entry"], report["others"]) == (newest, [other])
-    assert f"2 documents are called kings: this is {newest}" in shown.err
+    assert json.loads(shown.out)["entry"] == newest
     assert f"name: {newest}" in program("shelf", "inspect", "--name", "kings", *place).out
     error = program("shelf", "remove", "--name", "kings", *place, status=2).err
     assert f"give the name of one, {newest}, {other}" in error
@@ -296,12 +271,8 @@ def test_names_are_shown_escaped(document: Path, tmp_path: Path, program: Any) -
     "defaults",
     [
         {"cache_implementation": "static"},
-        {"use_cache": False, "output_attentions": True},
         {"num_beams": 3, "num_return_sequences": 2, "length_penalty": 2.0},
-        {"prompt_lookup_num_tokens": 3, "return_dict_in_generate": True},
-        {"penalty_alpha": 0.6, "top_k": 4},
         {"max_length": 30, "min_new_tokens": 7, "forced_eos_token_id": 5},
-        {"dola_layers": "low", "token_healing": True, "guidance_scale": 2.0},
         {"stop_strings": ["ships"], "repetition_penalty": 1.0},
     ],
     ids=lambda one: next(iter(one)),
@@ -369,8 +340,9 @@ def test_a_question_stands_behind_the_document_in_its_message(
     assert shown.endswith(message + around[1]) and around[0] in shown[: len(around[0]) + 1]
 
 
-@pytest.mark.parametrize("parts", [False, True])
-@pytest.mark.parametrize("strips", ["", " | trim", ".lstrip()", ".strip('\\n')"])
+@pytest.mark.parametrize(
+    ("parts", "strips"), [(False, ""), (True, " | trim"), (False, ".lstrip()")]
+)
 def test_a_document_begins_a_later_chat(
     strips: str, parts: bool, reference: Subject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -432,60 +404,38 @@ def test_bad_questions_are_refused(reference: Subject, monkeypatch: pytest.Monke
             act()
 
 
-def test_texts_markdown_and_pages_are_read(tmp_path: Path) -> None:
-    head = "<html><head><title>T</title></head>"
-    page = f"{head}<body><script>x()</script><p>One\n<b>two</b></p>three</body>"
-    files = {"a.txt": b"\xef\xbb\xbfOne\r\ntwo", "a.md": b"# One\ntwo", "a.html": page.encode()}
-    expected = {"a.txt": "One\ntwo", "a.md": "# One\ntwo", "a.html": "One two\nthree"}
-    for name, content in files.items():
-        if name == "a.html" and not find_spec("bs4"):
-            continue
-        for encoding in (None, "utf-16", "utf-32"):
-            recoded = content.decode("utf-8-sig").encode(encoding) if encoding else content
-            (tmp_path / name).write_bytes(recoded)
-            assert document_text(tmp_path / name, 1000) == expected[name]
-    for mark in ("utf_16_be", "utf_32_be"):
-        (tmp_path / "a.txt").write_bytes(("\ufeff" + TEXT).encode(mark))
-        assert document_text(tmp_path / "a.txt", 20_000) == TEXT
-
-
-@pytest.mark.parametrize("name", ["-", "pipe"])
-def test_a_pipe_is_read(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_texts_are_read_from_files_and_pipes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    page = f"<!doctype html>\n<p>{TEXT}</p>".encode() if find_spec("bs4") else TEXT.encode()
-    for content, most in ((TEXT.encode(), 20_000), (page, 20_000), (TEXT.encode(), 100)):
+    (tmp_path / "a.md").write_bytes(b"\xef\xbb\xbf# One\r\ntwo")
+    assert document_text(tmp_path / "a.md", 1000) == "# One\ntwo"
+    for name in ("-", "pipe"):
         reader, writer = os.pipe()
-        os.write(writer, content)
+        os.write(writer, TEXT.encode())
         os.close(writer)
         with open(reader, "rb") as file:
             monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=file))
             path = Path("-" if name == "-" else f"/dev/fd/{reader}")
-            if most == 100:
-                with pytest.raises(ValueError, match="more than 100 bytes"):
-                    document_text(path, most)
-            else:
-                assert document_text(path, most).split() == TEXT.split()
-                assert is_stream(path)
+            assert document_text(path, 20_000) == TEXT and is_stream(path)
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         ("a.txt", b"x" * 101, "more than 100 bytes"),
-        ("a.pdf", b"x", "is no text"),
+        ("a.pdf", b"x", "is no plain text"),
         ("a.txt", b"\xff", "not UTF-8"),
-        ("a.txt", b"\xff\xfea", "not UTF-16"),
         ("a.txt", b" \n", "no text in it"),
-        ("a.txt", b"a\0b", "null characters"),
     ],
 )
-def test_only_text_is_read(name: str, content: bytes, message: str, tmp_path: Path) -> None:
+def test_only_text_is_read(
+    name: str, content: bytes, message: str, tmp_path: Path, program: Any
+) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=message):
         document_text(tmp_path / name, 100)
+    assert "no file" in program("read", tmp_path / "none.txt", status=2).err
 
 
-def test_mistakes_of_read_are_named(document: Path, read: Any, program: Any) -> None:
+def test_other_caches_are_refused(read: Any) -> None:
     assert "only caches of hf-kvret" in read("--method", "full", status=2).err
-    assert "no file" in program("read", document.with_name("none.txt"), status=2).err

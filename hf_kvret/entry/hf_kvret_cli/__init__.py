@@ -31,7 +31,6 @@ _COMMANDS = {
     "tune": "find the cheapest cache that agrees with full attention on your text",
     "eval": "measure caches on tasks: answers, perplexity, agreement with full attention",
     "bench": "measure the time of caches on models of true shape with random weights",
-    "lm-eval": "run lm-evaluation-harness with a retrieval cache",
     "calibrate": "learn what a method must know about a model, and save or share it",
     "inspect": "say what a calibration artifact is, or check what was saved",
     "models": "say which models are served, and why others are refused",

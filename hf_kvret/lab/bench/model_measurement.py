@@ -251,10 +251,6 @@ class ModelMeasurement(Measurement):
             for cell, row, by_layers in zip(group, rows, samples, strict=True)
         ]
 
-    def lacking(self, cell: Cell, why: Row) -> Row:
-        """The reason, beside the entries of every row; ``rows`` catches most errors before."""
-        return {"fill": self.fill_of(cell), **self._layers} | why
-
     @abstractmethod
     def once(self, turn: Turn) -> Any:
         """A sample, measured now; the cache is gone afterwards."""

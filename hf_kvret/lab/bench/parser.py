@@ -7,7 +7,6 @@ import argparse
 from hf_kvret.lab.bench.gpu_run import add_all_parser
 from hf_kvret.lab.bench.passes import Decode, Prefill
 from hf_kvret.lab.evaluate.measurement import Measurement, add_measurement
-from hf_kvret.lab.program.scripts import SCRIPTS, add_script_name
 
 _MEASUREMENTS: tuple[type[Measurement], ...] = (Decode, Prefill)
 
@@ -27,6 +26,3 @@ def add_bench_parser(commands: argparse._SubParsersAction[argparse.ArgumentParse
     for cls in _MEASUREMENTS:
         add_measurement(measurements, cls)
     add_all_parser(measurements)
-    for title in SCRIPTS:
-        if title.startswith("bench "):
-            add_script_name(measurements, title)

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from hf_kvret.lab.program.hub_access import check_type, needs_cache
 from hf_kvret.models.compatibility import check_config
 
 _SIZES = (
@@ -205,26 +204,17 @@ def load_shape(name: str, *, option: str = "--shape", experts: bool = False) -> 
         experts: whether it may be a mixture of experts.
 
     Raises:
-        ValueError: nothing of that name, or a model that can't be measured; says why.
+        ValueError: no shape of that name, or a model that can't be measured; says why.
+        OSError: no configuration there, or the hub can't be reached.
     """
     if name in SHAPES:
         return Shape(name, AutoConfig.for_model(**SHAPES[name]))
-    unknown = (
-        f"{option} {name}: neither a known shape ({', '.join(SHAPES)}) nor a folder or hub id "
-        "(owner/name) with config.json"
-    )
     if "/" not in name and not Path(name).is_dir():
-        raise ValueError(unknown)
-    check_type(option, name)
-    cached = needs_cache(option, name)
-    try:
-        config = AutoConfig.from_pretrained(name, local_files_only=cached)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        if not (Path(name) / "config.json").is_file():
-            raise ValueError(unknown) from error
-        why = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise ValueError(f"{option} {name}: transformers can't read config.json ({why})") from error
-    config = config.get_text_config(decoder=True)
+        raise ValueError(
+            f"{option} {name}: neither a known shape ({', '.join(SHAPES)}) nor a folder or hub id "
+            "(owner/name) with config.json"
+        )
+    config = AutoConfig.from_pretrained(name).get_text_config(decoder=True)
     check_config(config)
     if not experts and _first_count(config, "num_experts", "num_local_experts"):
         raise ValueError(

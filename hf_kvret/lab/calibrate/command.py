@@ -26,7 +26,6 @@ from hf_kvret.lab.calibrate.sources import (
 from hf_kvret.lab.evaluate.subject import Subject, load_subject
 from hf_kvret.lab.evaluate.texts import describe_file
 from hf_kvret.lab.program.arguments import DTYPES, check_device
-from hf_kvret.lab.program.hub_access import why_unreachable
 from hf_kvret.lab.program.options import add_options, option, read_options
 from hf_kvret.lab.program.program import example_lines
 from hf_kvret.lab.report import outputs
@@ -41,8 +40,7 @@ def add_calibrate_parser(commands: argparse._SubParsersAction[argparse.ArgumentP
     parser = commands.add_parser(
         "calibrate",
         help="learn what a method must know about a model, and save or share it",
-        description="Learn what a method must know about a model. The same command goes on where "
-        "it was interrupted.",
+        description="Learn what a method must know about a model.",
     )
     methods = parser.add_subparsers(required=True, metavar="METHOD")
     for cls in METHODS:
@@ -178,12 +176,6 @@ def _check_outputs(options: CalibrateOptions, method: str) -> None:
     if options.private and not options.push_to_hub:
         raise ValueError("--private is of what --push-to-hub uploads: give that too")
     if options.push_to_hub:
-        reason = why_unreachable(options.push_to_hub)
-        if reason is not None:
-            raise ConnectionError(
-                f"--push-to-hub {options.push_to_hub}: the hub can't be asked ({reason}); leave "
-                "the option out and upload later, or start while online (HF_HUB_OFFLINE unset)"
-            )
         check_repository(options.push_to_hub, method)
 
 

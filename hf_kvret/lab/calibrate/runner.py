@@ -1,13 +1,11 @@
-"""Runs a model over texts, calibrates layer after layer, and keeps finished layers."""
+"""Runs a model over texts, and calibrates layer after layer."""
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -16,18 +14,15 @@ from hf_kvret.artifacts.artifact import CalibrationArtifact
 from hf_kvret.artifacts.files import check_no_foreign_artifact
 from hf_kvret.artifacts.identity import ModelIdentity
 from hf_kvret.lab.calibrate.corpus import Corpus
-from hf_kvret.lab.calibrate.parts import FinishedLayers
 from hf_kvret.lab.calibrate.rope_check import check_rope, input_device
 from hf_kvret.lab.calibrate.study import Calibration, Carried, LayerFindings, LayerStudy
 from hf_kvret.lab.calibrate.taps import LayerTokens, tap_attention
 from hf_kvret.lab.program.progress import tqdm
-from hf_kvret.lab.report.results import sole_writer
 from hf_kvret.models.compatibility import check_model, retrieval_layers
 from hf_kvret.models.ranks import check_calibration
 from hf_kvret_model_patches.decoders import decoder_of
 from hf_kvret_model_patches.rope import Rope
 
-_PARTS = ".parts"
 # Bytes of tokens that are held at the same time, where the caller does not say of how many layers.
 _MOST_HELD = 2 << 30
 
@@ -45,8 +40,7 @@ def calibrate(
     """Learn what a method needs to know about ``model``; write the artifact to ``out``.
 
     First a trial checks that RoPE can be undone on queries and keys. Then the texts pass through
-    the model once for every ``layers_at_once`` layers, whose tokens are kept in memory. Finished
-    layers are saved in a folder inside ``out``: the same call resumes after an interruption. Layers
+    the model once for every ``layers_at_once`` layers, whose tokens are kept in memory. Layers
     learn in ascending order, each with the tensors carried by the one before.
 
     Args:
@@ -64,8 +58,8 @@ def calibrate(
     Raises:
         ValueError: a model that no cache can serve, whose RoPE can't be undone, or that is in
             training mode, split over processes or on no device; longer sequences than it has
-            positions; parts of another calibration in ``out``, or the ``config.json`` of something
-            else; what the method refuses, as too few tokens.
+            positions; the ``config.json`` of something else in ``out``; what the method refuses, as
+            too few tokens.
         FileExistsError: ``out`` is a file.
     """
     folder = Path(out).expanduser()
@@ -86,30 +80,18 @@ def calibrate(
     if layers_at_once is None:
         layers_at_once = max(1, _MOST_HELD // (token_nbytes * corpus.tokens))
     identity = ModelIdentity.of(model, name)
-    setup = {
-        "method": calibration.method,
-        "model": identity.as_json(),
-        "dtype": str(model.dtype),
-        "data": corpus.description,
-        "tokens": _digest(corpus),
-        "options": calibration.options(),
-    }
-    with sole_writer(folder):
-        finished = FinishedLayers(folder / _PARTS, setup)
-        todo, carried = finished.left(list(ropes))
-        for first in range(0, len(todo), layers_at_once):
-            group = todo[first : first + layers_at_once]
-            some = {n: ropes[n] for n in group}
-            studies = _read(model, corpus, {"": calibration}, some, progress)[""]
-            for layer in group:
-                # A study has no name here, so that its tokens are freed before the next one learns.
-                findings = _learn(studies.pop(layer), layer, carried, progress)
-                finished.keep(layer, findings)
-                carried = findings.carried
-        artifact = _put_together(calibration, identity, corpus, finished, list(ropes))
-        artifact.save_pretrained(folder)
-        finished.remove()
-        return artifact
+    findings: dict[int, LayerFindings] = {}
+    carried = None
+    for first in range(0, len(ropes), layers_at_once):
+        some = dict(list(ropes.items())[first : first + layers_at_once])
+        studies = _read(model, corpus, {"": calibration}, some, progress)[""]
+        for layer in some:
+            # A study has no name here, so that its tokens are freed before the next one learns.
+            result = _learn(studies.pop(layer), layer, carried, progress)
+            carried, findings[layer] = result.carried, replace(result, carried=None)
+    artifact = _put_together(calibration, identity, corpus, findings)
+    artifact.save_pretrained(folder)
+    return artifact
 
 
 def learn_at_once(
@@ -176,17 +158,13 @@ def _put_together(
     calibration: Calibration,
     identity: ModelIdentity,
     corpus: Corpus,
-    finished: FinishedLayers,
-    layers: Sequence[int],
+    layers: Mapping[int, LayerFindings],
 ) -> CalibrationArtifact:
     tensors: dict[str, torch.Tensor] = {}
-    settings: dict[str, Any] = {}
-    quality = []
-    for layer in layers:
-        findings = finished.read(layer)
+    for layer, findings in layers.items():
         tensors |= {f"layers.{layer}.{name}": x for name, x in findings.tensors.items()}
-        settings[str(layer)] = findings.settings
-        quality.append({"layer": layer, **findings.quality})
+    settings = {str(layer): findings.settings for layer, findings in layers.items()}
+    quality = [{"layer": layer, **findings.quality} for layer, findings in layers.items()]
     return CalibrationArtifact(
         method=calibration.method,
         model=identity,
@@ -225,11 +203,3 @@ def _check_layers(
     with torch.no_grad(), tap_attention(model, take):
         model(token, use_cache=False)
     return max(sizes)
-
-
-def _digest(corpus: Corpus) -> str:
-    """Hash of all token ids and the number of held-out sequences."""
-    digest = hashlib.sha256(str(corpus.held_out).encode())
-    for ids in corpus.sequences:
-        digest.update(f" {len(ids)} ".encode() + ids.cpu().numpy().tobytes())
-    return digest.hexdigest()

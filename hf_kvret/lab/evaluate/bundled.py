@@ -1,17 +1,13 @@
 """The small models that are ours: they need no network.
 
 ``needle`` ships with the package; ``reference``, ``reference-latent`` and ``reference-books`` lie
-in the examples of a checkout: that which the package is run from, the folder where the command is
-run, or the checkout that pip installed the package from.
+in the examples of a checkout: that which the package is run from, or the folder where the command
+is run.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
-import json
 from pathlib import Path
-from urllib.parse import urlsplit
-from urllib.request import url2pathname
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -20,22 +16,8 @@ _ROOT = Path(__file__).parents[3]
 BUNDLED_MODEL = Path(__file__).parent / "needle_llama"
 
 
-def _installed_from() -> Path | None:
-    """The folder that pip installed the package from; None where it was something else.
-
-    pip writes it down (PEP 610) for ``pip install .``, editable or not.
-    """
-    try:
-        written = importlib.metadata.distribution("hf-kvret").read_text("direct_url.json")
-    except importlib.metadata.PackageNotFoundError:
-        written = None
-    url = urlsplit(json.loads(written)["url"] if written else "")
-    return Path(url2pathname(url.path)) if url.scheme == "file" else None
-
-
 def _example_model(folder: str) -> Path:
-    roots = [_ROOT, Path.cwd(), *filter(None, [_installed_from()])]
-    folders = [root / "examples" / folder for root in roots]
+    folders = [root / "examples" / folder for root in (_ROOT, Path.cwd())]
     return next((path for path in folders if (path / "model.safetensors").is_file()), folders[0])
 
 
@@ -66,9 +48,8 @@ def our_model(name: str) -> Path:
             "with examples/train_needle_model.py"
         )
     raise FileNotFoundError(
-        f"the model {name} is in the examples of hf-kvret's repository, not in the package, and "
-        "the checkout that was installed is not found: run this in the folder of a checkout, take "
-        "needle, or put a model of yours in its place"
+        f"the model {name} is in the examples of hf-kvret's repository, not in the package: run "
+        "this in the folder of a checkout, take needle, or put a model of yours in its place"
     )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -34,15 +35,9 @@ from hf_kvret.lab.report.results import Cell, Results
 from hf_kvret.lab.report.tables import markdown_table, share, table_of
 
 _BAR = 40
-# Seconds that one core works for each cache, with everything else as by default: CPU time of one
-# thread of a Xeon.
-_SECONDS = {
-    "full": 10, "static": 10, "flat": 9, "paris": 10, "lrqk": 11, "ctkvr": 12, "a2ats": 8,
-    "aqua": 49,
-}  # fmt: skip
 # Only ``--full`` asks these: transformers' slower cache, and a method that decodes all rows.
 _SLOW = ("full", "aqua")
-_USUAL = tuple(name for name in _SECONDS if name not in _SLOW)
+_USUAL = ("static", "flat", "paris", "lrqk", "ctkvr", "a2ats")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +86,7 @@ class Demo(Measurement):
     @cached_property
     def choices(self) -> dict[str, CacheChoice]:
         """The caches that are asked; ValueError for an unknown name or option."""
-        usual = [*_SECONDS] if self.full else [*_USUAL]
+        usual = [_SLOW[0], *_USUAL, *_SLOW[1:]] if self.full else [*_USUAL]
         chosen = usual if self.caches is None else names(self.caches)
         retrieval = {"top_k": self.top_k, "store": self.store}
         return choose_caches(chosen, retrieval, self.device)
@@ -108,20 +103,16 @@ class Demo(Measurement):
         for choice in self.choices.values():
             choice.make(config, self.context)
 
-    def opening(self, results: Results) -> str:
-        """The questions, the caches, and the time that they take, where that was measured."""
-        waiting = [cell["cache"] for cell in self.waiting(results)]
-        if not waiting:
-            return ""
-        if self.setup() == Demo(device="cpu").setup() and set(waiting) <= set(_SECONDS):
-            seconds = sum(_SECONDS[name] for name in waiting)
-            takes = f"That is about {seconds} seconds of work for one core, and less on several."
-        else:
-            takes = "The bar says soon how long that takes."
-        return (
-            f"The bundled model reads {self.context:,} tokens and answers {self.questions} "
-            f"questions about them, with each of these caches: {', '.join(waiting)}. {takes}"
-        )
+    def plan(self, results: Results) -> Iterator[Sequence[Cell]]:
+        """One by one, after a line that says what is done."""
+        if waiting := self.waiting(results):
+            caches = ", ".join(cell["cache"] for cell in waiting)
+            print(
+                f"The bundled model reads {self.context:,} tokens and answers {self.questions} "
+                f"questions about them, with each of these caches: {caches}.\n",
+                file=sys.stderr,
+            )
+        yield from super().plan(results)
 
     def setup(self) -> dict[str, Any]:
         keys = ("context", "questions", "top_k", "store", "recall_questions", "seed")
@@ -140,9 +131,6 @@ class Demo(Measurement):
         attention on it, means over layers, None for caches that don't retrieve.
         """
         return [self._ask_all(self.choices[cell["cache"]], progress) for cell in group]
-
-    def lacking(self, cell: Cell, why: Row) -> None:
-        """Nothing is kept of a cache that ran out of memory."""
 
     @cached_property
     def _model(self) -> Any:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 
@@ -26,8 +26,9 @@ from hf_kvret.lab.program.options import add_options, option, read_options
 from hf_kvret.lab.program.program import example_lines
 from hf_kvret.lab.program.progress import tqdm
 from hf_kvret.lab.report.environment import program
-from hf_kvret.lab.report.outputs import check_outputs, write_outputs
-from hf_kvret.lab.report.results import FAILED, Cell, Results, sole_writer
+from hf_kvret.lab.report.outputs import check_file, check_picture
+from hf_kvret.lab.report.plots import require_matplotlib
+from hf_kvret.lab.report.results import FAILED, Cell, Results, read_results
 from hf_kvret.models.ranks import check_one_process
 from hf_kvret.saved.identity import printable
 
@@ -41,7 +42,7 @@ class CheckFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Outputs:
-    """Where results go; ``outputs.check_outputs`` tries it before the work."""
+    """Where results go; ``check`` tries it before the work."""
 
     json: Path | None = option(
         None, "keep results here, and go on from what is there", kind=file_path, metavar="FILE"
@@ -49,9 +50,22 @@ class Outputs:
     plot: Path | None = option(
         None, "write a picture (PNG, SVG, PDF)", kind=file_path, metavar="FILE"
     )
-    table: Path | None = option(
-        None, "write the markdown table too", kind=file_path, metavar="FILE"
-    )
+
+    def check(self, name: str) -> None:
+        """Try the files that the measurement ``name`` will write; their folders are made.
+
+        Raises:
+            ValueError: a path that can't be written, a picture of unknown type, or a file that
+                holds something else than results of that name.
+            ModuleNotFoundError: a picture without matplotlib.
+        """
+        if self.json is not None:
+            check_file("--json", self.json)
+            if self.json.is_file():
+                read_results(self.json, name)
+        if self.plot is not None:
+            check_picture(self.plot)
+            require_matplotlib()
 
 
 @dataclass(frozen=True)
@@ -91,14 +105,6 @@ class Measurement(ABC):
         """A context for set-up, plan and rows, as another number of threads."""
         return nullcontext()
 
-    def beside(self, outputs: Outputs) -> Self:
-        """The same, with what it keeps beside its results placed where those go."""
-        return self
-
-    def opening(self, results: Results) -> str:
-        """A text for the user before the first bar; empty for none."""
-        return ""
-
     @abstractmethod
     def setup(self) -> dict[str, Any]:
         """All that numbers depend on besides the cells, as plain JSON values."""
@@ -120,28 +126,18 @@ class Measurement(ABC):
         """The row of each cell of a group.
 
         Raises:
-            CheckFailed: see ``lacking``; so are errors that say that memory is used up.
+            CheckFailed: the cells get no rows, are named at the end, and are tried the next time.
+                So it is with errors that say that memory is used up.
         """
-
-    def lacking(self, cell: Cell, why: Row) -> Row | None:
-        """The row of a cell without numbers; None keeps none, and it is tried the next time.
-
-        ``why`` has one entry, ``out_of_memory`` or ``check_failed``, with the reason. The latter
-        are always tried again.
-        """
-        return why
 
     def waiting(self, results: Results) -> list[Cell]:
         """The cells without numbers."""
-        return [cell for cell in self.cells() if _waits(results, cell)]
+        rows = ((cell, results.find(cell)) for cell in self.cells())
+        return [cell for cell, row in rows if row is None or FAILED in row]
 
     def count(self, results: Results) -> int:
         """How many cells the plan has."""
         return len(self.waiting(results))
-
-    def folders(self) -> dict[str, Path]:
-        """Folders that it writes to besides the files of ``Outputs``, by the option naming them."""
-        return {}
 
     @classmethod
     @abstractmethod
@@ -152,11 +148,6 @@ class Measurement(ABC):
     @abstractmethod
     def plot(cls, path: Path, results: Results) -> None:
         """Write the results as a picture; matplotlib is there."""
-
-    @classmethod
-    def pictures(cls, path: Path) -> list[Path]:
-        """All files that ``plot`` may write for ``path``. They are tried before the work."""
-        return [path]
 
 
 class Progress:
@@ -193,11 +184,10 @@ def measure(measurement: Measurement, results: Results) -> list[tuple[Cell, str]
         for group in chain(first, groups):
             bar.set_postfix_str(" ".join(map(str, group[0].values())))
             rows, why = attempt(partial(measurement.rows, group, Progress(bar)))
-            for index, cell in enumerate(group):
-                row = measurement.lacking(cell, why) if rows is None else rows[index]
-                if row is None:
-                    failed.append((cell, *why.values()))
-                else:
+            if rows is None:
+                failed += [(cell, *why.values()) for cell in group]
+            else:
+                for cell, row in zip(group, rows, strict=True):
                     results.add(cell, row)
             done += len(group)
             bar.update(done - bar.n)
@@ -234,33 +224,29 @@ def run_measurement(measurement: Measurement, outputs: Outputs) -> int:
     same command tries them again.
     """
     check_one_process()
-    check_outputs(outputs, measurement)
+    outputs.check(measurement.title())
     measurement.check()
-    with sole_writer(outputs.json), measurement.surroundings():
+    with measurement.surroundings():
         results = Results(measurement.title(), measurement.setup(), outputs.json)
-        finished = sum(not _waits(results, cell) for cell in measurement.cells())
-        if opening := measurement.opening(results):
-            print(f"{opening}\n", file=sys.stderr)
+        finished = len(measurement.cells()) - len(measurement.waiting(results))
         try:
             failed = measure(measurement, results)
         finally:
             # Finished cells are worth seeing, also when a later cell failed.
             if len(results):
                 print(f"\n{measurement.table(results)}")
-                # Without those that the plan leaves out.
                 if missing := measurement.count(results):
-                    there = sum(not _waits(results, cell) for cell in measurement.cells())
-                    print(f"\n{missing} of {missing + there} cells are not finished")
+                    print(f"\n{missing} cells are not finished")
     for cell, reason in failed:
         print(f"\n{printable(' '.join(map(str, cell.values())))}: {printable(reason)}")
     if finished:
         print(f"\n{finished} cells were finished already and were not measured again")
-    write_outputs(outputs, measurement, results)
-    # Also cells that the plan found out, but not those of another command with the same file.
-    cells = measurement.cells()
-    wrong = dict.fromkeys(
-        row[FAILED] for cell, row in results if FAILED in row and (not cells or cell in cells)
-    )
+    if outputs.plot:
+        measurement.plot(outputs.plot, results)
+        print(f"wrote {printable(str(outputs.plot))}")
+    if outputs.json:
+        print(f"results are in {printable(str(outputs.json))}")
+    wrong = dict.fromkeys(row[FAILED] for _, row in results if FAILED in row)
     for why in wrong:
         print(f"{program()}: error: {printable(why)}", file=sys.stderr)
     return int(bool(failed or wrong))
@@ -287,13 +273,7 @@ def fill_parser(parser: argparse.ArgumentParser, cls: type[Measurement]) -> None
 
 
 def _run(cls: type[Measurement], parsed: argparse.Namespace) -> int:
-    outputs = read_options(Outputs, parsed)
-    return run_measurement(read_options(cls, parsed).beside(outputs), outputs)
-
-
-def _waits(results: Results, cell: Cell) -> bool:
-    row = results.find(cell)
-    return row is None or FAILED in row
+    return run_measurement(read_options(cls, parsed), read_options(Outputs, parsed))
 
 
 def out_of_memory(error: Exception) -> bool:

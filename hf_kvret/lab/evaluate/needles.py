@@ -295,6 +295,8 @@ class Wording:
 def magic_wording(subject: Subject, task: str, essays: Path | None, answer_len: int) -> Wording:
     """RULER's magic numbers: "One of the special magic numbers for calm-river is: 4821907."
 
+    RULER's noise is the haystack where no ``essays`` are given.
+
     Raises:
         ValueError: the model has no tokenizer, or the essays can't be used.
         FileNotFoundError: no such file.
@@ -318,26 +320,11 @@ def magic_wording(subject: Subject, task: str, essays: Path | None, answer_len: 
         text = filled(template, "", (), type_v=type_v, query="").context.rstrip()
         return first_tokens(tokenizer) + encode(tokenizer, text)
 
-    heads = head("niah_one", "number"), head("niah", "numbers")
-    return text_wording("magic", subject, heads, essays, draw, answer_len)
-
-
-def text_wording(
-    name: str,
-    subject: Subject,
-    heads: tuple[list[int], list[int]],
-    essays: Path | None,
-    facts: Callable[[np.random.Generator, int], list[Fact]],
-    answer_len: int,
-) -> Wording:
-    """A wording in text; RULER's noise is the haystack where no ``essays`` are given."""
-    tokenizer = subject.need_tokenizer(name)
-    haystack = TextHaystack(tokenizer, NOISE if essays is None else read_text(essays))
     return Wording(
-        name,
-        heads,
-        haystack,
-        facts,
+        "magic",
+        (head("niah_one", "number"), head("niah", "numbers")),
+        TextHaystack(tokenizer, NOISE if essays is None else read_text(essays)),
+        draw,
         lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True),
         answer_len,
         end_tokens(subject),

@@ -18,7 +18,6 @@ from transformers.utils import is_accelerate_available
 from hf_kvret.generate.attach import attach
 from hf_kvret.lab.evaluate.bundled import OUR_MODELS, our_model
 from hf_kvret.lab.evaluate.smollm2 import SMOLLM2_MODEL, expand_smollm2
-from hf_kvret.lab.program.hub_access import needs_cache
 from hf_kvret.saved.identity import printable
 from hf_kvret.shelf.questions import plain_generation_config
 
@@ -119,9 +118,8 @@ def load_subject(
         device_map: ``"auto"`` spreads them over all devices instead; None doesn't.
 
     Raises:
-        FileNotFoundError: neither a folder nor a hub id, or the weights are not installed.
+        FileNotFoundError: the weights of a model of ours are not installed.
         ModuleNotFoundError: ``device_map`` without accelerate.
-        ConnectionError: a hub id that is not in the cache, and the hub can't be reached.
         ValueError: no model there, or one that can't be loaded or that retrieval can't serve; the
             message says what was tried.
     """
@@ -132,13 +130,10 @@ def load_subject(
         expand_smollm2()
     if name in OUR_MODELS:
         our_model(name)
-    cached = needs_cache("--model", path)
     if name not in _KNOWN:
         print(f"loading the model {printable(name)} ...", file=sys.stderr)
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, local_files_only=cached, device_map=device_map
-        )
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, device_map=device_map)
     except _UNLOADABLE as error:
         raise ValueError(
             f"--model {name}: can't be loaded ({_first_line(error)}). Give a folder with "
@@ -147,7 +142,7 @@ def load_subject(
     tokenizer, reason = None, ""
     if name != "needle":
         try:
-            tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=cached)
+            tokenizer = AutoTokenizer.from_pretrained(path)
         except _UNLOADABLE as error:
             # Tasks that work on token ids go on without; the others ask need_tokenizer.
             reason = _first_line(error)

@@ -9,9 +9,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
-from hf_kvret.artifacts.files import DESCRIPTION, read_description
-from hf_kvret.artifacts.hub import find_folder
-from hf_kvret.cache import RetrievalCache
 from hf_kvret.lab.evaluate.bundled import default_model
 from hf_kvret.lab.evaluate.caches import CacheChoice, choose_caches, known_caches
 from hf_kvret.lab.evaluate.measurement import Measurement, Progress, Row
@@ -118,34 +115,18 @@ class Task(Measurement):
 
     def plan(self, results: Results) -> Iterator[Sequence[Cell]]:
         """One by one, after a look at all of them."""
-        check_artifacts(results, self._artifacts)
         self.check_cells(self.waiting(results))
         yield from super().plan(results)
 
     def rows(self, group: Sequence[Cell], progress: Progress) -> list[Row]:
-        """The numbers of a cell, and which artifact its cache works with."""
-        rows = []
-        for cell in group:
-            row = self.run(cell, self.choices[cell["cache"]])
-            artifact = self._artifacts[cell["cache"]]
-            rows.append(row if artifact is None else {**row, "artifact": artifact})
-        return rows
+        return [self.run(cell, self.choices[cell["cache"]]) for cell in group]
 
     @abstractmethod
     def run(self, cell: Cell, choice: CacheChoice) -> Row:
         """The numbers of one cell, as plain JSON values. Long work shows a progress bar."""
 
-    def lacking(self, cell: Cell, why: Row) -> None:
-        """Nothing is kept of a cell that ran out of memory: it is tried the next time."""
-
     def _retrieval(self) -> dict[str, Any]:
         return {"top_k": self.top_k, "store": self.store}
-
-    @cached_property
-    def _artifacts(self) -> dict[str, str | None]:
-        return {
-            name: artifact_sha256(choice, self.subject) for name, choice in self.choices.items()
-        }
 
 
 def default_caches(model: str) -> list[str]:
@@ -158,30 +139,3 @@ def default_caches(model: str) -> list[str]:
 def lengths_of(cells: Sequence[Cell]) -> list[int]:
     """The different lengths of cells, ascending; those of cells without one don't count."""
     return sorted({cell["length"] for cell in cells if "length" in cell})
-
-
-def artifact_sha256(choice: CacheChoice, subject: Subject) -> str | None:
-    """Which artifact a cache works with; None where it needs none, or a task makes its own."""
-    if not hasattr(choice.options, "artifact"):
-        return None
-    home = Path(subject.model.config._name_or_path)
-    if choice.lacks_artifact and not (home / choice.method / DESCRIPTION).is_file():
-        return None
-    cache = choice.make(subject.model.config, 1)
-    assert isinstance(cache, RetrievalCache)
-    options: Any = cache.options
-    if options.artifact is None:
-        return None
-    folder = find_folder(options.artifact, revision=options.revision)
-    return str(read_description(folder)["tensors_sha256"])
-
-
-def check_artifacts(results: Results, artifacts: dict[str, str | None]) -> None:
-    """ValueError for finished cells of the same caches that had other artifacts."""
-    for cell, row in results:
-        now, then = artifacts.get(cell.get("cache", "")), row.get("artifact")
-        if now is not None and then is not None and now != then:
-            raise ValueError(
-                f"{results.path} has {cell['cache']} with another artifact (sha256 "
-                f"{str(then)[:12]}, now {now[:12]}): give another --json, or delete the file"
-            )

@@ -10,10 +10,6 @@ import torch
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from hf_kvret.lab.evaluate.subject import Subject
-from hf_kvret.shelf.questions import around_message
-
-Chat = tuple[str, str]
-"""The texts before and after a prompt in a chat."""
 
 
 def read_text(path: Path) -> str:
@@ -54,17 +50,6 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> torch.Tensor:
     return torch.tensor([*first_tokens(tokenizer), *encode(tokenizer, text)], dtype=torch.long)
 
 
-def chat_parts(tokenizer: PreTrainedTokenizerBase) -> Chat:
-    """The texts that the chat template puts before and after a user's message.
-
-    Raises:
-        ValueError: the tokenizer has no chat template, or one that can't be used.
-    """
-    if not tokenizer.chat_template:
-        raise ValueError("--chat: this tokenizer has no chat template, leave the option out")
-    return around_message(tokenizer)
-
-
 def text_windows(
     subject: Subject, task: str, text: Path, length: int, count: int
 ) -> list[torch.Tensor]:
@@ -82,27 +67,6 @@ def text_windows(
             "--context, fewer new tokens or a longer text"
         )
     return list(ids[: count * length].view(count, length))
-
-
-def read_prompts(path: Path) -> list[str]:
-    """Prompts of a file: a JSON list of strings, or one a line with empty lines left out.
-
-    Raises:
-        FileNotFoundError: no such file.
-        ValueError: not UTF-8, another JSON, or no prompt in it.
-    """
-    describe_file("--prompts", path)
-    try:
-        content = path.read_text(encoding="utf-8")
-        prompts = json.loads(content) if path.suffix == ".json" else content.splitlines()
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"--prompts {path}: {error}") from error
-    if not isinstance(prompts, list) or not all(isinstance(prompt, str) for prompt in prompts):
-        raise ValueError(f"--prompts {path}: give a JSON list of strings, or one prompt a line")
-    prompts = [prompt for prompt in prompts if prompt.strip()]
-    if not prompts:
-        raise ValueError(f"--prompts {path} has no prompt in it")
-    return prompts
 
 
 def describe_file(option: str, path: Path | None) -> str | None:

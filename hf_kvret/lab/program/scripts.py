@@ -73,22 +73,3 @@ def run_script(cls: type[Measurement], arguments: Sequence[str] | None = None) -
     if "--smallest" in words:
         arguments = [*cls.smallest.split(), *words]
     return run_program(script_parser(cls), arguments, kept_results)
-
-
-def add_script_name(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser], title: str
-) -> None:
-    """Let ``hf-kvret bench NAME`` run the script ``title``.
-
-    The script is loaded when it is run; the help of the program doesn't list it.
-    """
-    # Whatever is given: nothing begins with this character.
-    parser = commands.add_parser(title.partition(" ")[2], add_help=False, prefix_chars="\0")
-    parser.add_argument("given", nargs="*")
-    parser.set_defaults(run=lambda parsed: _run(title, parsed), json=None)
-
-
-def _run(title: str, parsed: argparse.Namespace) -> int:
-    # The program says whether an interruption leaves results.
-    parsed.json = any(word.startswith("--json") for word in parsed.given)
-    return run_script(load_measurement(title), parsed.given)

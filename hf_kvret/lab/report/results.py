@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
 from hf_kvret.lab.report.environment import describe_environment
 from hf_kvret.saved.folder import replace_file
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
-
 FORMAT = 1
 FAILED = "check_failed"
 """An entry of a row without numbers, which is measured again."""
-_FIELDS = {"name": str, "setup": dict, "environments": list, "cells": list}
 
 # The name of a cell, for instance {"cache": "paris", "length": 4096, "task": "vt"}.
 Cell = dict[str, Any]
@@ -123,14 +115,9 @@ def read_results(path: Path, name: str | None = None) -> dict[str, Any]:
         raise FileNotFoundError(f"no file {path}")
     if not is_results(path):
         raise ValueError(
-            f"{path} is no result file of hf-kvret demo, eval, tune or bench: give another file"
+            f"{path} is no result file that this version of hf-kvret reads: give another file"
         )
     content = json.loads(path.read_bytes())
-    if content["format"] != FORMAT:
-        raise ValueError(
-            f"{path} has format {content['format']!r}, this version reads {FORMAT}: make it again, "
-            "or upgrade hf-kvret"
-        )
     if name not in (None, content["name"]):
         raise ValueError(
             f"{path} holds results of {content['name']!r}, not of {name!r}: give another --json"
@@ -139,64 +126,13 @@ def read_results(path: Path, name: str | None = None) -> dict[str, Any]:
 
 
 def is_results(path: Path) -> bool:
-    """Whether a file has the fields of our results, of whatever version.
-
-    ValueError for one of ours that was cut off or changed.
-    """
-    text = path.read_bytes() if path.is_file() else b""
+    """Whether a file has the fields of our results, in the format of this version."""
     try:
-        content = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        if b'"environments"' in text and b'"cells"' in text:
-            raise ValueError(f"{path} is damaged ({error}): delete it, or make it again") from error
+        content = json.loads(path.read_bytes())
+    except ValueError:
         return False
-    return (
-        isinstance(content, dict)
-        and "format" in content
-        and all(isinstance(content.get(field), kind) for field, kind in _FIELDS.items())
-    )
+    return isinstance(content, dict) and content.get("format") == FORMAT and "cells" in content
 
 
 def _key(cell: Cell) -> str:
     return json.dumps(cell, sort_keys=True)
-
-
-@contextmanager
-def sole_writer(path: Path | None) -> Iterator[None]:
-    """Keep other processes from writing results to ``path``, a file or a folder; None is none.
-
-    A file ``.NAME.lock`` beside it is locked as long as the context is open. The system lets go of
-    it when the process ends, however that happens. Without such locks (Windows) nothing is kept.
-
-    Raises:
-        ValueError: another process writes there.
-    """
-    if path is None or fcntl is None:
-        yield
-        return
-    lock = path.parent / f".{path.name}.lock"
-    descriptor = _take_lock(lock, path)
-    try:
-        yield
-    finally:
-        lock.unlink(missing_ok=True)
-        os.close(descriptor)
-
-
-def _take_lock(lock: Path, path: Path) -> int:
-    """A descriptor of the file ``lock``, which stands in its place and is locked."""
-    lock.parent.mkdir(parents=True, exist_ok=True)
-    while True:
-        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(descriptor)
-            raise ValueError(
-                f"another process writes its results to {path}, and each would drop what the other "
-                "finished: give another file or folder, or wait until it has ended"
-            ) from None
-        # The process that held it may have removed the file between our opening and locking it.
-        if lock.exists() and lock.stat().st_ino == os.fstat(descriptor).st_ino:
-            return descriptor
-        os.close(descriptor)

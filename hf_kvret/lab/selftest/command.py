@@ -162,7 +162,7 @@ def _fault(device: torch.device) -> str | None:
 
 
 def describe(device: torch.device) -> dict[str, Any]:
-    """Versions, processor, GPU and driver; no names of folders or of the machine."""
+    """Versions, processor, GPU and driver."""
     environment = describe_environment()
     gpu = None
     if device.type == "cuda":

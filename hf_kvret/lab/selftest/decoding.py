@@ -7,7 +7,6 @@ import logging
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -19,9 +18,7 @@ from hf_kvret.cache import RetrievalCache
 from hf_kvret.lab.evaluate.bundled import load_bundled_model
 from hf_kvret.lab.selftest.check import Check, Skip
 from hf_kvret.lab.selftest.kernels import check_dtype
-from hf_kvret.layer.step import StepRecord, Subscriber
 from hf_kvret.models.versions import as_argument
-from hf_kvret.observe.recall import exact_relevance, slot_marks
 from hf_kvret.replay import DecodeGraph
 from hf_kvret.replay.layer_step import LayerStep
 from hf_kvret.replay.recorders import RECORDERS
@@ -51,8 +48,6 @@ _TOLERANCE = 2e-3
 _TOLERANCES = {torch.float32: _TOLERANCE, torch.bfloat16: 0.5}
 # With a small budget rounding decides between two tokens that matter alike, once in a while.
 _LEAST_ALIKE = 0.9
-# Of relevances, which are logarithms of softmax weights: a rounding of fp32 sums in another order.
-_TIE = 1e-5
 # Methods and stores take them in turns, so that each of them is played.
 _MODES = (
     "greedy_ragged", "crop_deep", "second_turn_ragged", "beams", "prefix_reuse", "prompt_lookup",
@@ -139,7 +134,6 @@ class Bundled:
         cached: RetrievalCache,
         call: Callable[..., Any] | None = None,
         before_step: Callable[[], None] = lambda: None,
-        after_step: Callable[[], None] = lambda: None,
     ) -> torch.Tensor:
         """``[steps, B, V]``: logits of given tokens after a prompt, with flushes in between."""
         call, logits = call or self.model, []
@@ -152,7 +146,6 @@ class Bundled:
             before_step()
             out = call(input_ids=inputs, position_ids=places, **as_argument(cached), use_cache=True)
             logits.append(out.logits[:, -1].float())
-            after_step()
         return torch.stack(logits[1:])
 
 
@@ -194,126 +187,25 @@ def step_checks(bundled: Bundled) -> Iterator[Check]:
             yield Check("steps", f"{method}, bf16, graph", run, "graph=False")
 
 
-class _Selection(Subscriber):
-    """The ids of a layer's newest step. A replayed step writes them where the captured one did."""
-
-    ids: torch.Tensor | None = None
-    relevance: torch.Tensor | None = None
-
-    def __call__(self, record: StepRecord) -> None:
-        self.ids = record.ids
-
-    def reset(self) -> None:
-        self.ids = None
-
-
-class _ExactSelection(_Selection):
-    """Also the exact relevance ``[B, H, Q, n]`` of all cold tokens, in fp32."""
-
-    capture_obstacle = "it reads all keys at every step"
-
-    def __call__(self, record: StepRecord) -> None:
-        super().__call__(record)
-        if record.ids is not None:
-            self.relevance = exact_relevance(record.query, record.cold, record.ids.shape[1])
-
-
-@dataclass(frozen=True)
-class Steps:
-    """Decode steps: logits ``[steps, B, V]``, and for each step and layer ids and relevance."""
-
-    logits: torch.Tensor
-    ids: list[torch.Tensor | None]
-    relevance: list[torch.Tensor | None]
-
-
-def _watched(
-    bundled: Bundled,
-    cached: RetrievalCache,
-    kind: type[_Selection],
-    call: Callable[..., Any] | None = None,
-) -> Steps:
-    """The steps of ``Bundled.decode``, with what ``kind`` notes of each layer."""
-    selections = [kind() for _ in cached.retrieval_layers]
-    ids: list[torch.Tensor | None] = []
-    relevance: list[torch.Tensor | None] = []
-    for layer, selection in zip(cached.retrieval_layers, selections, strict=True):
-        layer.subscribers = (*layer.subscribers, selection)
-
-    def note() -> None:
-        # The next step may use the same memory.
-        ids.extend(None if one.ids is None else one.ids.clone() for one in selections)
-        relevance.extend(one.relevance for one in selections)
-
-    return Steps(bundled.decode(cached, call, after_step=note), ids, relevance)
-
-
 def replayed(bundled: Bundled, method: str, store: str) -> str:
-    """Replayed steps beside usual ones, see ``compare_steps``.
+    """Replayed steps beside usual ones.
 
     Raises:
         Skip: such steps can't be replayed.
         AssertionError: they differ, or too few were replayed.
     """
     check_dtype(bundled.dtype, bundled.device)
-    usual = _watched(bundled, bundled.new_cache(method, store, graph=False), _ExactSelection)
+    usual = bundled.decode(bundled.new_cache(method, store, graph=False))
     cached = bundled.new_cache(method, store)
     graph = DecodeGraph(bundled.model, cached)
-    own = _watched(bundled, cached, _Selection, graph)
-    layer = LayerStep(cached.retrieval_layers[0])
-    if obstacle := layer.capture_obstacle:
+    own = bundled.decode(cached, graph)
+    if obstacle := LayerStep(cached.retrieval_layers[0]).capture_obstacle:
         raise Skip(obstacle)
-    said = compare_steps(own, usual, _TOLERANCES[bundled.dtype])
+    said = _compare(own, usual, method, _TOLERANCES[bundled.dtype])
     if graph.replays < _STEPS // 2:
         why = f"{graph.replays} of {_STEPS} steps were replayed: {graph.reason}"
         raise (AssertionError if bundled.device.type in RECORDERS else Skip)(why)
-    return f"{graph.replays} of {_STEPS} steps replayed{said}"
-
-
-def compare_steps(own: Steps, usual: Steps, tolerance: float) -> str:
-    """Compare replayed steps with usual ones: ids first, then logits to the bit.
-
-    Where ids differ for the first time, the exact relevance of what only one of them selected must
-    be within 1e-5 of the least that the usual step selected: rounding may decide between two equal
-    tokens. From there on logits may differ by ``tolerance``. Returns words for such a case.
-
-    Raises:
-        AssertionError: they differ otherwise.
-    """
-    error = (own.logits - usual.logits).abs().max().item()
-    for number, (ids, expected) in enumerate(zip(own.ids, usual.ids, strict=True)):
-        if ids is None or expected is None:
-            same = ids is expected
-        else:
-            same = torch.equal(ids.sort().values, expected.sort().values)
-        if same:
-            continue
-        relevance = usual.relevance[number]
-        if ids is None or expected is None or relevance is None:
-            raise AssertionError(f"selection {number} is missing in one of them")
-        distance = _exchange_distance(ids, expected, relevance)
-        if not (distance <= _TIE and error <= tolerance):
-            raise AssertionError(
-                f"selection {number} exchanges tokens {distance:.2g} from the threshold, and "
-                f"logits differ by {error:.2g}"
-            )
-        return f", selection {number} decides a tie otherwise, logits within {error:.1g}"
-    if error:
-        raise AssertionError(f"the same ids, and logits differ by {error:.2g}")
-    return ""
-
-
-def _exchange_distance(ids: torch.Tensor, expected: torch.Tensor, relevance: torch.Tensor) -> float:
-    """The largest distance from the threshold of tokens that only one of the two selected.
-
-    Infinite where they selected different numbers of tokens.
-    """
-    length = relevance.shape[-1]
-    ours, theirs = (slot_marks(some, length)[..., :-1] for some in (ids, expected))
-    if not torch.equal(ours.sum(dim=-1), theirs.sum(dim=-1)):
-        return float("inf")
-    threshold = relevance.masked_fill(~theirs, float("inf")).amin(dim=-1, keepdim=True)
-    return (relevance - threshold)[ours != theirs].abs().max().item()
+    return f"{graph.replays} of {_STEPS} steps replayed, {said}"
 
 
 def _beside_torch(bundled: Bundled, method: str, store: str) -> str:
@@ -323,10 +215,15 @@ def _beside_torch(bundled: Bundled, method: str, store: str) -> str:
     own = bundled.decode(bundled.new_cache(method, store, graph=False))
     with prefer("naive"):
         usual = bundled.decode(bundled.new_cache(method, store, graph=False))
+    return _compare(own, usual, method, _TOLERANCES[bundled.dtype])
+
+
+def _compare(own: torch.Tensor, usual: torch.Tensor, method: str, tolerance: float) -> str:
+    """Words for how near logits ``[steps, B, V]`` are; AssertionError where too many differ."""
     if not own.isfinite().all():
         raise AssertionError("logits are not finite")
     errors = (own - usual).abs().amax(dim=-1)
-    alike = (errors <= _TOLERANCES[bundled.dtype]).float().mean().item()
+    alike = (errors <= tolerance).float().mean().item()
     # Exact scores leave nothing for rounding to decide.
     if alike < (1.0 if method == "flat" else _LEAST_ALIKE):
         raise AssertionError(

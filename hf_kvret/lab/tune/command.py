@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 
-from hf_kvret.lab.evaluate.measurement import Measurement, Outputs, Progress, Row
+from hf_kvret.lab.evaluate.measurement import Measurement, Progress, Row, attempt
 from hf_kvret.lab.evaluate.reader import Reader, check_positions
 from hf_kvret.lab.evaluate.subject import Subject, load_subject
-from hf_kvret.lab.evaluate.task import artifact_sha256, check_artifacts
 from hf_kvret.lab.evaluate.texts import describe_file, read_text, token_ids
 from hf_kvret.lab.program import arguments
 from hf_kvret.lab.program.arguments import DTYPES, check_device, known_names, names, several
@@ -151,14 +150,6 @@ class Tune(Measurement):
             check_file("--out", self.out)
         _ = self.variants
 
-    def beside(self, outputs: Outputs) -> Self:
-        """The same; ValueError where ``--out`` is one of the other outputs."""
-        for name in ("json", "plot", "table"):
-            path = getattr(outputs, name)
-            if path is not None and self.out is not None and path.resolve() == self.out.resolve():
-                raise ValueError(f"--{name} and --out are both {path}: give each its own file")
-        return self
-
     def setup(self) -> dict[str, Any]:
         keys = (
             *("device", "seed", "context", "tokens", "windows", "agreement"),
@@ -190,7 +181,6 @@ class Tune(Measurement):
 
     def plan(self, results: Results) -> Iterator[Sequence[Cell]]:
         """Window by window, one by one; the choice is written at the end."""
-        check_artifacts(results, self._artifacts)
         for base in {one.base.name: one.base for one in self.variants.values()}.values():
             Reader(self.subject.model, base, 0)
         check_positions(self.subject.model, self.context + self._new)
@@ -205,27 +195,26 @@ class Tune(Measurement):
                     # Full attention did not fit, and nothing can be compared with it.
                     return
             window, running = standing(results, list(self.variants))
-        if self.out is not None and write_choice(self.out, results) is not None:
+        if self.out is not None and write_choice(self.out, results):
             tqdm.write(f"wrote {self.out}")
 
     def rows(self, group: Sequence[Cell], progress: Progress) -> list[Row]:
-        """See ``Walker.row``; variants have their method, configuration and artifact too."""
-        return [self._row(cell["cache"], cell["window"]) for cell in group]
+        """See ``Walker.row``; variants have their method and configuration too.
+
+        The row of a cache that does not fit into memory says so.
+        """
+        rows = []
+        for cell in group:
+            row, why = attempt(partial(self._row, cell["cache"], cell["window"]))
+            rows.append(why if row is None else row)
+        return rows
 
     def _row(self, name: str, window: int) -> Row:
         if name == FULL:
             return self._walker.full(window)
-        variant, artifact = self.variants[name], self._artifacts[name]
+        variant = self.variants[name]
         row = self._walker.row(variant, window)
-        row |= {"method": variant.method, "cache_config": dict(variant.cache_config)}
-        return row if artifact is None else {**row, "artifact": artifact}
-
-    @cached_property
-    def _artifacts(self) -> dict[str, str | None]:
-        """The artifact of each variant, None for those without."""
-        bases = {one.base.name: one.base for one in self.variants.values()}
-        sums = {name: artifact_sha256(base, self.subject) for name, base in bases.items()}
-        return {name: sums[one.base.name] for name, one in self.variants.items()}
+        return row | {"method": variant.method, "cache_config": dict(variant.cache_config)}
 
     @property
     def _new(self) -> int:

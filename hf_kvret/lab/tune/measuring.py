@@ -92,7 +92,6 @@ class Walker:
         self._model, self._windows, self._new = subject.model, windows, new
         self._reference: _Reference | None = None
         self._filled: tuple[str, int, Reader] | None = None
-        self._failed: tuple[str, int] | None = None
 
     def full(self, window: int) -> Row:
         """The row of full attention, which agrees with itself."""
@@ -102,12 +101,9 @@ class Walker:
         """The row of a variant on one window.
 
         ``tokens`` foretold; ``equal``, how many of them are full attention's first choice too;
-        ``kl`` and ``kl_squares``, sums over tokens of KL(full || variant) in nats and of its
-        square; ``step_bytes``, ``device_bytes``, ``host_bytes`` and ``full_bytes`` as in ``Usage``,
+        ``kl``, the sum over tokens of KL(full || variant) in nats; ``step_bytes``,
+        ``device_bytes``, ``host_bytes`` and ``full_bytes`` as in ``Usage``,
         after the last step; ``ms``, the median step.
-
-        Raises:
-            MemoryError: there was too little for the cache that it is a fork of.
         """
         reference = self._full(window).logits
         reader = self._base(variant, window).fork(**variant.changes)
@@ -123,12 +119,10 @@ class Walker:
 
     def _base(self, variant: Variant, window: int) -> Reader:
         name = variant.base.name
-        if self._failed == (name, window):
-            raise MemoryError(f"the cache {name} did not fit")
         if self._filled is None or self._filled[:2] != (name, window):
-            self._filled, self._failed = None, (name, window)
-            reader = self._fill(variant.base, window)
-            self._filled, self._failed = (name, window, reader), None
+            # The memory of the last one is freed first.
+            self._filled = None
+            self._filled = (name, window, self._fill(variant.base, window))
         return self._filled[2]
 
     def _fill(self, choice: CacheChoice, window: int) -> Reader:
@@ -156,7 +150,6 @@ class Walker:
             "tokens": len(own),
             "equal": int((own.argmax(-1) == reference.argmax(-1)).sum()),
             "kl": float(kl.sum()),
-            "kl_squares": float(kl.square().sum()),
             **{name: getattr(usage, name) for name in sizes},
             "ms": median(times),
         }

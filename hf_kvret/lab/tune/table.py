@@ -21,7 +21,7 @@ _HEADER = (
 
 def choice_of(results: Results) -> Choice:
     """The choice of a tuning; of one that is not finished there is none."""
-    return choose(finalists(results) or [], results.setup["agreement"])
+    return choose(finalists(results), results.setup["agreement"])
 
 
 def configuration(results: Results, name: str) -> dict[str, Any]:
@@ -30,14 +30,13 @@ def configuration(results: Results, name: str) -> dict[str, Any]:
     return {"cache_implementation": row["method"], "cache_config": row["cache_config"]}
 
 
-def write_choice(path: Path, results: Results) -> str | None:
-    """Write the configuration of the choice as JSON; returns its text, None without a choice."""
+def write_choice(path: Path, results: Results) -> bool:
+    """Write the configuration of the choice as JSON; returns whether there is one."""
     choice = choice_of(results).variant
-    if choice is None:
-        return None
-    text = json.dumps(configuration(results, choice.name), indent=1)
-    replace_file(path, f"{text}\n".encode())
-    return text
+    if choice is not None:
+        text = json.dumps(configuration(results, choice.name), indent=1)
+        replace_file(path, f"{text}\n".encode())
+    return choice is not None
 
 
 def tuning_text(results: Results) -> str:
@@ -89,7 +88,7 @@ def _line(one: Measured, full: Measured, is_choice: bool) -> list[str]:
         f"**{one.name}**" if is_choice else one.name,
         str(one.tokens),
         "100" if one is full else f"{100 * one.agreement:.2f} ± {100 * one.agreement_error:.2f}",
-        "0" if one is full else f"{one.kl:.1e} ± {one.kl_error:.0e}",
+        "0" if one is full else f"{one.kl:.1e}",
         f"{one.step_bytes / 1e6:.4g}",
         f"{one.step_bytes / full.step_bytes:.1%}",
         f"{one.device_bytes / 1e6:.4g}",
@@ -102,7 +101,7 @@ def _remarks(results: Results, variants: Sequence[Measured], best: Sequence[Meas
     missing = {cell["cache"] for cell, row in results if "out_of_memory" in row}
     text = f"± is a standard error. {len(best)} of {len(variants)} variants are shown"
     if len(variants) > len(best):
-        text += "; each other one is beaten in agreement, bytes or time, and nowhere better"
+        text += "; each other one agrees no more than one that is cheaper"
     if stopped:
         text += f". {stopped} were measured on fewer tokens, as they could not be chosen any more"
     if missing:

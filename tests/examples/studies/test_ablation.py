@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,6 @@ from typing import Any
 import pytest
 from ablation import needle_tokens
 
-from hf_kvret.cli import main
 from hf_kvret.lab.evaluate.measurement import fill_parser
 from hf_kvret.lab.program import scripts
 from hf_kvret.lab.program.scripts import (
@@ -57,17 +55,6 @@ def test_every_script_is_there_and_has_a_smallest_run(title: str) -> None:
     assert study.title() == title
     words = study.smallest.split()
     assert words and vars(script_parser(study).parse_args(["--smallest", *words]))["smallest"]
-
-
-@pytest.mark.parametrize("title", [title for title in SCRIPTS if title.startswith("bench ")])
-def test_a_bench_runs_its_script(
-    title: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert main([*title.split(), "--table", "x/", "--plot", "x.gif"]) == 2
-    assert "must end in .png, .svg, .pdf" in capsys.readouterr().err
-    monkeypatch.setattr(scripts, "FOLDER", ROOT / "docs")
-    assert main(title.split()) == 2
-    assert "install it there with pip install -e" in capsys.readouterr().err
 
 
 def _committed() -> list[Any]:
@@ -148,16 +135,3 @@ def test_documents_of_needles_end_with_questions_about_them() -> None:
     assert needle_tokens(300, 13, seed=3).shape == (300,)
     with pytest.raises(ValueError, match="cannot hold"):
         needle_tokens(40, 30, seed=3)
-
-
-def test_every_study_is_in_the_readme_with_a_command_that_parses() -> None:
-    text = (ROOT / "examples" / "studies" / "README.md").read_text()
-    listed = re.findall(r"`python examples/(studies/\w+\.py) ([^`]*)`", text)
-    assert [script for script, _ in listed] == [
-        script for script in SCRIPTS.values() if script.startswith("studies")
-    ]
-    by_script = {script: title for title, script in SCRIPTS.items()}
-    for script, words in listed:
-        parser = argparse.ArgumentParser()
-        fill_parser(parser, load_measurement(by_script[script]))
-        parser.parse_args(words.split())

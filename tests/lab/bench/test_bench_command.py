@@ -15,7 +15,6 @@ from hf_kvret.lab.bench.checks import Checker
 from hf_kvret.lab.bench.opponents import PreallocatedCache, choose_bench_caches
 from hf_kvret.lab.bench.passes import Decode
 from hf_kvret.lab.bench.shapes import load_shape, random_model
-from hf_kvret.lab.evaluate.measurement import attempt
 from hf_kvret.lab.report.results import Results
 
 SMALL = "dense_below=0:recent=64:flush=64"
@@ -38,11 +37,12 @@ def rows_of(measure: Callable[..., Results]) -> Rows:
     return run
 
 
-def test_decode_measures_every_cache(rows_of: Rows, tmp_path: Path) -> None:
-    picture, table = tmp_path / "d.png", tmp_path / "d.md"
+def test_decode_measures_every_cache(
+    rows_of: Rows, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    picture = tmp_path / "d.png"
     arguments = ["--caches", ALL, "--batch", "1,2", "--rounds", "2", "--fill", "random"]
-    arguments += ["--plot", str(picture), "--table", str(table)]
-    rows = rows_of("decode", "--context", "512", *QUICK[2:], *arguments)
+    rows = rows_of("decode", "--context", "512", *QUICK[2:], *arguments, "--plot", str(picture))
     assert len(rows) == 10
     for row in rows.values():
         assert row["timed"] == 6 and row["fill"] == "random" and "scaled" not in row
@@ -58,7 +58,8 @@ def test_decode_measures_every_cache(rows_of: Rows, tmp_path: Path) -> None:
     assert rows["full 512 2"]["tokens_per_second"] == pytest.approx(
         2 / rows["full 512 2"]["seconds"]
     )
-    assert table.read_text().count("\n| ") == 1 + 10 and picture.stat().st_size > 1000
+    assert capsys.readouterr().out.count("\n| ") == 1 + 10 + 1
+    assert picture.stat().st_size > 1000
 
 
 @pytest.mark.skipif(not HAS_FP8, reason="transformers before 5.23 has no fp8 cache")
@@ -119,45 +120,28 @@ def test_a_need_beyond_the_memory_is_a_row_and_allocates_nothing(
     assert "out of memory (predicted" in rows["full 256 64"]["out_of_memory"]
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        MemoryError("pinning failed"),
-        torch.OutOfMemoryError("CUDA out of memory"),
-        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"),
-    ],
-)
 def test_memory_that_runs_out_is_a_row_and_the_others_go_on(
-    error: Exception, rows_of: Rows, watch: Watch, capsys: pytest.CaptureFixture[str]
+    rows_of: Rows, watch: Watch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(turn: Any) -> None:
         if turn.choice.name == "full":
-            raise error
+            raise torch.OutOfMemoryError("CUDA out of memory")
 
     watch(Decode, fail)
     rows = rows_of("decode", "--context", "128", "--caches", "full,dense", "--rounds", "1")
-    assert str(error) in rows["full 128 1"]["out_of_memory"] and rows["dense 128 1"]["seconds"] > 0
+    assert (
+        "CUDA out of memory" in rows["full 128 1"]["out_of_memory"]
+        and rows["dense 128 1"]["seconds"] > 0
+    )
     assert "out of memory" in capsys.readouterr().out
-
-
-def test_other_errors_are_not_taken_for_memory() -> None:
-    def broken() -> None:
-        raise RuntimeError("shapes do not fit")
-
-    with pytest.raises(RuntimeError, match="shapes do not fit"):
-        attempt(broken)
-    assert attempt(lambda: 3) == (3, {})
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--caches", "nothing"], "unknown cache 'nothing'.*dense-graph"),
-        (["--caches", "full,full"], "the same cache twice"),
-        (["--caches", ","], "no cache named"),
         (["--caches", "dense:x=1"], "takes no options"),
         (["--caches", "dense-graph"], "CUDA graphs need a CUDA device"),
-        (["--caches", "offloaded"], "offloads from a CUDA device only"),
         (["--shape", "gpt-17"], "neither a known shape"),
         (["--layers", "3"], "1 to 2 to build"),
         (["--layers", "1"], "scaling takes two runs"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import copy
 from typing import Any
 
@@ -19,10 +18,9 @@ from hf_kvret.lab.bench.floors import (
     prefill_floor,
     selections,
 )
-from hf_kvret.lab.bench.limits import byte_count, shortage
+from hf_kvret.lab.bench.limits import shortage
 from hf_kvret.lab.bench.opponents import PreallocatedCache, choose_bench_caches
 from hf_kvret.lab.bench.shapes import WeightBytes, load_shape, random_model
-from hf_kvret.lab.bench.timing import Bandwidth, quartiles
 from hf_kvret.lab.evaluate.reader import Usage
 
 WEIGHTS = WeightBytes(held=5000, read=4000, row=10)
@@ -155,33 +153,12 @@ def test_a_prompt_reads_weights_once_and_writes_its_cache() -> None:
     assert (floor.device_bytes, floor.host_bytes) == (4000 + 2 * 5 * 10 + 100, 7)
 
 
-def test_seconds_add_device_and_bus() -> None:
-    floor = prefill_floor(WEIGHTS, no_usage(host=600), batch=1, context=1)
-    assert floor.seconds(Bandwidth(device=401.0, host=60.0)) == pytest.approx(10.0 + 10.0)
-
-
-def test_sizes_are_read() -> None:
-    assert byte_count("80GB") == 80_000_000_000
-    assert byte_count("0.5 gib") == 2**29
-    assert byte_count("123") == 123
-    for bad in ("", "GB", "-1GB", "80 TBx", "nan", "inf"):
-        with pytest.raises(argparse.ArgumentTypeError, match="not a memory size"):
-            byte_count(bad)
-
-
 def test_a_need_is_guessed_on_a_cpu(model: PreTrainedModel) -> None:
     for choice in choose_bench_caches(["full", "paris"], {}, "cpu").values():
         assert "out of memory (predicted" in (shortage(model, choice, 10**6, 10**6) or "")
         assert shortage(model, choice, 1, 64) is None
         # A GPU says by itself that it is full.
         assert shortage(copy.deepcopy(model).to("meta"), choice, 10**6, 10**6) is None
-
-
-def test_quartiles_are_interpolated() -> None:
-    assert quartiles([4.0, 1.0, 3.0, 2.0]) == (1.75, 2.5, 3.25)
-    assert quartiles([2.0]) == (2.0, 2.0, 2.0)
-    with pytest.raises(ValueError, match="no values"):
-        quartiles([])
 
 
 @pytest.mark.parametrize("columns", [0, 1, 2, 3])

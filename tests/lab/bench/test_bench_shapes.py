@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from hf_kvret.lab.bench.shapes import SHAPES, load_shape, random_model, weight_bytes
+from hf_kvret.lab.bench.shapes import load_shape, random_model, weight_bytes
 from hf_kvret.models.compatibility import head_dims, index_budget
 from hf_kvret.models.versions import INDEXED_MODELS_CACHE_LATENTS
 
@@ -58,10 +58,6 @@ def test_a_shape_has_the_published_number_of_parameters(name: str) -> None:
     assert weight_bytes(shape.config, torch.bfloat16).held == 2 * PUBLISHED[name]
 
 
-def test_every_shape_but_tiny_is_checked() -> None:
-    assert {*PUBLISHED, *LATENT, "qwen4-exp-indexed", "tiny"} == set(SHAPES)
-
-
 @pytest.mark.skipif("qwen4_exp_text" not in CONFIG_MAPPING, reason="this transformers has no Qwen4")
 def test_layers_of_a_published_indexer() -> None:
     config = load_shape("qwen4-exp-indexed").with_layers(2)
@@ -72,20 +68,6 @@ def test_layers_of_a_published_indexer() -> None:
     # Queries with gates, keys and values, output; the indexer's 4 queries and a key; norms.
     counted = 2560 * 256 * (2 * 24 + 2 * 2 + 24) + 2560 * 128 * 5 + 2 * 256 + 2 * 128
     assert sum(each.numel() for each in attention.parameters()) == counted
-
-
-def test_the_attention_part_has_little_else() -> None:
-    whole = load_shape("deepseek-v3.2").with_layers(1)
-    part = load_shape("deepseek-v3.2").part("attention").with_layers(1)
-    counts = []
-    for config in (whole, part):
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
-        attention = model.model.layers[0].self_attn
-        counts.append(sum(each.numel() for each in attention.parameters()))
-    assert counts[0] == counts[1]
-    assert weight_bytes(part, torch.float32).held < 4 * 1.1 * counts[1]
-    assert load_shape("deepseek-v3.2").part("whole").config.vocab_size == 129_280
 
 
 def test_a_step_reads_all_weights_but_the_input_embedding() -> None:

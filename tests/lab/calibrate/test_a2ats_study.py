@@ -149,27 +149,6 @@ def test_nothing_is_learned_from_what_is_held_out() -> None:
     assert first.quality["score_error"] != other.quality["score_error"]
 
 
-def test_where_nothing_is_held_out_there_is_no_error() -> None:
-    assert study([tokens(20, 0)]).quality["score_error"] is None
-    # One key has no variance.
-    quality = study([tokens(20, 0)], [tokens(1, 5)]).quality
-    assert quality["score_error"] is None and quality["plain_score_error"] is None
-
-
-def test_codewords_are_saved_in_half_the_bytes_and_measured_so() -> None:
-    seen, held = [tokens(300, 0)], [tokens(60, 20)]
-    short = study(seen, held, codewords=32)
-    full = study(seen, held, codewords=32, codeword_dtype="float32")
-    words = short.tensors["codewords"], full.tensors["codewords"]
-    assert [x.dtype for x in words] == [torch.bfloat16, torch.float32]
-    assert torch.equal(words[0], words[1].bfloat16()) and 2 * words[0].nbytes == words[1].nbytes
-    assert torch.equal(short.tensors["metric"], full.tensors["metric"])
-    # bf16 rounds by 2^-9 of a number, far below the distance of a key to its codeword here.
-    for name in ("score_error", "plain_score_error"):
-        assert short.quality[name] != full.quality[name]
-        assert short.quality[name] == pytest.approx(full.quality[name], rel=0.02)
-
-
 def test_tokens_are_copied_and_what_they_were_a_part_of_is_let_go() -> None:
     made = A2ATSCalibration(codewords=4, distance=WINDOW, rounds=3).study(
         0, ROPE, torch.device("cpu")
@@ -187,31 +166,6 @@ def test_tokens_are_copied_and_what_they_were_a_part_of_is_let_go() -> None:
     assert whole() is None
     result = made.finish(lambda done: None)
     assert torch.equal(result.tensors["codewords"], expected.tensors["codewords"])
-
-
-@pytest.mark.parametrize(
-    ("options", "books"), [({}, 2), ({"compare": False}, 1), ({"query_aware": False}, 1)], ids=str
-)
-def test_progress_adds_up_to_the_work(options: dict[str, bool], books: int) -> None:
-    made = A2ATSCalibration(codewords=4, rounds=7, **options).study(0, ROPE, torch.device("cpu"))
-    made.add(tokens(40, 0), False)
-    steps: list[int] = []
-    made.finish(steps.append)
-    assert sum(steps) == made.work == books * HEADS
-
-
-def test_a_layer_tells_how_it_rotates() -> None:
-    result = study([tokens(20, 0)])
-    assert result.settings == {"layout": "half", "attention_factor": 1.5}
-    assert torch.equal(result.tensors["inv_freq"], ROPE.inv_freq)
-    result = study([tokens(20, 0, rope=NO_ROPE)], rope=NO_ROPE)
-    assert result.settings == {"layout": "none", "attention_factor": 1.0}
-    assert result.tensors["inv_freq"].shape == (0,)
-
-
-def test_nothing_to_learn_from_is_said() -> None:
-    with pytest.raises(ValueError, match="no tokens to learn from"):
-        study([])
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -266,27 +220,6 @@ def test_the_factor_reproduces_the_second_moment(size: float) -> None:
     assert (product - expected).abs().max() <= 1e-6 * expected.abs().max()
     identity = factor.double() @ inverse.double() - torch.eye(16)
     assert identity.abs().max() <= 1e-5
-
-
-def test_distances_in_the_metric_are_errors_of_scores() -> None:
-    queries, keys, other = (
-        draw(2, 200, 12, seed=2),
-        draw(2, 30, 12, seed=3),
-        draw(2, 30, 12, seed=4),
-    )
-    second = moments(queries)
-    factor, _ = query_metric(second)
-    distances = ((keys - other) @ factor).square().sum(-1)
-    errors = torch.einsum("hmd,hnd->hnm", queries, keys - other).square().mean(-1)
-    unit = second.square().mean((1, 2)).sqrt().float()
-    assert torch.allclose(distances * unit[:, None], errors, rtol=1e-4)
-
-
-def test_few_queries_suffice_in_float64() -> None:
-    """A matrix of rank 5 is lifted by the ridge."""
-    factor, inverse = query_metric(moments(draw(2, 5, 32, seed=8)))
-    assert factor.isfinite().all() and inverse.isfinite().all()
-    assert (factor.double() @ inverse.double() - torch.eye(32)).abs().max() <= 1e-3
 
 
 def test_matrices_that_are_no_second_moments_are_refused() -> None:

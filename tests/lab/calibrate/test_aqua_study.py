@@ -163,21 +163,6 @@ def test_names_and_dtypes_are_those_of_the_table() -> None:
     }
 
 
-def test_layers_are_told_what_a_cache_must_know() -> None:
-    anchor, predicted = Chain.of(2).study(rope=ROPE)
-    shared = {
-        "layout": "half",
-        "attention_factor": 1.5,
-        "group": WIDTH,
-        "value_group": WIDTH,
-        "heads": HEADS,
-        "head_dim": DIM,
-        "value_head_dim": DIM,
-    }
-    assert anchor.settings == {**shared, "role": "anchor", "previous": None, "bits": 4}
-    assert predicted.settings == {**shared, "role": "predicted", "previous": 1, "bits": 2}
-
-
 def test_sinks_are_left_out() -> None:
     chain, other = Chain.of(2), Chain.of(2)
     for layer in other.layers:
@@ -213,17 +198,6 @@ def test_keys_are_those_before_or_after_rope() -> None:
     rows = torch.cat([x[:, 4:].transpose(0, 1).flatten(1) for x in seen])
     assert torch.equal(carried(after)["key"], rows)
     assert torch.equal(carried(after)["value"], chain.rows(0, 1))
-
-
-def test_anchors_in_16_bits_are_as_the_model_made_them() -> None:
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        chain = Chain.of(2, dtype=dtype)
-        anchor, predicted = chain.study(first_bits=16)
-        for side, name in enumerate(("key", "value")):
-            assert carried(anchor)[name].dtype == dtype
-            assert torch.equal(carried(anchor)[name], chain.rows(0, side))
-            assert carried(predicted)[name].dtype == dtype
-        assert anchor.quality["key_error"] == 0.0
 
 
 def test_an_anchor_is_left_in_16_bits_where_4_would_lose_it_to_an_offset() -> None:
@@ -270,39 +244,6 @@ def test_figures_are_shares_of_the_held_out_variance() -> None:
 FIGURES = ("explained", "error", "error_unpredicted")
 
 
-def test_where_nothing_is_held_out_there_are_no_figures() -> None:
-    for one in Chain.of(2).study(0):
-        figures = {name: x for name, x in one.quality.items() if name not in ("role", "bits")}
-        assert len(figures) >= 6 and set(figures.values()) == {None}
-
-
-@pytest.mark.gpu
-def test_on_a_cuda_device_it_learns_the_same() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    options = {"anchor_mean": True}
-    chain = Chain.of(3, offset=1.0)
-    here, there = chain.study(**options), chain.study(device="cuda", **options)
-    for one, two in zip(here, there, strict=True):
-        assert {x.device.type for x in (*two.tensors.values(), *carried(two).values())} == {"cpu"}
-        for name in ("key_error", "value_error"):
-            assert two.quality[name] == pytest.approx(one.quality[name], rel=0.05)
-
-
-@pytest.mark.parametrize("options", [{}, {"first_bits": "auto"}], ids=str)
-def test_progress_adds_up_to_the_work(options: dict[str, Any]) -> None:
-    chain, calibration = Chain.of(2), AquaCalibration(**options)
-    given = None
-    for layer in chain.layers:
-        study = calibration.study(0, NO_ROPE, CPU)
-        for one in layer:
-            study.add(tokens(*one), False)
-        done: list[int] = []
-        work = study.work
-        given = study.finish(done.append, given).carried
-        assert sum(done) == work
-
-
 def test_rows_that_dont_fit_are_refused_at_once() -> None:
     study = AquaCalibration(group=64).study(7, NO_ROPE, CPU)
     with pytest.raises(ValueError, match="group=64 does not divide the 32 numbers"):
@@ -311,10 +252,3 @@ def test_rows_that_dont_fit_are_refused_at_once() -> None:
     odd = torch.zeros(1, 1, 9, 6)
     with pytest.raises(ValueError, match=r"are 6 numbers: .*and none divides that"):
         study.add(LayerTokens(odd, odd, odd), False)
-
-
-def test_sequences_of_sinks_alone_are_nothing_to_learn_from() -> None:
-    study = AquaCalibration().study(0, NO_ROPE, CPU)
-    study.add(tokens(draw(4, WIDTH, seed=0), draw(4, WIDTH, seed=1)), False)
-    with pytest.raises(ValueError, match="no tokens to learn from beyond the first 4"):
-        study.finish(lambda done: None)

@@ -64,20 +64,6 @@ def test_json_has_everything_but_the_tensors_values(
     assert result["tensors"].keys() == artifact.tensors.keys()
 
 
-def test_text_leaves_settings_of_layers_and_control_characters_out(
-    artifact: CalibrationArtifact, tmp_path: Path, inspect: Callable[..., str]
-) -> None:
-    options = {**artifact.options, "layers": {"0": {"layout": "half"}}}
-    data = {"text": "\x1b[2Jgone\nmethod   aqua"}
-    changed = dataclasses.replace(artifact, options=options, data=data, quality=())
-    changed.save_pretrained(tmp_path)
-    shown = inspect(tmp_path)
-    assert "method   a2ats\n" in shown and "no figures of quality" in shown
-    assert "layout" not in shown
-    assert "\x1b" not in shown and "\\x1b[2Jgone\\nmethod   aqua" in shown
-    assert json.loads(inspect(tmp_path, "--json"))["options"] == options
-
-
 def test_artifacts_on_the_hub_are_inspected_at_a_revision(
     hub: Any, saved: Path, inspect: Callable[..., str]
 ) -> None:
@@ -141,11 +127,3 @@ def test_cache_and_artifact_are_verified(both: Path, inspect: Callable[..., str]
         with pytest.raises(ValueError, match=words):
             verify(both)
         tensors.write_bytes(whole)
-
-
-def test_a_models_configuration_beside_a_cache_is_no_artifact(both: Path) -> None:
-    (tensors,) = both.glob("artifact-*.safetensors")
-    tensors.unlink()
-    (both / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 128}))
-    lines = verify(both)
-    assert lines[0].startswith("cache ") and not any("artifact" in line for line in lines)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_kvret.lab.calibrate.regression import BLOCK, Rows, fit_linear, predict
+from hf_kvret.lab.calibrate.regression import Rows, fit_linear, predict
 
 CPU = torch.device("cpu")
 
@@ -46,16 +46,6 @@ def test_linear_predictors_are_ridge_regression_with_a_free_bias() -> None:
     assert mean_error.abs().max() < 1e-5
 
 
-def test_blocks_add_up_to_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = rows()
-    assert len(given) < BLOCK
-    one = fit_linear(given, ridge=1e-3)
-    monkeypatch.setattr("hf_kvret.lab.calibrate.regression.BLOCK", 37)
-    many = fit_linear(given, ridge=1e-3)
-    assert torch.equal(one["weight"], many["weight"])
-    assert torch.allclose(one["bias"], many["bias"], rtol=1e-6, atol=1e-6)
-
-
 def test_rounded_predictors_have_no_mean_error_whatever_the_offsets() -> None:
     plain = rows()
     # Inputs a thousand spreads from 0: a weight's rounding would shift the prediction.
@@ -63,11 +53,6 @@ def test_rounded_predictors_have_no_mean_error_whatever_the_offsets() -> None:
     x, y = given.at(slice(None))
     # Products of fp32 numbers of 300 and weights of about 1 are off by 1e-4.
     assert (y - predict(fit_linear(given, ridge=1e-3), x)).mean(0).abs().max() < 2e-3
-
-
-def test_a_bias_alone_is_predicted_for_every_row() -> None:
-    bias = draw(6, seed=0)
-    assert torch.equal(predict({"bias": bias}, torch.empty(3, 0)), bias.expand(3, 6))
 
 
 def test_inputs_that_give_no_solution_are_refused() -> None:

@@ -11,7 +11,6 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from hf_kvret.lab.calibrate.rope_check import check_rope, input_device
-from hf_kvret.testing import LATENT_MODELS
 from hf_kvret.testing.models import MODELS
 from hf_kvret.testing.tiny import spread_weights
 from hf_kvret_model_patches.rope import Rope
@@ -57,10 +56,9 @@ SCALED = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", MODELS)
-def test_every_layer_of_every_model_is_reproduced(name: str, dtype: torch.dtype) -> None:
-    model = in_dtype(MODELS[name].build(), dtype)
+def test_every_layer_of_every_model_is_reproduced(name: str) -> None:
+    model = MODELS[name].build()
     found = check_rope(model)
     assert set(MODELS[name].full_attention) <= set(found)
     assert list(found) == sorted(found)
@@ -70,10 +68,9 @@ def test_every_layer_of_every_model_is_reproduced(name: str, dtype: torch.dtype)
         assert torch.equal(rope.inv_freq, said.inv_freq)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", SCALED)
-def test_scaled_rope_is_reproduced(name: str, dtype: torch.dtype) -> None:
-    found = check_rope(in_dtype(llama(**SCALED[name]), dtype))
+def test_scaled_rope_is_reproduced_in_half_precision(name: str) -> None:
+    found = check_rope(in_dtype(llama(**SCALED[name]), torch.bfloat16))
     assert [rope.layout for rope in found.values()] == ["half", "half"]
 
 
@@ -113,41 +110,19 @@ def test_frequencies_rounded_with_the_weights_are_refused() -> None:
         check_rope(model.to(torch.bfloat16))
 
 
-def test_a_shift_of_far_positions_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = MODELS["llama"].build()
-    embedding = model.model.rotary_emb
-    original = embedding.forward
-
-    def off(x: torch.Tensor, position_ids: torch.Tensor) -> Any:
-        return original(x, position_ids + int(position_ids.max() > 1000))
-
-    monkeypatch.setattr(embedding, "forward", off)
-    with pytest.raises(ValueError, match="layer 0: keys at far positions"):
-        check_rope(model)
-
-
-def test_keys_that_are_no_numbers_are_refused() -> None:
-    model = MODELS["llama"].build()
-    model.model.layers[1].self_attn.k_proj.weight.data[0, 0] = float("nan")
-    with pytest.raises(ValueError, match=r"layer 1: .* off by inf"):
-        check_rope(model)
-
-
 def test_rope_that_changes_with_the_length_is_refused() -> None:
     with pytest.raises(ValueError, match="rope_type='dynamic' in layer 0"):
         check_rope(llama(rope_type="dynamic", factor=2.0))
 
 
-@pytest.mark.factor("where", ["cpu", "disk", "embedding on disk"])
-def test_offloaded_models_are_tried_where_they_compute(where: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("offloaded", ["cpu", "embedding on disk"])
+def test_offloaded_models_are_tried_where_they_compute(offloaded: str, tmp_path: Path) -> None:
     accelerate = pytest.importorskip("accelerate", reason="offloading is accelerate's")
     model = MODELS["llama"].build()
     expected = check_rope(model)
     cpu = torch.device("cpu")
-    if where == "cpu":
+    if offloaded == "cpu":
         accelerate.cpu_offload(model, cpu)
-    elif where == "disk":
-        accelerate.disk_offload(model, tmp_path, cpu)
     else:
         parts = {"model.embed_tokens": "disk", "model": "cpu", "lm_head": "cpu"}
         accelerate.dispatch_model(model, parts, main_device="cpu", offload_dir=tmp_path)
@@ -158,15 +133,6 @@ def test_offloaded_models_are_tried_where_they_compute(where: str, tmp_path: Pat
     for layer, rope in found.items():
         assert rope.layout == expected[layer].layout
         assert torch.equal(rope.inv_freq, expected[layer].inv_freq)
-
-
-def test_hooks_in_a_chain_are_asked_too() -> None:
-    hooks = pytest.importorskip("accelerate.hooks", reason="offloading is accelerate's")
-    model = MODELS["llama"].build()
-    chain = hooks.SequentialHook(hooks.ModelHook(), hooks.AlignDevicesHook("cpu", offload=True))
-    hooks.add_hook_to_module(model.get_input_embeddings(), chain)
-    assert model.get_input_embeddings().weight.device.type == "meta"
-    assert input_device(model) == torch.device("cpu")
 
 
 def test_a_model_that_is_nowhere_is_refused() -> None:
@@ -182,12 +148,3 @@ def test_attention_past_the_registered_function_is_refused() -> None:
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with pytest.raises(ValueError, match="layer 0 attends without the registered function"):
         check_rope(model)
-
-
-@pytest.mark.parametrize("name", ["deepseek_v2", "mistral4", "kimi_linear"])
-def test_rotations_of_latent_rows_are_found(name: str) -> None:
-    model = LATENT_MODELS[name].build()
-    for layer, rope in check_rope(model).items():
-        own = Rope.of(model.config, layer)
-        assert (rope.layout, rope.last) == (own.layout, own.last)
-        assert torch.equal(rope.inv_freq, own.inv_freq)

@@ -13,7 +13,6 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_kvret.artifacts import CalibrationArtifact
-from hf_kvret.generate.attach import attach, restore
 from hf_kvret.lab.calibrate import runner
 from hf_kvret.lab.calibrate.a2ats import A2ATSCalibration
 from hf_kvret.lab.calibrate.aqua import AquaCalibration
@@ -212,32 +211,6 @@ def test_models_in_16_bits_are_calibrated(dtype: torch.dtype, tmp_path: Path) ->
         assert (near - metric).norm() < 0.05 * metric.norm()
 
 
-def test_a_model_that_was_attached_gives_the_same(tmp_path: Path) -> None:
-    plain = calibrate(
-        MODELS["llama"].build(), corpus(40), SMALL, tmp_path / "plain", progress=False
-    )
-    model = MODELS["llama"].build()
-    attach(model)
-    try:
-        attached = calibrate(model, corpus(40), SMALL, tmp_path / "attached", progress=False)
-    finally:
-        restore(model)
-    for name, tensor in plain.tensors.items():
-        assert torch.equal(tensor, attached.tensors[name]), name
-
-
-def test_bars_go_to_stderr_or_nowhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = MODELS["llama"].build()
-    calibrate(model, corpus(40), SMALL, tmp_path)
-    shown = capsys.readouterr()
-    assert not shown.out
-    assert "reading for layers 0, 1" in shown.err and "40/40" in shown.err
-    assert "layer 1: 100%" in shown.err
-    calibrate(model, corpus(40), SMALL, tmp_path, progress=False)
-    shown = capsys.readouterr()
-    assert not shown.out and not shown.err
-
-
 @pytest.mark.parametrize("folder", ["cpu", "disk"])
 def test_layers_may_be_on_several_devices(folder: str, tmp_path: Path) -> None:
     accelerate = pytest.importorskip("accelerate")
@@ -256,20 +229,6 @@ def test_layers_may_be_on_several_devices(folder: str, tmp_path: Path) -> None:
     assert artifact.tensors.keys() == plain.tensors.keys()
     for name, tensor in plain.tensors.items():
         assert torch.equal(tensor, artifact.tensors[name]), name
-
-
-@pytest.mark.gpu
-def test_studies_work_where_their_layer_is(tmp_path: Path) -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    texts, recorder = corpus(40, 20, held_out=1), Recorder()
-    model = MODELS["llama"].build().cuda()
-    there = calibrate(model, texts, SMALL, tmp_path / "cuda", progress=False)
-    calibrate(model, texts, recorder, tmp_path / "seen", progress=False)
-    assert {study.device.type for study in recorder.studies} == {"cuda"}
-    here = calibrate(MODELS["llama"].build(), texts, SMALL, tmp_path / "cpu", progress=False)
-    for name in ("layers.0.metric", "layers.1.metric"):
-        assert torch.allclose(there.tensors[name], here.tensors[name], rtol=1e-2, atol=1e-2)
 
 
 def refused(model: PreTrainedModel, out: Path, message: str, texts: Corpus | None = None) -> None:
@@ -299,12 +258,3 @@ def test_models_that_no_cache_can_serve_are_refused(
     name: str, message: str, tmp_path: Path
 ) -> None:
     refused(REFUSED[name](), tmp_path, message)
-
-
-def test_a_model_in_training_mode_is_refused(tmp_path: Path) -> None:
-    refused(MODELS["llama"].build().train(), tmp_path, r"training mode.*: call model\.eval\(\)")
-
-
-def test_at_least_one_layer_is_read_at_once(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="layers_at_once=0: at least 1"):
-        calibrate(MODELS["llama"].build(), corpus(9), SMALL, tmp_path, layers_at_once=0)

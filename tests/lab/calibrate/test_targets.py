@@ -8,12 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from huggingface_hub import constants
-from huggingface_hub.errors import HfHubHTTPError
 from transformers import PreTrainedModel
 
 from hf_kvret.artifacts import CalibrationArtifact
-from hf_kvret.artifacts.hub import check_repository
 from hf_kvret.cli import main
 from hf_kvret.lab.calibrate.a2ats import A2ATSCalibration, CodebookStudy
 from hf_kvret.lab.calibrate.corpus import Corpus
@@ -25,12 +22,7 @@ TEXTS = Corpus(list(torch.arange(1, 101).view(2, 50)), 0, {"text": "numbers"})
 REPO = "alice/river"
 TEXT = ["--text", __file__]
 MODELS_CONFIG = b'{"model_type": "llama"}'
-FOREIGN = {
-    "model": MODELS_CONFIG,
-    "list": b"[1]",
-    "no JSON": b"\xff{",
-    "half": b'{"format_version": 1}',
-}
+FOREIGN = {"model": MODELS_CONFIG, "no JSON": b"\xff{"}
 FOREIGN_WORDS = r"is not of a calibration artifact \(but of a model, perhaps\), and would be replac"
 
 
@@ -153,47 +145,6 @@ def test_a_repository_of_another_method_is_left_alone(
     # Nothing is replaced on main.
     artifact.push_to_hub(REPO, token="hf_alice")
     assert CalibrationArtifact.from_pretrained(REPO).method == "a2ats"
-
-
-def test_a_private_repository_is_looked_at_with_the_token(hub: Any) -> None:
-    hub.add(REPO, {"config.json": MODELS_CONFIG}, private=True)
-    with pytest.raises(ValueError, match="not of a calibration artifact"):
-        check_repository(REPO, "a2ats", token="hf_alice")
-    # Who can't see it can't write to it either.
-    check_repository(REPO, "a2ats", token="hf_bob")
-    with pytest.raises(HfHubHTTPError, match="401"):
-        check_repository(REPO, "a2ats", token="hf_expired")
-
-
-def test_a_hub_that_does_not_answer_is_an_error(hub: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    hub.add(REPO, {"config.json": MODELS_CONFIG})
-    with monkeypatch.context() as patch:
-        patch.setattr(constants, "HF_HUB_OFFLINE", True)
-        with pytest.raises(FileNotFoundError):
-            check_repository(REPO, "a2ats")
-        assert not hub.requests
-    # Port 9, discard: nothing listens there. The client tries for 23 s; here it does not wait.
-    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
-    monkeypatch.setattr(
-        constants,
-        "HUGGINGFACE_CO_URL_TEMPLATE",
-        "http://127.0.0.1:9/{repo_id}/resolve/{revision}/{filename}",
-    )
-    with pytest.raises(FileNotFoundError):
-        check_repository(REPO, "a2ats")
-
-
-def test_out_is_a_path_of_any_kind(
-    llama: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    calibrate(llama, TEXTS, SMALL, str(tmp_path / "text"), progress=False)
-    calibrate(llama, TEXTS, SMALL, "~/tilde", progress=False)
-    assert _contents(tmp_path / "text").keys() == _contents(tmp_path / "tilde").keys()
-    assert CalibrationArtifact.from_pretrained(tmp_path / "tilde").method == "a2ats"
-    (tmp_path / "file").write_text("mine")
-    with pytest.raises(FileExistsError, match=r"file is a file: give a folder"):
-        calibrate(llama, TEXTS, SMALL, str(tmp_path / "file"), progress=False)
 
 
 def test_more_codewords_than_tokens_are_refused_and_fewer_go_on(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from pathlib import Path
 
@@ -13,10 +12,10 @@ from hf_kvret import FlatKVCache
 from hf_kvret.lab.evaluate.reader import Reader
 from hf_kvret.lab.evaluate.subject import Subject
 from hf_kvret.lab.evaluate.tasks.agreement import Agreement, _rounds
-from hf_kvret.lab.evaluate.texts import read_prompts, text_windows
+from hf_kvret.lab.evaluate.texts import text_windows
 from hf_kvret.lab.report.results import Results
 
-from .runs import greedy, results_by_cache, run_eval
+from .runs import greedy, results_by_cache
 
 _run = partial(results_by_cache, "agreement")
 SMALL = "dense_below=0:recent=16:flush=16"
@@ -144,23 +143,3 @@ def test_a_free_run_counts_equal_tokens_after_the_first_other_one_too(
     result = _run(tmp_path / "a.json", *arguments)[flat]
     assert result["first_divergence"][0] < NEW and len(expected) == 1
     assert result["free_equal"] == pytest.approx(2 / 3)
-
-
-def test_prompts_are_taken_in_groups(tmp_path: Path, tiny_model_dir: Path) -> None:
-    lines, listed = tmp_path / "p.txt", tmp_path / "p.json"
-    prompts = [f"Here we go {number}. What is the answer?" for number in range(9)]
-    lines.write_text("\n\n".join(prompts))
-    listed.write_text(json.dumps(prompts))
-    assert read_prompts(lines) == read_prompts(listed) == prompts
-    cells = {}
-    for path in (lines, listed):
-        out = tmp_path / f"{path.suffix}.json"
-        arguments = ["--model", str(tiny_model_dir), "--prompts", str(path)]
-        arguments += ["--new-tokens", "3", "--caches", "full,flat:dense_below=0:recent=4:flush=4"]
-        cells[path] = run_eval("agreement", out, *arguments)
-    groups = [(one["cell"]["prompts"], one["result"]["contexts"]) for one in cells[lines]]
-    assert groups == [("1-8", 8), ("1-8", 8), ("9-9", 1), ("9-9", 1)]
-    for one, other in zip(*cells.values(), strict=True):
-        assert one["cell"] == other["cell"]
-        assert one["result"]["first_divergence"] == other["result"]["first_divergence"]
-        assert one["result"]["forced_equal"] == 1

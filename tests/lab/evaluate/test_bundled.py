@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import subprocess
 import sys
 import warnings
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -36,37 +34,6 @@ def test_the_bundled_model_is_small_has_a_card_and_is_ready() -> None:
     assert card.startswith("---\nlicense: apache-2.0\n") and "## Training" in card
     model = load_bundled_model(torch.float16)
     assert not model.training and model.dtype == torch.float16
-
-
-def test_the_examples_are_found_in_the_checkout_that_was_installed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As after ``pip install .``, in another folder."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(bundled, "_ROOT", tmp_path)
-    monkeypatch.setattr(bundled, "_installed_from", lambda: ROOT)
-    assert bundled._example_model("reference_llama") == ROOT / "examples" / "reference_llama"
-
-
-@pytest.mark.parametrize(
-    ("files", "folder"),
-    [
-        ({"direct_url.json": '{"url": "file:///a%20b/c", "dir_info": {}}'}, Path("/a b/c")),
-        ({"direct_url.json": '{"url": "https://example.org/x.whl"}'}, None),
-        ({}, None),
-        (None, None),
-    ],
-)
-def test_where_pip_installed_from_is_read(
-    files: dict[str, str] | None, folder: Path | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def distribution(name: str) -> SimpleNamespace:
-        if files is None:
-            raise importlib.metadata.PackageNotFoundError(name)
-        return SimpleNamespace(read_text=files.get)
-
-    monkeypatch.setattr(importlib.metadata, "distribution", distribution)
-    assert bundled._installed_from() == folder
 
 
 def test_a_missing_model_says_how_to_get_it(

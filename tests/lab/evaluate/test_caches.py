@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +14,6 @@ from hf_kvret.lab.evaluate import caches
 from hf_kvret.lab.evaluate.caches import choose_cache, choose_caches, known_caches
 from hf_kvret.lab.evaluate.reader import Reader
 from hf_kvret.lab.evaluate.subject import Subject
-from hf_kvret.lab.evaluate.task import artifact_sha256
 from hf_kvret.methods.a2ats import A2ATSConfig
 
 CONFIG = LlamaConfig(
@@ -181,11 +178,3 @@ def test_presses_by_name() -> None:
         choose_cache("kvpress:Snap")
     with pytest.raises(ValueError, match="unexpected keyword"):
         choose_cache("kvpress:SnapKV:ratio=0.5")
-
-
-def test_a_calibration_that_is_not_done_is_no_artifact(tmp_path: Path) -> None:
-    (tmp_path / "a2ats" / ".parts").mkdir(parents=True)
-    subject: Any = SimpleNamespace(
-        model=SimpleNamespace(config=SimpleNamespace(_name_or_path=str(tmp_path)))
-    )
-    assert artifact_sha256(choose_cache("a2ats"), subject) is None

@@ -58,11 +58,3 @@ def test_a_spread_model_is_calibrated(tmp_path: Path) -> None:
         found.append(CalibrationArtifact.from_pretrained(tmp_path / name).tensors)
     assert found[0].keys() == found[1].keys()
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
-
-
-def test_device_map_without_accelerate_names_the_package(
-    monkeypatch: pytest.MonkeyPatch, program: Any
-) -> None:
-    monkeypatch.setattr("hf_kvret.lab.evaluate.subject.is_accelerate_available", lambda: False)
-    error = program(*NIAH, *CACHES, "--device-map", "auto", status=2).err
-    assert "--device-map needs accelerate: pip install accelerate" in error

@@ -10,7 +10,6 @@ import pytest
 
 from hf_kvret.cli import main
 from hf_kvret.lab.evaluate.tasks import ruler
-from hf_kvret.lab.evaluate.texts import token_ids
 
 TASKS = "niah_single_1,vt"
 
@@ -65,13 +64,3 @@ def test_an_answer_ends_when_its_score_is_full(
     assert main([*arguments, "--caches", "full", "--samples", "1"]) == 0
     # Three tokens, then the finished answer once more.
     assert len(calls) == 4 and calls[2] == calls[3]
-
-
-def test_a_chat_template_surrounds_the_prompt_and_bos_comes_once(tiny_model_dir: Path) -> None:
-    task = ruler.Ruler(tasks=(), model=str(tiny_model_dir), device="cpu", chat=True)
-    tokenizer = task.subject.need_tokenizer("test")
-    tokenizer.chat_template = "{{ bos_token }}[{{ messages[0].content }}]"
-    for sample in task._samples("niah_single_1", 1100, 2):
-        ids = token_ids(tokenizer, sample.prompt)
-        assert (ids == tokenizer.bos_token_id).sum() == 1 and len(ids) + 128 <= 1100
-        assert sample.context.startswith("[A special magic") and sample.question.endswith("?]")

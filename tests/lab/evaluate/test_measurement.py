@@ -21,7 +21,7 @@ from hf_kvret.lab.evaluate.measurement import (
     run_measurement,
 )
 from hf_kvret.lab.program.options import option
-from hf_kvret.lab.report.results import Cell, Results, sole_writer
+from hf_kvret.lab.report.results import Cell, Results
 from hf_kvret.lab.report.tables import table_of
 
 
@@ -97,17 +97,6 @@ def test_an_interrupted_run_goes_on_where_it_stopped(
     assert "2 cells were finished already" in capsys.readouterr().out
 
 
-def test_a_finished_file_is_shown_without_work(tmp_path: Path) -> None:
-    outputs = Outputs(json=tmp_path / "a.json", table=tmp_path / "a.md", plot=tmp_path / "a.png")
-    run_measurement(Squares(), outputs)
-    Squares.events.clear()
-    outputs.table.unlink()
-    assert run_measurement(Squares(), outputs) == 0
-    assert Squares.events == []
-    assert outputs.table.read_text().startswith("| number | square |")
-    assert outputs.plot.read_text() == "a picture"
-
-
 def test_a_mistake_is_said_before_any_cell(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="--most 101: at most 100"):
         run_measurement(Squares(most=101), Outputs(json=tmp_path / "a.json"))
@@ -120,43 +109,34 @@ def test_a_mistake_is_said_before_any_cell(tmp_path: Path) -> None:
         MemoryError(),
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB"),
         RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"),
+        CheckFailed("1 is no square"),
     ],
 )
-def test_a_cell_without_memory_gets_a_row_that_says_so(error: Exception, tmp_path: Path) -> None:
+def test_a_cell_that_fails_is_named_and_tried_again(
+    error: Exception, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     Squares.raises[1] = error
     outputs = Outputs(json=tmp_path / "a.json")
-    assert run_measurement(Squares(), outputs) == 0
-    assert numbers(outputs.json)[1]["out_of_memory"].startswith("out of memory (")
-    assert numbers(outputs.json)[3] == {"square": 9}
-    run_measurement(Squares(), outputs)
-    assert Squares.events == ["0", "1", "2", "3"]
-
-
-def test_a_cell_may_be_left_out_and_tried_again(tmp_path: Path) -> None:
-    class Forgetful(Squares):
-        def lacking(self, cell: Cell, why: Row) -> None:
-            return None
-
-    Squares.raises[1] = MemoryError("all is full")
-    outputs = Outputs(json=tmp_path / "a.json")
-    assert run_measurement(Forgetful(), outputs) == 1
+    assert run_measurement(Squares(), outputs) == 1
+    why = "1 is no square" if isinstance(error, CheckFailed) else "out of memory ("
+    assert f"of 1 1: {why}" in capsys.readouterr().out
     assert set(numbers(outputs.json)) == {0, 2, 3}
     Squares.raises.clear()
-    assert run_measurement(Forgetful(), outputs) == 0
-    assert numbers(outputs.json)[1] == {"square": 1}
-
-
-def test_a_failed_check_ends_with_1_and_is_tried_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    Squares.raises[1] = CheckFailed("1 is no square")
-    outputs = Outputs(json=tmp_path / "a.json")
-    assert run_measurement(Squares(), outputs) == 1
-    assert capsys.readouterr().err.endswith(": error: 1 is no square\n")
-    assert numbers(outputs.json)[1] == {"check_failed": "1 is no square"}
-    Squares.raises.clear()
     assert run_measurement(Squares(), outputs) == 0
-    assert Squares.events[-1] == "1"
+    assert Squares.events[-1] == "1" and numbers(outputs.json)[1] == {"square": 1}
+
+
+def test_a_row_that_says_why_a_check_failed_is_measured_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outputs = Outputs(json=tmp_path / "a.json")
+    with monkeypatch.context() as patch:
+        wrong = [{"check_failed": "1 is no square"}]
+        patch.setattr(Squares, "rows", lambda self, group, progress: wrong)
+        assert run_measurement(Squares(most=1), outputs) == 1
+    assert capsys.readouterr().err.endswith(": error: 1 is no square\n")
+    assert run_measurement(Squares(most=1), outputs) == 0
+    assert numbers(outputs.json) == {0: {"square": 0}}
 
 
 def test_a_bug_is_no_lack_of_memory(tmp_path: Path) -> None:
@@ -183,7 +163,7 @@ def test_a_plan_may_look_at_what_was_found() -> None:
     assert [cell["number"] for cell, _ in results] == [1, 2, 4, 8]
 
 
-def test_cells_of_a_group_are_kept_together() -> None:
+def test_cells_of_a_group_are_measured_together() -> None:
     class Pairs(Squares):
         def plan(self, results: Results) -> Iterator[Sequence[Cell]]:
             waiting = self.waiting(results)
@@ -192,17 +172,7 @@ def test_cells_of_a_group_are_kept_together() -> None:
 
     results = Results("eval squares", {})
     Squares.raises[2] = MemoryError("no room for both")
-    measure(Pairs(), results)
+    failed = measure(Pairs(), results)
     assert Squares.events == ["0+1", "2+3"]
-    rows = [row for _, row in results]
-    assert rows[:2] == [{"square": 0}, {"square": 1}]
-    assert rows[2] == rows[3] == {"out_of_memory": "out of memory (no room for both)"}
-
-
-def test_a_second_run_with_one_file_is_refused_and_no_cell_is_lost(tmp_path: Path) -> None:
-    outputs = Outputs(json=tmp_path / "squares.json")
-    with sole_writer(outputs.json), pytest.raises(ValueError, match="give another file or folder"):
-        run_measurement(Squares(), outputs)
-    assert not outputs.json.exists()
-    assert run_measurement(Squares(), outputs) == 0
-    assert len(Results.load(outputs.json)) == 4
+    assert [row for _, row in results] == [{"square": 0}, {"square": 1}]
+    assert [cell["number"] for cell, _ in failed] == [2, 3]

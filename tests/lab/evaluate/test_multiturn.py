@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from hf_kvret.lab.evaluate.caches import choose_cache
 from hf_kvret.lab.evaluate.needles import Document, Wording, magic_wording
-from hf_kvret.lab.evaluate.reader import UsageSum
 from hf_kvret.lab.evaluate.subject import Subject
-from hf_kvret.lab.evaluate.tasks import multiturn
 from hf_kvret.lab.evaluate.tasks.multiturn import MultiTurn
 from hf_kvret.lab.report.results import Results
 
@@ -39,8 +35,8 @@ def _second_document(subject: Subject) -> tuple[Wording, Document]:
     return wording, wording.document(rng, LENGTH, depths, TURNS, start=0.5)
 
 
-def _greedy(subject: Subject, tokens: list[int], stop: Collection[int] = ()) -> list[int]:
-    return greedy(subject.model, torch.tensor(tokens), ANSWER, stop)
+def _greedy(subject: Subject, tokens: list[int]) -> list[int]:
+    return greedy(subject.model, torch.tensor(tokens), ANSWER)
 
 
 def _given(cells: list[dict[str, Any]], cache: str, mode: str) -> list[list[str]]:
@@ -75,61 +71,6 @@ def test_right_answers_come_before_the_next_question_whatever_was_said(
         assert _given(cells, cache, "forks")[1] == forks
     for one in cells:
         assert one["result"]["right"] == [0.0] * TURNS and one["result"]["mean"] == 0
-
-
-def test_own_answers_stay_when_asked_for(
-    tmp_path: Path, tiny_model_dir: Path, subject: Subject
-) -> None:
-    caches = f"full,flat:{COVERING},static"
-    arguments = [*_small(tiny_model_dir), "--own-answers", "--caches", caches]
-    cells = _run(tmp_path / "m.json", *arguments)
-    wording, document = _second_document(subject)
-    tokenizer = subject.need_tokenizer("test")
-    breaks = {n for n in range(len(tokenizer)) if "\n" in tokenizer.decode([n])}
-    talk, turns = document.context.tolist(), []
-    for fact in document.facts:
-        talk += fact.question
-        own = _greedy(subject, talk, frozenset(breaks) | wording.stop)
-        turns.append(wording.text(own))
-        talk += own
-    for cache in caches.split(","):
-        assert _given(cells, cache, "turns")[1] == turns
-
-
-def test_an_own_answer_that_ends_early_is_held_whole(subject: Subject) -> None:
-    """A stop token is never fed and everything before it is, once."""
-    wording, document = _second_document(subject)
-    question = document.facts[0].question
-    free = _greedy(subject, document.context.tolist() + question)
-    cut = next(i for i in range(1, ANSWER) if free[i] not in free[:i])
-    stop = frozenset([free[cut]])
-    talk = multiturn._Talk(
-        subject, choose_cache("full"), LENGTH, document.context, wording, stop, UsageSum()
-    )
-    assert talk.ask(question) == wording.text(free[:cut])
-    talk.keep()
-    assert talk._pending == []
-    held = len(document.context) + len(question) + cut
-    assert talk._reader.length == talk._reader.cache.get_seq_length() == held
-
-
-def test_own_answers_end_with_their_line(
-    tmp_path: Path, tiny_model_dir: Path, subject: Subject, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tokenizer = subject.need_tokenizer("test")
-    (line_break,) = tokenizer("\n", add_special_tokens=False)["input_ids"]
-    assert line_break in multiturn._line_breaks(subject)
-    letters = tokenizer("abc", add_special_tokens=False)["input_ids"]
-    assert not multiturn._line_breaks(subject) & set(letters)
-
-    wording, document = _second_document(subject)
-    free = _greedy(subject, document.context.tolist() + document.facts[0].question)
-    cut = next(i for i in range(1, ANSWER) if free[i] not in free[:i])
-    monkeypatch.setattr(multiturn, "_line_breaks", lambda subject: frozenset([free[cut]]))
-    arguments = [*_small(tiny_model_dir), "--mode", "both", "--own-answers", "--caches", "full"]
-    cells = _run(tmp_path / "m.json", *arguments)
-    assert _given(cells, "full", "turns")[1][0] == wording.text(free[:cut])
-    assert _given(cells, "full", "forks")[1][0] == wording.text(free)
 
 
 def test_the_bundled_model_answers_every_turn(

@@ -96,12 +96,11 @@ def bpe() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
-@pytest.mark.parametrize("length", [2048, 4096])
 @pytest.mark.parametrize("task", TASKS)
 def test_samples_fill_their_length_and_no_more(
-    task: str, length: int, make: Make, bpe: PreTrainedTokenizerFast
+    task: str, make: Make, bpe: PreTrainedTokenizerFast
 ) -> None:
-    for encode in (words, bpe.encode):
+    for encode, length in ((words, 4096), (bpe.encode, 2048)):
         totals = [
             len(encode(sample.prompt)) + TASKS[task].max_new_tokens
             for sample in make(task, length, 4, encode=encode)
@@ -206,21 +205,14 @@ def test_documents_start_over_and_gold_ones_stay(make: Make) -> None:
         make("qa_2", 2048, 13)
 
 
-def test_a_chat_template_is_around_the_prompt_and_counts(make: Make) -> None:
-    before, after = "<|sys|> Be {brief}. <|user|>\n", "<|end|>\n<|bot|>\n"
-    for task in TASKS:
-        for sample in make(task, 4096, 1, chat=(before, after)):
-            assert sample.context.startswith(before) and sample.question.endswith(after)
-            assert sample.answer_prefix.startswith(" ")
-            assert len(words(sample.prompt)) + TASKS[task].max_new_tokens <= 4096
-
-
-@pytest.mark.parametrize("task", TASKS)
-def test_a_length_that_is_too_short_names_one_that_will_do(task: str, make: Make) -> None:
-    with pytest.raises(ValueError, match=f"length=100 is too short for task '{task}'") as caught:
-        make(task, 100, 1)
-    least = int(str(caught.value).rpartition("at least ")[2])
-    assert least > 100 and len(make(task, least, 1)) == 1
+def test_a_length_that_is_too_short_names_one_that_will_do(make: Make) -> None:
+    for task in ("niah_single_1", "cwe", "qa_2"):
+        with pytest.raises(
+            ValueError, match=f"length=100 is too short for task '{task}'"
+        ) as caught:
+            make(task, 100, 1)
+        least = int(str(caught.value).rpartition("at least ")[2])
+        assert least > 100 and len(make(task, least, 1)) == 1
 
 
 SQUAD = {

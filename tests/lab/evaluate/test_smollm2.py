@@ -53,14 +53,6 @@ def test_an_expansion_that_fails_leaves_nothing_that_looks_whole(
     assert list(folder.iterdir()) == []
 
 
-def test_an_expanded_model_is_not_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "model.safetensors").write_bytes(b"")
-    monkeypatch.setattr(smollm2, "_gguf_file", lambda: pytest.fail("looked for the package"))
-    expand_smollm2(tmp_path)
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in NEEDS),

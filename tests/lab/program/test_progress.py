@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -71,25 +68,6 @@ def test_a_program_shows_its_own_bars_and_none_of_transformers(
     assert "theirs" not in shown
     assert [f"{name}: 100%" in shown for name in ("ours", "again")] == [enabled] * 2
     assert logging.is_progress_bar_enabled() == enabled
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("value", "shows"), [("1", False), ("", True)])
-def test_the_hubs_variable_silences_bars(value: str, shows: bool) -> None:
-    code = "from hf_kvret.lab.program.progress import tqdm; list(tqdm(range(3)))"
-    variables = {**os.environ, "HF_HUB_DISABLE_PROGRESS_BARS": value}
-    run = [sys.executable, "-c", code]
-    done = subprocess.run(run, env=variables, capture_output=True, text=True, check=True)
-    assert ("100%" in done.stderr) == shows
-
-
-def test_no_other_bars_are_made() -> None:
-    sources = {path: path.read_text(encoding="utf-8") for path in LAB.rglob("*.py")}
-    users = [path for path, source in sources.items() if "import tqdm" in source]
-    assert len(users) > 10
-    own = "from hf_kvret.lab.program.progress import "
-    assert all(own in sources[path] for path in users if path != Path(progress.__file__))
-    assert not [path for path, source in sources.items() if "from tqdm" in source]
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "qwen3_next"])

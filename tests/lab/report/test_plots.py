@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from hf_kvret.lab.report.plots import (
     count_label,
     plot_heat_maps,
     plot_lines,
-    plot_shares,
 )
 
 
@@ -70,20 +68,3 @@ def test_every_cell_of_a_map_shows_its_number(figures: list[Any]) -> None:
     (figure,) = figures
     assert [text.get_text() for text in figure.axes[0].texts] == ["100", "50", "0"]
     assert [text.get_color() for text in figure.axes[0].texts] == ["white", "black", "white"]
-
-
-@pytest.mark.parametrize("count", [1, 7, 20])
-def test_percentages_and_names_dont_overlap(count: int, figures: list[Any]) -> None:
-    names = [f"lrqk:rank={number}:store=resident" for number in range(count)]
-    panels = {name: [1.0] * count for name in ("answers right", "device bytes", "rows read")}
-    plot_shares(Path("x.png"), names, panels, title="t")
-    (figure,) = figures
-    renderer = figure.canvas.get_renderer()
-    for axis in figure.axes:
-        boxes = [text.get_window_extent(renderer) for text in axis.texts]
-        assert len(boxes) == count
-        assert not any(one.overlaps(other) for one, other in pairwise(boxes))
-        others = [other for other in figure.axes if other is not axis]
-        assert not any(box.overlaps(other.bbox) for box in boxes for other in others)
-    shown = [label.get_window_extent(renderer) for label in figure.axes[0].get_yticklabels()]
-    assert not any(one.overlaps(other) for one, other in pairwise(shown))

@@ -46,15 +46,6 @@ def test_a_page_has_table_picture_command_and_notes(tmp_path: Path, program: Any
     program("report", tmp_path)
 
 
-def test_pages_of_others_are_not_replaced(tmp_path: Path, program: Any) -> None:
-    _ruler(tmp_path)
-    (tmp_path / "mine.md").write_text("# Mine\n")
-    error = program("report", tmp_path, status=2).err
-    assert f"{tmp_path / 'mine.md'} holds something else" in error
-    assert "move the file, or give another DIR" in error
-    assert (tmp_path / "mine.md").read_text() == "# Mine\n"
-
-
 def test_mistakes_are_named_and_nothing_is_written(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="no folder"):
         write_report(tmp_path / "none", MEASUREMENTS)

@@ -23,15 +23,12 @@ from hf_kvret.lab.selftest.check import (
     Check,
     Skip,
     run_check,
-    without_folders,
 )
 from hf_kvret.lab.selftest.command import checks, run_checks
 from hf_kvret.lab.selftest.decoding import (
     METHODS,
     Bundled,
-    Steps,
     cache_checks,
-    compare_steps,
     replayed,
     step_checks,
 )
@@ -160,28 +157,12 @@ def test_replayed_steps_of_flat_select_what_usual_ones_do(monkeypatch: pytest.Mo
     monkeypatch.setattr(decoding, "_PROMPT_LEN", 44)
     monkeypatch.setattr(decoding, "_STEPS", 6)
     with taped():
-        assert replayed(Small(CPU), "flat", "device").endswith("of 6 steps replayed")
-
-
-def test_other_logits_are_allowed_behind_a_tie_alone() -> None:
-    relevance = torch.tensor([-1.0, -2.0, -2.000001, -3.0, -4.0]).view(1, 1, 1, 5)
-    logits = torch.zeros(2, 1, 4)
-
-    def compare(*ids: int, error: float = 0.0) -> str:
-        selections = [torch.tensor(some).view(1, 1, 1, 2) for some in ([0, 1], ids)]
-        usual = Steps(logits, [selections[0], None], [relevance, None])
-        return compare_steps(Steps(logits + error, [selections[1], None], []), usual, 0.1)
-
-    assert compare(1, 0) == ""
-    assert "decides a tie" in compare(0, 2, error=0.05)
-    for ids, error in (((0, 1), 0.01), ((0, 3), 0.0), ((0, -1), 0.0), ((0, 2), 0.2)):
-        with pytest.raises(AssertionError, match=r"differ|threshold"):
-            compare(*ids, error=error)
+        assert "of 6 steps replayed" in replayed(Small(CPU), "flat", "device")
 
 
 def test_what_a_check_raises_becomes_its_verdict() -> None:
     def fail() -> str:
-        raise RuntimeError(f"no such symbol in {Path.home()}/lib/python3/site-packages/x.so: y")
+        raise RuntimeError(f"no such symbol\nin {Path.home()}/x.so")
 
     def leave() -> str:
         raise Skip("no GPU")
@@ -192,27 +173,10 @@ def test_what_a_check_raises_becomes_its_verdict() -> None:
         for verdict in [run_check(Check("steps", "a", run, "graph=False"))]
     ]
     assert states == [
-        (FAILED, "RuntimeError: no such symbol in x.so: y"),
+        (FAILED, "RuntimeError: no such symbol in ~/x.so"),
         (SKIPPED, "no GPU"),
         (PASSED, "fine"),
     ]
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("in /home/me/a-b/x.py line 3", "in x.py line 3"),
-        ("C:\\Users\\me\\x.py: no", "x.py: no"),
-        ("a / b and 1/2", "a / b and 1/2"),
-        ("no '/home/anna/'", "no ''"),
-        ("at '/home/Anna Smith/x.py': no", "at 'x.py': no"),
-        ("from ~/x/y", "from y"),
-        ("two\nlines", "two lines"),
-        ("x" * 400, "x" * 296 + " ..."),
-    ],
-)
-def test_messages_name_no_folder(text: str, expected: str) -> None:
-    assert without_folders(text) == expected
 
 
 def test_nothing_runs_on_a_gpu_that_broke(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,26 +201,15 @@ def test_without_the_library_steps_are_not_compared_with_themselves(
         assert cli.main(["selftest", "--device", "cpu", "--only", "kernels,steps", "--json"]) == 0
     finally:
         host_library.opened.cache_clear()
-    output = capsys.readouterr().out
-    content = json.loads(output)
+    content = json.loads(capsys.readouterr().out)
     assert {one["status"] for one in content["checks"]} == {SKIPPED}
-    assert "none.so" in content["cpu_kernels"] and "anna" not in output
+    assert "none.so" in content["cpu_kernels"]
 
 
 def test_a_reference_that_fails_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Bundled, "_reference", lambda *given: "transformers' own fails: no memory")
     (verdict,) = run_checks(named(cache_checks(Bundled(CPU)), "flat, store='device'"), CPU)
     assert verdict.status == FAILED and "no memory" in verdict.detail
-
-
-def test_a_report_that_cannot_be_written_is_refused_at_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(command, "run_checks", lambda *given: pytest.fail("it began"))
-    (tmp_path / "no").write_text("a file")
-    words = ["selftest", "--device", "cpu", "--report", str(tmp_path / "no" / "report.md")]
-    assert cli.main(words) == 2
-    assert "--report" in capsys.readouterr().err
 
 
 def test_json_has_every_check(capsys: pytest.CaptureFixture[str]) -> None:

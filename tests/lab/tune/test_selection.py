@@ -1,17 +1,18 @@
-"""Choice, front and who runs on, from measurements that are given."""
+"""Choice, front and who runs on, from measurements that are given; windows of a text."""
 
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
+import torch
 
 from hf_kvret.lab.evaluate.measurement import Row
 from hf_kvret.lab.report.results import Results
+from hf_kvret.lab.tune.measuring import cut_windows, divergence, needle_windows
 from hf_kvret.lab.tune.selection import (
-    Choice,
     Measured,
-    beats,
     choose,
     finalists,
     front,
@@ -22,42 +23,23 @@ from hf_kvret.lab.tune.table import tuning_text
 
 
 def row(equal: int, step_bytes: int, ms: float = 1.0, tokens: int = 100) -> Row:
-    sums = {"kl": 0.1 * tokens, "kl_squares": 0.02 * tokens}
     sizes = {"step_bytes": step_bytes, "device_bytes": 0}
-    return {"tokens": tokens, "equal": equal, **sizes, "ms": ms, **sums}
+    return {"tokens": tokens, "equal": equal, **sizes, "ms": ms, "kl": 0.1 * tokens}
 
 
 def variant(name: str, *equal: int, bytes: int, ms: float = 1.0) -> Measured:
     return Measured(name, tuple(row(one, bytes, ms) for one in equal))
 
 
-def test_means_and_errors_are_those_of_the_textbook() -> None:
+def test_numbers_are_means_over_tokens_and_windows() -> None:
     one = Measured("a", (row(90, 10), row(30, 40, ms=3.0, tokens=50)))
-    assert one.tokens == 150 and one.agreement == 0.8
+    assert one.tokens == 150 and one.agreement == 0.8 and one.cost == (25, 2.0)
     share = 120.5 / 151
-    assert one.agreement_error == pytest.approx(math.sqrt(share * (1 - share) / 150))
-    # Values with mean 0.1 and mean square 0.02: variance 0.01 over n, n - 1 in the sample.
+    assert one.agreement_error == pytest.approx(1.5 * math.sqrt(share * (1 - share) / 150))
     assert one.kl == pytest.approx(0.1)
-    assert one.kl_error == pytest.approx(math.sqrt(0.01 * 150 / 149 / 150))
-    assert one.cost == (25, 2.0)
-    assert Measured("b", (row(1, 1, tokens=1),)).kl_error == 0
-
-
-def test_windows_that_differ_more_than_their_tokens_make_errors_larger() -> None:
-    shares = (60, 100, 60, 100)
-    apart = variant("a", *shares, bytes=1)
-    # Around 80 by 20: a variance of 1,600 / 3 in the sample.
-    assert apart.agreement_error == pytest.approx(0.01 * math.sqrt(1600 / 3 / 4))
-    alike = variant("a", 80, 80, 80, 80, bytes=1)
-    assert alike.agreement_error < 0.25 * apart.agreement_error
-    # Three windows tell little of what the next one brings.
-    assert variant("a", 60, 100, 80, bytes=1).agreement_error < 0.025
-    rows = [row(80, 1) | {"kl": kl, "kl_squares": 2.0} for kl in (0.0, 20.0, 0.0, 20.0)]
-    assert Measured("a", tuple(rows)).kl_error == pytest.approx(0.1 / math.sqrt(3))
 
 
 def test_the_cheapest_with_an_error_to_spare_is_chosen() -> None:
-    # Of 100 tokens, 97 have an error of 0.018 and 99 one of 0.012.
     measured = [
         variant("sure", 99, bytes=30),
         variant("surer", 100, bytes=40),
@@ -72,29 +54,35 @@ def test_the_cheapest_with_an_error_to_spare_is_chosen() -> None:
         choice = choose(measured[first:], 0.95)
         assert (choice.variant and choice.variant.name, choice.certainty) == (name, certainty)
     assert choose([], 0.95).variant is None
-
-
-def test_time_decides_where_bytes_are_equal_and_the_first_is_the_best_of_equals() -> None:
     slow, quick = variant("slow", 99, bytes=5, ms=2.0), variant("quick", 99, bytes=5)
     assert choose([slow, quick], 0.9).variant is quick
-    assert choose([slow, quick], 0.999).variant is quick
 
 
-def test_of_variants_that_cost_the_same_the_best_is_chosen() -> None:
-    # A little slower, within what times are worth.
-    worse, better = variant("worse", 97, bytes=5), variant("better", 100, bytes=5, ms=1.001)
-    assert choose([worse, better], 0.9).variant is better
-    assert front([worse, better]) == [better]
-    nearer = Measured("nearer", (row(97, 5, ms=1.001) | {"kl": 0.01},))
-    assert choose([worse, nearer], 0.9).variant is nearer
-    slower = Measured("slower", (row(97, 5, ms=1.2) | {"kl": 0.01},))
-    assert choose([worse, slower], 0.9).variant is worse
+def test_the_front_has_those_that_agree_more_than_all_cheaper_ones() -> None:
+    measured = [
+        variant("best", 99, bytes=40),
+        variant("cheap", 80, bytes=10),
+        variant("beaten", 80, bytes=11),
+        variant("slower", 99, bytes=40, ms=3.0),
+    ]
+    assert [one.name for one in front(measured)] == ["cheap", "best"]
 
 
-def _results(rows: dict[tuple[str, int], Row], windows: int = 2, variants: int = 4) -> Results:
-    setup = {"windows": windows, "agreement": 0.95, "variants": variants}
-    results = Results("tune", setup)
-    for window in range(windows):
+def test_variants_run_while_they_may_be_chosen() -> None:
+    shares = (50, 60, 88, 90, 93, 97, 99, 99)
+    ladder = [variant(f"{place}", *[equal] * 4, bytes=place) for place, equal in enumerate(shares)]
+    # Four hundred tokens around 90 have an error of 2.25: 97 is sure, and 60 is far below.
+    assert still_running(ladder, 0.9) == ["2", "3", "4", "5"]
+    # Nothing is sure yet for the same shares of fewer tokens.
+    short = [Measured(one.name, one.rows[:1]) for one in ladder]
+    assert still_running(short, 0.9) == ["2", "3", "4", "5", "6", "7"]
+    low = [variant(str(equal), equal, bytes=equal) for equal in range(10, 26)]
+    assert still_running(low, 0.99) == ["25"] and still_running([], 0.9) == []
+
+
+def _results(rows: dict[tuple[str, int], Row], variants: int) -> Results:
+    results = Results("tune", {"windows": 2, "agreement": 0.95, "variants": variants})
+    for window in range(2):
         results.add({"cache": "full", "window": window}, row(100, 99))
     for (name, window), one in rows.items():
         results.add({"cache": name, "window": window}, one)
@@ -102,73 +90,57 @@ def _results(rows: dict[tuple[str, int], Row], windows: int = 2, variants: int =
 
 
 def test_finalists_are_known_when_the_last_window_is_over() -> None:
-    # 60 of 100 tokens are far below 95, and what is dearer than the sure one is out, too.
     shares = {"low": 60, "near": 94, "other": 95, "high": 96}
     rows = {(name, 0): row(share, number) for number, (name, share) in enumerate(shares.items())}
-    assert finalists(_results(rows, variants=5)) is None
-    assert standing(_results(rows), list(shares)) == (1, ["near", "other", "high"])
+    assert finalists(_results(rows, 5)) == []
+    assert standing(_results(rows, 4), list(shares)) == (1, ["near", "other", "high"])
     for name in ("near", "other", "high"):
-        assert finalists(_results(rows)) is None
+        assert finalists(_results(rows, 4)) == []
         rows[name, 1] = row(95, 1)
-    last = finalists(_results(rows))
-    assert last is not None and [one.name for one in last] == ["near", "other", "high"]
+    assert [one.name for one in finalists(_results(rows, 4))] == ["near", "other", "high"]
     # A variant that did not fit into memory is out, at whichever time.
     rows["near", 1] = {"out_of_memory": "no room"}
-    last = finalists(_results(rows))
-    assert last is not None and [one.name for one in last] == ["other", "high"]
+    assert [one.name for one in finalists(_results(rows, 4))] == ["other", "high"]
 
 
-def test_what_was_left_out_as_dearer_follows_where_all_others_miss() -> None:
-    """A window was kind to the cheap one, before which the dear one stopped."""
-    names = ["low", "cheap", "dear"]
-    rows = {("low", 0): row(60, 1), ("cheap", 0): row(400, 2, tokens=400), ("dear", 0): row(99, 3)}
-    assert standing(_results(rows, variants=3), names) == (1, ["cheap"])
-    rows["cheap", 1] = row(300, 2, tokens=400)
-    assert standing(_results(rows, variants=3), names) == (1, ["cheap", "dear"])
-    assert finalists(_results(rows, variants=3)) is None
-    rows["dear", 1] = row(99, 3)
-    last = finalists(_results(rows, variants=3))
-    assert last is not None and choose(last, 0.95) == Choice(last[1], "sure")
-    assert last[1].name == "dear"
-
-
-def test_the_front_is_what_nothing_beats() -> None:
-    measured = [
-        variant("best", 99, bytes=40, ms=4.0),
-        variant("cheap", 80, bytes=10, ms=4.0),
-        variant("beaten", 80, bytes=11, ms=4.0),
-        variant("quick", 80, bytes=50, ms=1.0),
-        variant("hardly quicker", 99, bytes=41, ms=3.9),
-    ]
-    assert [one.name for one in front(measured)] == ["cheap", "best", "quick"]
-    alike = [variant("a", 90, bytes=1), variant("b", 90, bytes=1, ms=1.04)]
-    assert len(front(alike)) == 2
-    slow = variant("slow", 90, bytes=1, ms=1.2)
-    assert beats(alike[0], slow) and not beats(slow, alike[0])
-
-
-def test_variants_run_while_they_may_be_chosen() -> None:
-    ladder = [
-        variant(f"top_k={place}", equal, equal, equal, equal, bytes=place)
-        for place, equal in enumerate((50, 60, 88, 90, 93, 96, 99, 99))
-    ]
-    # Four hundred tokens around 90 have an error of 1.5: 96 is sure.
-    running = [f"top_k={place}" for place in range(2, 6)]
-    assert still_running(ladder, 0.9) == running
-    # Nothing is sure yet for the same shares of fewer tokens.
-    assert still_running([one.on(1) for one in ladder], 0.9) == [*running, "top_k=6", "top_k=7"]
-
-
-def test_the_best_runs_on_where_all_are_far_below() -> None:
-    low = [variant(str(equal), equal, bytes=equal) for equal in range(10, 26)]
-    assert still_running(low, 0.99) == ["25"]
-    assert still_running([], 0.9) == []
-
-
-def test_a_choice_that_was_beaten_on_fewer_tokens_stands_in_the_table() -> None:
-    rows = {("long", 0): row(94, 10), ("long", 1): row(100, 10), ("short", 0): row(95, 9)}
-    assert "Not finished" in tuning_text(_results(rows, variants=2))
+def test_the_choice_stands_in_the_table() -> None:
+    rows = {("long", 0): row(94, 10), ("long", 1): row(100, 10), ("short", 0): row(98, 9)}
+    assert "Not finished" in tuning_text(_results(rows, 2))
     rows["short", 1] = {"out_of_memory": "no room"}
     rows = {cell: one | {"method": "flat", "cache_config": {}} for cell, one in rows.items()}
-    text = tuning_text(_results(rows, variants=2))
+    text = tuning_text(_results(rows, 2))
     assert "| **long**" in text and "| short " in text and "Out of memory: short" in text
+
+
+@pytest.mark.parametrize("bos", [None, 999])
+@pytest.mark.parametrize("length", [140, 141, 1000])
+def test_continuations_never_overlap_and_are_of_the_text(length: int, bos: int | None) -> None:
+    context, new, count = 100, 10, 4
+    for seed in range(5):
+        windows = cut_windows(torch.arange(length), context, new, count, bos=bos, seed=seed)
+        starts = []
+        for window in windows:
+            assert window.shape == (context + new,) and window.dtype == torch.int64
+            text = window if bos is None else window[1:]
+            assert bos is None or window[0] == bos
+            assert torch.equal(text, torch.arange(int(text[0]), int(text[0]) + len(text)))
+            assert text[0] >= 0 and text[-1] < length
+            starts.append(int(window[-new]))
+        assert len(starts) == count
+        assert all(new <= right - left for left, right in pairwise(sorted(starts)))
+
+
+def test_a_short_text_is_refused_and_needles_make_their_own() -> None:
+    with pytest.raises(ValueError, match="139 tokens, fewer than the 100 of --context and the 40"):
+        cut_windows(torch.arange(139), 100, 10, 4, bos=None, seed=0)
+    first, second = needle_windows(200, 50, 2, seed=0)
+    assert len(first) == 250 and not torch.equal(first, second)
+
+
+def test_divergence_is_that_of_torch() -> None:
+    generator = torch.Generator().manual_seed(0)
+    full, other = torch.randn(2, 37, 50, generator=generator)
+    logs = other.double().log_softmax(-1), full.double().log_softmax(-1)
+    want = torch.nn.functional.kl_div(*logs, log_target=True, reduction="none").sum(-1)
+    torch.testing.assert_close(divergence(full, other), want)
+    assert (divergence(full, full) == 0).all()

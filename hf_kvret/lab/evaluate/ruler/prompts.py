@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hf_kvret.lab.evaluate.ruler.task import TASKS, RulerTask, Sample, Symbols
-from hf_kvret.lab.evaluate.texts import Chat, read_text
+from hf_kvret.lab.evaluate.texts import read_text
 from hf_kvret.lab.evaluate.words import adjective_noun_pairs, single_words
 
 TEMPLATES: dict[str, Any] = json.loads(Path(__file__).with_name("templates.json").read_bytes())
@@ -316,7 +316,6 @@ def generate(
     samples: int,
     seed: int = 42,
     data: Path | None = None,
-    chat: Chat = ("", ""),
 ) -> list[Sample]:
     """The first ``samples`` samples of a RULER task at ``length`` tokens, answers included.
 
@@ -327,7 +326,6 @@ def generate(
         samples: how many, from 1; RULER takes 500.
         seed: of all random numbers.
         data: the file that the task needs, if it does.
-        chat: what stands before and after the prompt.
 
     Raises:
         ValueError: a length that no sample fits into, with one that would do; a file of another
@@ -337,12 +335,10 @@ def generate(
     """
     known = TASKS[task]
     prompts = _FAMILIES[task.partition("_")[0]](known, length, data)
-    opening, closing = chat
 
     def draw(index: int, size: int) -> tuple[Sample, int]:
         """A sample, and its tokens with the answer's."""
         one = prompts.draw(random.Random(f"{seed} {task} {index}"), index, size)
-        one = replace(one, context=opening + one.context, question=one.question + closing)
         return one, len(encode(one.prompt)) + known.max_new_tokens
 
     size = _largest(lambda size: draw(0, size)[1] <= length, prompts.smallest, prompts.most)

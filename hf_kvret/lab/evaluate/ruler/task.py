@@ -69,9 +69,9 @@ class Sample:
     """One prompt, in the parts that a model may be given apart, and its right answers.
 
     Attributes:
-        context: chat template, instruction, one-shot example and haystack. It can be read before
-            the question is known.
-        question: the text behind the haystack, with the chat template's end.
+        context: instruction, one-shot example and haystack. It can be read before the question is
+            known.
+        question: the text behind the haystack.
         answer_prefix: beginning of the answer that is put into the model's mouth.
         outputs: references; the task's metric says how they count.
     """

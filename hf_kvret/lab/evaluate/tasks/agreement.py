@@ -20,17 +20,14 @@ from hf_kvret.lab.evaluate.reader import (
     mean_by_layer,
     mean_recall,
 )
-from hf_kvret.lab.evaluate.task import Task
-from hf_kvret.lab.evaluate.texts import read_prompts, text_windows, token_ids
-from hf_kvret.lab.program.arguments import file_path
+from hf_kvret.lab.evaluate.task import Task, lengths_of
+from hf_kvret.lab.evaluate.texts import text_windows
 from hf_kvret.lab.program.common_options import context_option, count_option, text_option
-from hf_kvret.lab.program.options import option
 from hf_kvret.lab.program.progress import tqdm
 from hf_kvret.lab.report.plots import plot_groups, plot_lines
 from hf_kvret.lab.report.results import Cell, Results
 from hf_kvret.lab.report.tables import Columns, markdown_table, or_dash, share, table_of
 
-_GROUP = 8
 # Tokens of full attention's forward passes, so that a long text with a large vocabulary fits.
 _CHUNK = 128
 # Drafts of a round that full attention would verify.
@@ -53,36 +50,24 @@ class Agreement(Task):
         "hf-kvret eval agreement --text wiki.test.raw --context 4K --caches flat,paris",
     )
 
-    text: Path | None = text_option(required=False)
-    prompts: Path | None = option(
-        None, "one a line, or a JSON list of strings", kind=file_path, metavar="FILE"
-    )
-    context: tuple[int, ...] = context_option((4096,), "tokens of a context, with --text")
+    text: Path = text_option()
+    context: tuple[int, ...] = context_option((4096,), "tokens of a context")
     windows: int = count_option(4, "at most this many contexts of each length")
     new_tokens: int = count_option(64, "of each continuation, after its first one")
 
-    def __post_init__(self) -> None:
-        if (self.text is None) == (self.prompts is None):
-            raise ValueError("give either --text FILE or --prompts FILE")
-
     def cells_of(self, caches: Sequence[str]) -> list[Cell]:
-        if self.prompts is None:
-            return [{"cache": cache, "length": n} for n in self.context for cache in caches]
-        count = len(read_prompts(self.prompts))
-        groups = [f"{n + 1}-{min(n + _GROUP, count)}" for n in range(0, count, _GROUP)]
-        return [{"cache": cache, "prompts": group} for group in groups for cache in caches]
+        return [{"cache": cache, "length": n} for n in self.context for cache in caches]
 
     def check_cells(self, cells: Sequence[Cell]) -> None:
         super().check_cells(cells)
-        groups = {(cell.get("length"), cell.get("prompts")): cell for cell in cells}
-        for cell in groups.values():
-            for context in self._contexts(cell):
-                check_positions(self.subject.model, len(context) + self.new_tokens)
+        for length in lengths_of(cells):
+            self._contexts(length)
+            check_positions(self.subject.model, length + self.new_tokens)
 
     def run(self, cell: Cell, choice: CacheChoice) -> dict[str, Any]:
         forced, free, firsts, kls, recalls, accepted = 0, 0, [], [], [], []
         used = UsageSum()
-        contexts = self._contexts(cell)
+        contexts = self._contexts(cell["length"])
         for context in tqdm(contexts, leave=False, desc=choice.name, unit="context"):
             expected = self._continuation(context)
             reader = Reader(self.subject.model, choice, len(context) + self.new_tokens)
@@ -136,28 +121,15 @@ class Agreement(Task):
     def _continuations(self) -> dict[tuple[int, ...], torch.Tensor]:
         return {}
 
-    def _contexts(self, cell: Cell) -> list[torch.Tensor]:
-        if self.text is not None:
-            return text_windows(self.subject, self.name, self.text, cell["length"], self.windows)
-        assert self.prompts is not None
-        tokenizer = self.subject.need_tokenizer(self.name)
-        first, last = map(int, cell["prompts"].split("-"))
-        contexts = []
-        for number, prompt in enumerate(read_prompts(self.prompts)[first - 1 : last], first):
-            ids = token_ids(tokenizer, prompt)
-            if not len(ids):
-                raise ValueError(
-                    f"{self.prompts}: prompt {number} ({prompt!r}) has no token: make it longer"
-                )
-            contexts.append(ids)
-        return contexts
+    def _contexts(self, length: int) -> list[torch.Tensor]:
+        return text_windows(self.subject, self.name, self.text, length, self.windows)
 
     @classmethod
     def table(cls, results: Results) -> str:
         first = f"first other of {results.setup['new_tokens']}"
         columns: Columns = {
             "cache": lambda cell, row: cell["cache"],
-            "context": lambda cell, row: _place(cell),
+            "context": lambda cell, row: str(cell["length"]),
             "tokens equal, forced": lambda cell, row: f"{row['forced_equal']:.2%}",
             "KL, mean": lambda cell, row: f"{row['kl_mean']:.2e}",
             "KL, max": lambda cell, row: f"{row['kl_max']:.2e}",
@@ -180,7 +152,7 @@ class Agreement(Task):
     def plot(cls, path: Path, results: Results) -> None:
         new = results.setup["new_tokens"]
         lines = {
-            f"{cell['cache']}, {_place(cell)}": (
+            f"{cell['cache']}, {cell['length']}": (
                 [layer["layer"] for layer in row["layers"]],
                 [layer["overlap"] for layer in row["layers"]],
             )
@@ -191,11 +163,11 @@ class Agreement(Task):
             title = f"share of the exact top-k that is selected, {new} tokens"
             plot_lines(path, lines, title=title, x="layer", y="recall")
             return
-        groups = list(dict.fromkeys(_place(cell) for cell, _ in results))
+        groups = list(dict.fromkeys(str(cell["length"]) for cell, _ in results))
         bars: dict[str, list[float | None]] = {}
         for cell, row in results:
             heights = bars.setdefault(cell["cache"], [None] * len(groups))
-            heights[groups.index(_place(cell))] = row["kl_mean"]
+            heights[groups.index(str(cell["length"]))] = row["kl_mean"]
         plot_groups(path, groups, bars, title=f"KL(full || cache), {new} tokens", y="nats")
 
 
@@ -233,14 +205,10 @@ def _divergence(full: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     return (p.exp() * (p - q)).sum(-1).clamp(min=0)
 
 
-def _place(cell: Cell) -> str:
-    return f"prompts {cell['prompts']}" if "prompts" in cell else str(cell["length"])
-
-
 def _layer_table(results: Results) -> str:
     """Recall of each layer, a column for each cache and context; empty where nothing retrieved."""
     columns = {
-        f"{cell['cache']}, {_place(cell)}": {layer["layer"]: layer for layer in row["layers"]}
+        f"{cell['cache']}, {cell['length']}": {layer["layer"]: layer for layer in row["layers"]}
         for cell, row in results
         if row["layers"]
     }

@@ -37,8 +37,8 @@ class MultiTurn(Task):
     """One context with a needle for each turn, read once without any question; then the questions.
 
     Mode "turns" asks them one after the other on the same cache. Earlier answers in it are the
-    right ones, whatever the model said; with --own-answers they are the model's own. Mode
-    "forks" asks each question of a fork of the cache that has read the context only.
+    right ones, whatever the model said. Mode "forks" asks each question of a fork of the cache
+    that has read the context only.
     """
 
     name: ClassVar[str] = "multiturn"
@@ -60,14 +60,9 @@ class MultiTurn(Task):
         metavar="{turns,forks,both}",
         name="--mode",
     )
-    own_answers: bool = option(False, "keep the model's own answers in the cache")
     style: str | None = common.style_option("magic", "tokens")
     essays: Path | None = common.essays_option()
     answer_tokens: int = common.answer_tokens_option()
-
-    def __post_init__(self) -> None:
-        if self.own_answers and "turns" not in self.modes:
-            raise ValueError("--own-answers: forks forget every answer; use --mode turns or both")
 
     def cells_of(self, caches: Sequence[str]) -> list[Cell]:
         return [
@@ -85,21 +80,14 @@ class MultiTurn(Task):
 
     def run(self, cell: Cell, choice: CacheChoice) -> dict[str, Any]:
         wording = self._wording
-        own = self.own_answers and cell["mode"] == "turns"
-        # Left alone, a model of plain text goes on and writes the next question itself.
-        stop = wording.stop | (_line_breaks(self.subject) if own else frozenset())
         right = np.zeros((self.samples, self.turns))
         used, answers = UsageSum(), []
         for sample in tqdm(range(self.samples), leave=False, desc=choice.name, unit="context"):
             document = self._document(cell["length"], sample)
-            talk = _Talk(
-                self.subject, choice, cell["length"], document.context, wording, stop, used
-            )
+            talk = _Talk(self.subject, choice, cell["length"], document.context, wording, used)
             for turn, fact in enumerate(document.facts):
                 reply = talk.ask(fact.question)
-                if own:
-                    talk.keep()
-                elif cell["mode"] == "turns":
+                if cell["mode"] == "turns":
                     talk.correct(fact.question, fact.gold)
                 right[sample, turn] = contains(fact.answer, reply)
                 answers.append({"turn": turn + 1, "expected": fact.answer, "given": reply})
@@ -176,32 +164,22 @@ class _Talk:
         capacity: int,
         context: torch.Tensor,
         wording: Wording,
-        stop: frozenset[int],
         used: UsageSum,
     ) -> None:
-        self._wording, self._stop, self._used = wording, stop, used
+        self._wording, self._used = wording, used
         self._reader = Reader(subject.model, choice, capacity)
         self._reader.prefill(context)
-        self._fork = self._reader
-        # Tokens of the last answer that the cache does not hold yet, for it and for its fork.
+        # Tokens of the last answer that the cache does not hold yet.
         self._pending: list[int] = []
-        self._fork_pending: list[int] = []
         self._prefill_seconds = self._reader.seconds
 
     def ask(self, question: list[int]) -> str:
         """The answer, given on a fork, so that the cache is what it was."""
         fork = self._reader.fork()
         tokens = torch.tensor([*self._pending, *question])
-        reply = fork.answer(fork.feed(tokens), self._wording.answer_len, self._stop)
-        # The last token is fed only when another one is asked for.
-        fed = fork.length - self._reader.length - len(tokens)
-        self._fork, self._fork_pending = fork, reply[fed:]
+        reply = fork.answer(fork.feed(tokens), self._wording.answer_len, self._wording.stop)
         self._used.add(fork)
         return self._wording.text(reply)
-
-    def keep(self) -> None:
-        """Go on from the fork, with question and answer as given."""
-        self._reader, self._pending = self._fork, self._fork_pending
 
     def correct(self, question: list[int], gold: list[int]) -> None:
         """Go on with the question and its right answer; what the fork said is gone."""
@@ -216,14 +194,6 @@ class _Talk:
         """Count the reading of the context, and the bytes held before another question."""
         usage = replace(self._reader.usage(), rows_read=0, rows_cold=0)
         self._used.count(usage, self._prefill_seconds)
-
-
-def _line_breaks(subject: Subject) -> frozenset[int]:
-    """The tokens with a line break in them; none without a tokenizer."""
-    tokenizer = subject.tokenizer
-    if tokenizer is None:
-        return frozenset()
-    return frozenset(n for n in range(len(tokenizer)) if "\n" in tokenizer.decode([n]))
 
 
 def _right(turn: int, cell: Cell, row: dict[str, Any]) -> str:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import re
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,16 +15,12 @@ import torch
 from hf_kvret.lab.evaluate.caches import CacheChoice
 from hf_kvret.lab.evaluate.needles import (
     Document,
-    Fact,
     Wording,
     choose_wording,
     contains,
-    text_wording,
 )
 from hf_kvret.lab.evaluate.reader import UsageSum, begin, check_positions
-from hf_kvret.lab.evaluate.subject import Subject
 from hf_kvret.lab.evaluate.task import Task, lengths_of
-from hf_kvret.lab.evaluate.texts import encode, first_tokens
 from hf_kvret.lab.program import common_options as common
 from hf_kvret.lab.program.arguments import whole_number
 from hf_kvret.lab.program.options import option
@@ -34,17 +28,6 @@ from hf_kvret.lab.program.progress import tqdm
 from hf_kvret.lab.report.plots import count_label, plot_heat_maps
 from hf_kvret.lab.report.results import Cell, Results
 from hf_kvret.lab.report.tables import markdown_table, mean_or_dash, over_full
-
-STYLES = ("sandwich", "magic", "tokens")
-SCORES = ("substring", "rouge1")
-
-_NEEDLE = (
-    "\nThe best thing to do in San Francisco is eat a sandwich and sit in Dolores Park on a sunny "
-    "day.\n"
-)
-_QUESTION = "What is the best thing to do in San Francisco?"
-_ANSWER = "eat a sandwich and sit in Dolores Park on a sunny day"
-_RULE = "Don't give information outside the document or repeat your findings"
 
 
 def percents(text: str) -> tuple[float, ...]:
@@ -69,11 +52,10 @@ class NeedleInHaystack(Task):
     """A needle in a haystack, at every depth of every length: a heat map for each cache.
 
     Styles: "magic" is RULER's wording with a random key and number, which small models can
-    answer; "sandwich" is the sentence of the original test, or yours; "tokens" is the language
-    of the bundled needle model and needs no tokenizer. No model judges the answers: an answer
-    is right when the expected text is in it (substring), or as far as the expected words are
-    (rouge1). With --questions inside, the question is read with the text in one pass; with
-    after, the text is read without it, and the question is fed then.
+    answer; "tokens" is the language of the bundled needle model and needs no tokenizer. An
+    answer is right when the expected text is in it. With --questions inside, the question is
+    read with the text in one pass; with after, the text is read without it, and the question is
+    fed then.
     """
 
     name: ClassVar[str] = "niah"
@@ -91,37 +73,12 @@ class NeedleInHaystack(Task):
         "where the needle is, in percent of the haystack, comma-separated",
         kind=percents,
     )
-    style: str | None = common.style_option(*STYLES)
+    style: str | None = common.style_option("magic", "tokens")
     samples: int = common.count_option(3, "documents in each cell")
     distractors: int = option(0, "more needles, with other keys, anywhere", kind=whole_number(0))
     questions: tuple[str, ...] = common.questions_option()
     essays: Path | None = common.essays_option()
-    needle: str = option(_NEEDLE, "of --style sandwich")
-    question: str = option(_QUESTION, "of --style sandwich")
-    answer: str = option(_ANSWER, "of --style sandwich")
     answer_tokens: int = common.answer_tokens_option()
-    score: str | None = option(None, "default: rouge1 for sandwich, else substring", choices=SCORES)
-
-    def __post_init__(self) -> None:
-        if self.style == "sandwich" and self.distractors:
-            raise ValueError(
-                f"--distractors {self.distractors}: there is one sandwich only; use --style magic"
-            )
-        if self.style != "sandwich" and self.sandwich != (_NEEDLE, _QUESTION, _ANSWER):
-            raise ValueError("--needle, --question and --answer are texts of --style sandwich")
-        if not all(part.strip() for part in self.sandwich):
-            raise ValueError("--needle, --question and --answer: none may be empty")
-
-    @property
-    def sandwich(self) -> tuple[str, str, str]:
-        """Needle, question and answer of that style."""
-        return self.needle, self.question, self.answer
-
-    def details(self) -> dict[str, Any]:
-        details = super().details()
-        for name in ("needle", "question", "answer"):
-            del details[name]
-        return details | {"sandwich": list(self.sandwich) if self.style == "sandwich" else None}
 
     def cells_of(self, caches: Sequence[str]) -> list[Cell]:
         return [
@@ -141,7 +98,7 @@ class NeedleInHaystack(Task):
     def run(self, cell: Cell, choice: CacheChoice) -> dict[str, Any]:
         wording = self._wording
         replies: list[dict[str, str]] = []
-        used = UsageSum()
+        right, used = 0, UsageSum()
         for sample in tqdm(range(self.samples), leave=False, desc=choice.name, unit="document"):
             document = self._document(cell["length"], cell["depth"], sample)
             reader, logits = begin(
@@ -154,23 +111,13 @@ class NeedleInHaystack(Task):
             )
             reply = wording.text(reader.answer(logits, wording.answer_len, wording.stop))
             replies.append({"expected": document.facts[0].answer, "given": reply})
+            right += contains(document.facts[0].answer, reply)
             used.add(reader)
-        scores = {"substring": _mean(contains, replies), "rouge1": _mean(rouge1_recall, replies)}
-        default = "rouge1" if wording.name == "sandwich" else "substring"
-        return {
-            "score": scores[self.score or default],
-            **scores,
-            "answers": replies,
-            **used.row(),
-        }
+        return {"score": right / self.samples, "answers": replies, **used.row()}
 
     @cached_property
     def _wording(self) -> Wording:
-        if self.style != "sandwich":
-            return choose_wording(
-                self.style, self.subject, self.name, self.essays, self.answer_tokens
-            )
-        return _sandwich_wording(self.subject, self.essays, self.sandwich, self.answer_tokens)
+        return choose_wording(self.style, self.subject, self.name, self.essays, self.answer_tokens)
 
     def _document(self, length: int, depth: float, sample: int) -> Document:
         # The same document for every cache and both set-ups; each sample starts elsewhere in the
@@ -220,32 +167,6 @@ class NeedleInHaystack(Task):
             x="tokens",
             y="depth of the needle, %",
         )
-
-
-def rouge1_recall(answer: str, reply: str) -> float:
-    """The share of the right answer's words, 0 to 1, that are in the reply; ROUGE-1 recall.
-
-    Each counts as often as in both, without letter case and punctuation (Lin 2004, section 2).
-    """
-    right, words = (Counter(re.findall(r"[^\W_]+", text.lower())) for text in (answer, reply))
-    return (right & words).total() / max(1, right.total())
-
-
-def _sandwich_wording(
-    subject: Subject, essays: Path | None, texts: tuple[str, str, str], answer_len: int
-) -> Wording:
-    tokenizer = subject.need_tokenizer("niah --style sandwich")
-    needle, question, answer = texts
-    asked = encode(tokenizer, f"\n{question} {_RULE}.\nAnswer:")
-    fact = Fact(encode(tokenizer, needle), asked, encode(tokenizer, f" {answer}."), answer)
-    head = first_tokens(tokenizer)
-    return text_wording(
-        "sandwich", subject, (head, head), essays, lambda rng, count: [fact] * count, answer_len
-    )
-
-
-def _mean(score: Callable[[str, str], float], replies: list[dict[str, str]]) -> float:
-    return sum(float(score(one["expected"], one["given"])) for one in replies) / len(replies)
 
 
 def _percent_of(shares: list[float], count: int) -> str:

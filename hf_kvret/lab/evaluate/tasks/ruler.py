@@ -18,7 +18,7 @@ from hf_kvret.lab.evaluate.reader import Reader, UsageSum, begin, check_position
 from hf_kvret.lab.evaluate.ruler.prompts import generate
 from hf_kvret.lab.evaluate.ruler.task import TASKS, Sample, sample_score
 from hf_kvret.lab.evaluate.task import Task, lengths_of
-from hf_kvret.lab.evaluate.texts import chat_parts, encode, token_ids
+from hf_kvret.lab.evaluate.texts import encode, token_ids
 from hf_kvret.lab.program.arguments import file_path, known_names
 from hf_kvret.lab.program.common_options import context_option, count_option, questions_option
 from hf_kvret.lab.program.options import option
@@ -54,7 +54,6 @@ class Ruler(Task):
     essays: Path | None = option(None, "haystack text: JSON or plain text", kind=file_path)
     squad: Path | None = option(None, "SQuAD or XQuAD JSON, for qa_1", kind=file_path)
     hotpot: Path | None = option(None, "HotpotQA distractor JSON, for qa_2", kind=file_path)
-    chat: bool = option(False, "wrap prompts in the tokenizer's chat template")
 
     def __post_init__(self) -> None:
         for task in self.tasks:
@@ -97,9 +96,8 @@ class Ruler(Task):
 
     def _samples(self, task: str, length: int, count: int) -> list[Sample]:
         tokenizer, data = self.subject.need_tokenizer(self.name), TASKS[task].data
-        chat = chat_parts(tokenizer) if self.chat else ("", "")
         path = None if data is None else getattr(self, data)
-        return generate(task, partial(token_ids, tokenizer), length, count, self.seed, path, chat)
+        return generate(task, partial(token_ids, tokenizer), length, count, self.seed, path)
 
     def _answer(self, sample: Sample, cell: Cell, choice: CacheChoice) -> tuple[Reader, str]:
         """The reader and its greedy answer, which ends when it can't be scored better any more."""
