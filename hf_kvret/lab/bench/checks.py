@@ -17,7 +17,6 @@ from hf_kvret.lab.bench.filling import (
     random_tokens,
     serving,
 )
-from hf_kvret.lab.bench.limits import row_bits
 from hf_kvret.lab.bench.opponents import attention_of
 from hf_kvret.lab.bench.stepping import make_steps
 from hf_kvret.lab.evaluate.caches import CacheChoice
@@ -63,8 +62,7 @@ class Checker:
         Logits of ``choice`` and of ``DynamicCache`` are compared after the prompt and after six
         steps, at ``min(context, 2048)`` tokens and at most two sequences. A retrieval cache has a
         budget that covers everything and rows of 16 bits, so that its logits must equal those of
-        full attention. A cache with coded rows runs once more with them, and their distance is in
-        the result too. With ``fill="random"`` the steps are compared again behind random rows. A
+        full attention. With ``fill="random"`` the steps are compared again behind random rows. A
         cache that has passed at a size is not checked again there.
 
         Raises:
@@ -77,7 +75,7 @@ class Checker:
         return self._passed[key]
 
     def _check(self, choice: CacheChoice, context: int, batch: int, fill: str) -> str:
-        errors, coded = [], []
+        errors = []
         for source in ("prefill", "random") if fill == "random" else ("prefill",):
             size = context, batch, source
             logits = self._logits(choice, *size)
@@ -90,12 +88,9 @@ class Checker:
                     f"{choice.name}: logits differ from full attention by {errors[-1]:.2e} of "
                     f"their size, and at most {limit:.2e} is rounding {self._where(*size)}"
                 )
-            if row_bits(choice, self.model.config) < 16:
-                coded.append(_distance(self._logits(choice, *size, coded=True), expected))
         if not errors:
             return "finite; not exact by design"
-        result = f"equal within {max(errors):.1e}"
-        return f"{result} at 16 bits, {max(coded):.1e} as coded" if coded else result
+        return f"equal within {max(errors):.1e}"
 
     def _reference(self, context: int, batch: int, source: str) -> tuple[torch.Tensor, float]:
         """Logits of full attention, and the distance from them that rounding explains."""
@@ -110,13 +105,11 @@ class Checker:
         return self._references[key]
 
     @torch.inference_mode()
-    def _logits(
-        self, choice: CacheChoice, context: int, batch: int, source: str, coded: bool = False
-    ) -> torch.Tensor:
+    def _logits(self, choice: CacheChoice, context: int, batch: int, source: str) -> torch.Tensor:
         """Logits ``[passes, B, V]`` fp32: after the prompt (if it is read) and after each step."""
         tokens = random_tokens(self.model, batch, context, self.seed)
         start = context - _STEPS
-        cache = covering(choice.make(self.model.config, context), self.model, batch, start, coded)
+        cache = covering(choice.make(self.model.config, context), self.model, batch, start)
         passes = []
         with serving(self.model, cache):
             if source == "prefill":
@@ -133,9 +126,8 @@ class Checker:
                 steps.finish()
         result = torch.stack([logits[:, -1].float() for logits in passes])
         if not bool(result.isfinite().all()):
-            name = "logits of coded rows" if coded else "logits"
             where = self._where(context, batch, source)
-            raise CheckFailed(f"{choice.name}: {name} are not finite {where}")
+            raise CheckFailed(f"{choice.name}: logits are not finite {where}")
         retrieves = isinstance(cache, RetrievalCache) and cache.options.retrieves
         layers = cache.stats()["layers"] if retrieves else []
         idle = [str(layer["layer"]) for layer in layers if not layer["selected"]]
@@ -152,22 +144,18 @@ class Checker:
         return f"({size}); nothing was measured"
 
 
-def covering(
-    cache: Cache, model: PreTrainedModel, batch: int, length: int, coded: bool = False
-) -> Cache:
+def covering(cache: Cache, model: PreTrainedModel, batch: int, length: int) -> Cache:
     """An empty retrieval cache like ``cache`` that should be exact; other caches stay themselves.
 
-    Its budget covers everything, its rows are not coded, unless ``coded`` leaves them so. Its
-    window is small enough that most of ``length`` tokens of each of ``batch`` sequences are cold,
-    so they are retrieved. A store that splits its rows gets a budget of half of these.
+    Its budget covers everything, and its rows are not coded. Its window is small enough that most
+    of ``length`` tokens of each of ``batch`` sequences are cold, so they are retrieved. A store
+    that splits its rows gets a budget of half of these.
     """
     if not isinstance(cache, RetrievalCache) or not cache.options.retrieves:
         return cache
     options = cache.options
     most = max(1, length // 8)
-    whole = options.exact()
-    whole = whole.replace(bits=options.bits) if coded else whole
-    changed = whole.replace(
+    changed = options.exact().replace(
         dense_below=0,
         sink=min(options.sink, most),
         recent=min(options.recent, most),

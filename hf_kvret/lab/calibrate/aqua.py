@@ -37,8 +37,6 @@ their spread 4 bits leave more than this, because the codec's error grows with t
 paper keeps the first layer of Qwen2.5 as it is (tables 9 and 10).
 """
 
-_TRIED_BITS = (4, 3, 2)
-
 
 @dataclass(frozen=True)
 class AquaCalibration(PredictorOptions, Calibration):
@@ -158,9 +156,8 @@ class AquaStudy(LayerStudy):
             progress(len(coded.exact))
             tensors |= {f"{coded.name}.{name}": x for name, x in predictor.items()}
             tallies[coded.name] = Tally()
-            trial_bits = _TRIED_BITS if carried is None else ()
             reconstructions[coded.name] = self._restore(
-                coded, inputs, predictor, bits, trial_bits, tallies[coded.name], progress
+                coded, inputs, predictor, bits, tallies[coded.name], progress
             )
         role = "anchor" if carried is None else "predicted"
         settings = {
@@ -196,12 +193,10 @@ class AquaStudy(LayerStudy):
         inputs: list[torch.Tensor],
         tensors: dict[str, torch.Tensor],
         bits: int,
-        trial_bits: tuple[int, ...],
         tally: Tally,
         progress: Progress,
     ) -> torch.Tensor:
-        """Reconstructions of all rows. Held-out rows are added to the tally, also without a
-        predictor, and in ``trial_bits``."""
+        """Reconstructions of all rows; held-out ones are tallied, also without a predictor."""
         codec = self._codec(bits, coded.group)
         predictor = {name: x.to(self.device) for name, x in tensors.items()}
         result = torch.empty_like(coded.exact)
@@ -215,9 +210,6 @@ class AquaStudy(LayerStudy):
                 tally.add("unpredicted", exact - prediction)
                 tally.add("missed", exact - near.float())
                 tally.add("plain", exact - recode(exact, codec))
-                for n in trial_bits:
-                    other = recode(exact - prediction, self._codec(n, coded.group))
-                    tally.add(f"in {n} bits", exact - prediction - other)
             progress(len(exact))
         return result
 
@@ -323,8 +315,4 @@ def _figures(tallies: dict[str, Tally], anchor: bool) -> dict[str, float | None]
     for figure, row in (("error", "missed"), ("error_unpredicted", "plain")):
         for name, tally in tallies.items():
             figures[f"{name}_{figure}"] = tally.square_share(row, "exact")
-    for name, tally in tallies.items():
-        for bits in _TRIED_BITS if anchor else ():
-            error = tally.square_share(f"in {bits} bits", "exact")
-            figures[f"{name}_error_in_{bits}_bits"] = error
     return figures

@@ -14,7 +14,7 @@ from transformers.utils import logging as transformers_logging
 from hf_kvret.lab.bench.limits import byte_count
 from hf_kvret.lab.bench.shapes import SHAPES, Shape, WeightBytes, load_shape, weight_bytes
 from hf_kvret.lab.evaluate.caches import CacheChoice, choose_cache
-from hf_kvret.lab.plan.machine import Machine, find_memory, largest_batch, largest_context
+from hf_kvret.lab.plan.machine import Machine, find_memory, largest_context
 from hf_kvret.lab.plan.prediction import Predictor, skipped_layers
 from hf_kvret.lab.program.arguments import DTYPES, known_names, lengths, names
 from hf_kvret.lab.program.common_options import budget_option, count_option, dtype_option
@@ -231,7 +231,6 @@ class Fits:
             "host_bytes": round(cache.host),
             "fits": machine.fits(weights, cache),
             "largest_context": largest_context(machine, weights, predictor, batch),
-            "largest_batch": largest_batch(machine, weights, predictor, context),
             "read_bytes": round(read + cache.read_device + cache.read_bus + cache.read_cpu),
             "floor_seconds": machine.seconds(weights, cache, batch),
         }
@@ -247,7 +246,7 @@ def _title(name: str, choice: CacheChoice) -> str:
 
 _HEADER = (
     *("cache", "window", "index", "store", "host store", "device with weights", "fits"),
-    *("largest context", "largest batch", "read a step", "floor ms"),
+    *("largest context", "read a step", "floor ms"),
 )
 
 
@@ -288,7 +287,6 @@ def _line(report: Mapping[str, Any], row: Mapping[str, Any]) -> list[str]:
         _gb(row["device_bytes"] + report["weights"]["held"]),
         "yes" if row["fits"] else "no",
         f"{row['largest_context']:,}",
-        f"{row['largest_batch']:,}",
         _gb(row["read_bytes"]),
         f"{row['floor_seconds'] * 1e3:.1f}",
     ]

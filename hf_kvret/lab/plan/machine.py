@@ -13,7 +13,6 @@ from hf_kvret.stores.free_memory import free_host_bytes
 
 # The search for the largest context ends at so many tokens.
 _MOST_TOKENS = 1 << 30
-_MOST_SEQUENCES = 1 << 20
 _STEPS = 64
 
 
@@ -87,14 +86,6 @@ class Machine:
             return (near + cache.read_bus + cache.read_cpu) / self.device_speed
         far = cache.read_bus / self.bus_speed + cache.read_cpu / self.host_speed
         return near / self.device_speed + far
-
-
-def largest_batch(
-    machine: Machine, weights: WeightBytes, predictor: Predictor, context: int
-) -> int:
-    """The most sequences of ``context`` tokens that fit; 0 for none."""
-    one = predictor.at(context)
-    return _largest(lambda batch: machine.fits(weights, one.of_batch(batch)), _MOST_SEQUENCES)
 
 
 def largest_context(

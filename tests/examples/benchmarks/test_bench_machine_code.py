@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import bench_machine_code
-import machine_code
 import pytest
 import step_kernels
 from bench_machine_code import MachineCodeOfStep
-from machine_code import Instruction, Launch, MachineCode, main_width, parse_sass
+from machine_code import Instruction, Launch, MachineCode, parse_sass
 from step_kernels import LEAST_CONTEXT, StepShape
 
 from hf_kvret.lab.program.scripts import run_script
@@ -48,11 +46,6 @@ def test_a_line_is_address_guard_opcode_and_operands() -> None:
     assert second.name == "LDG"
 
 
-def test_a_text_without_code_is_refused() -> None:
-    with pytest.raises(ValueError, match="cuobjdump -sass"):
-        parse_sass("Fatbin elf code:")
-
-
 @pytest.mark.parametrize(
     ("opcode", "width"),
     [
@@ -74,30 +67,10 @@ def test_width_of_an_access(opcode: str, width: int | None) -> None:
     assert Instruction(0, opcode, "", False).width == width
 
 
-def test_the_main_width_carries_most_bytes() -> None:
-    assert main_width({16: 1, 4: 3}) == 16
-    assert main_width({16: 1, 4: 5}) == 4
-    assert main_width({16: 1, 4: 4}) == 16
-    assert main_width({}) == 0
-
-
 def test_a_backward_branch_closes_a_loop_and_the_endless_one_behind_the_end_does_not() -> None:
     code = code_of("MOV R0, RZ", "FADD R1, R1, R2", "@P0 BRA 0x10", "EXIT", "BRA 0x40", "NOP")
     assert places(code) == [[1, 2]]
     assert sorted(code.reachable) == [0, 1, 2, 3]
-
-
-def test_a_predicate_among_the_operands_guards_a_branch() -> None:
-    code = code_of("MOV R0, RZ", "BRA P1, 0x0", "BRA.U !UP0, 0x40", "EXIT", "EXIT")
-    assert places(code) == [[0, 1]]
-    assert sorted(code.reachable) == [0, 1, 2, 3, 4]
-
-
-def test_a_jump_back_from_code_behind_the_kernel_is_no_loop() -> None:
-    lines = ["@P0 BRA 0x40", "MOV R0, RZ", "MOV R1, RZ", "EXIT", "MOV R0, R2", "BRA 0x20"]
-    code = code_of(*lines)
-    assert places(code) == []
-    assert len(code.reachable) == len(lines)
 
 
 def test_code_for_lanes_that_went_different_ways_is_left_out() -> None:
@@ -115,11 +88,6 @@ def test_a_loop_in_a_loop_counts_as_part_of_it_and_the_longest_comes_first() -> 
     assert places(code) == [[2, 3, 4, 5, 6], [1]]
     counts = {"instructions": 5, "shuffles": 1, "shared_stores": 1, "barriers": 1}
     assert code.counts(code.loops[0]) == counts
-
-
-def test_two_branches_back_to_one_place_are_one_loop() -> None:
-    code = code_of("MOV R0, RZ", "@P0 BRA 0x0", "MOV R1, RZ", "@P1 BRA 0x0", "EXIT")
-    assert places(code) == [[0, 1, 2, 3]]
 
 
 COUNTS = {"instructions": 110, "shuffles": 5, "shared_stores": 4, "barriers": 3}
@@ -162,16 +130,6 @@ def test_a_short_context_is_refused(compiled: list, capsys: pytest.CaptureFixtur
     assert run_script(MachineCodeOfStep, ["--smallest", "--context", "4K"]) == 2
     assert "--context 4096: give at least 32,768 tokens" in capsys.readouterr().err
     assert compiled == []
-
-
-def test_missing_tools_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(machine_code, "_tool", lambda name: tmp_path / name)
-    monkeypatch.setattr(machine_code, "find_spec", lambda name: object())
-    with pytest.raises(FileNotFoundError, match=r"cuobjdump, which comes with triton's wheels"):
-        machine_code.check_tools()
-    monkeypatch.setattr(machine_code, "find_spec", lambda name: None)
-    with pytest.raises(ModuleNotFoundError, match="pip install triton"):
-        machine_code.check_tools()
 
 
 def test_the_step_has_the_methods_own_numbers() -> None:

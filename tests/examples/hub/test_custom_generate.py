@@ -126,16 +126,6 @@ def test_without_the_package_the_message_says_how_to_install_it(
         run(llama, **MODES["greedy"])
 
 
-def test_an_older_transformers_is_named(
-    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = importlib.metadata.version
-    old = {"transformers": "5.3.0"}
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: old.get(name) or real(name))
-    with pytest.raises(ImportError, match=r"transformers>=5\.17 \(installed: 5\.3\.0\)"):
-        run(llama, **MODES["greedy"])
-
-
 def test_the_section_for_a_card_runs(
     example: Callable[[str], str], capsys: pytest.CaptureFixture[str]
 ) -> None:

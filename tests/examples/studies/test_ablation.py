@@ -13,14 +13,13 @@ import pytest
 from ablation import needle_tokens
 
 from hf_kvret.lab.evaluate.measurement import fill_parser
-from hf_kvret.lab.program import scripts
 from hf_kvret.lab.program.scripts import (
     SCRIPTS,
     command_line,
     load_measurement,
     script_parser,
 )
-from hf_kvret.lab.report.report import Part, listed_pages, shown_tables, write_report
+from hf_kvret.lab.report.report import Part, listed_pages, shown_tables
 from hf_kvret.lab.report.results import Results
 
 ROOT = Path(__file__).parents[3]
@@ -83,23 +82,6 @@ def results(tmp_path: Path) -> Path:
     layers = [{"ParisKV, later keys": 0.1}, {"ParisKV, later keys": 0.2}]
     Results("eval assumptions", {}, path).add(cell, {"layers": layers})
     return tmp_path
-
-
-def test_a_page_of_a_study_names_its_script(results: Path) -> None:
-    assert write_report(results, {}) == [results / "mine.md"]
-    assert (results / "images" / "mine.png").is_file()
-    page = (results / "mine.md").read_text()
-    assert "| mean " in page and "| 0.150 " in page
-    assert "Made now by `python examples/studies/assumptions.py`." in page
-
-
-def test_without_a_checkout_a_study_has_no_page(
-    results: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(scripts, "FOLDER", tmp_path / "site-packages")
-    with pytest.raises(ValueError, match=r"the script examples/studies/assumptions\.py"):
-        write_report(results, {})
-    assert not (results / "mine.md").exists()
 
 
 @pytest.mark.parametrize(

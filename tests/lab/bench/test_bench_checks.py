@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,14 +21,12 @@ from hf_kvret.lab.bench.filling import (
     serving,
 )
 from hf_kvret.lab.bench.opponents import PreallocatedCache, choose_bench_caches
-from hf_kvret.lab.bench.passes import Decode
 from hf_kvret.lab.bench.shapes import load_shape, random_model
 from hf_kvret.lab.evaluate.bundled import load_bundled_model
 from hf_kvret.lab.evaluate.caches import CacheChoice
 from hf_kvret.lab.evaluate.measurement import CheckFailed
 from hf_kvret.lab.report.results import Results
 from hf_kvret.methods.flat import FlatIndex
-from hf_kvret.stores import QuantizedStore
 from hf_kvret.testing import INDEXED_MODELS, held_tokens
 from hf_kvret.testing.indexed_models import known_indexed
 
@@ -133,22 +130,6 @@ def test_a_cache_whose_check_fails_has_no_numbers_and_others_go_on(
     assert "differ from full attention" in rows[SMALL]["check_failed"]
 
 
-def test_with_one_round_a_row_is_kept_as_soon_as_it_is_measured(
-    bench: Callable[..., int], watch: Callable[..., Any], tmp_path: Path
-) -> None:
-    def interrupt(turn: Any) -> None:
-        if turn.choice.name == "dense":
-            raise KeyboardInterrupt
-
-    watch(Decode, interrupt)
-    file = tmp_path / "d.json"
-    arguments = ["--context", "64", "--caches", "full,dense", "--json", str(file)]
-    arguments += ["--steps", "2", "--warmup", "0", "--rounds", "1"]
-    with pytest.raises(KeyboardInterrupt):
-        bench("decode", *arguments)
-    assert [cell["cache"] for cell, _ in Results.load(file)] == ["full"]
-
-
 def test_steps_that_retrieve_nothing_are_not_reported(
     bench: Callable[..., int],
     monkeypatch: pytest.MonkeyPatch,
@@ -219,6 +200,7 @@ def test_random_rows_come_with_keys_of_the_indexer(name: str) -> None:
     torch.testing.assert_close(*logits, atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif("qwen4_exp_text" not in CONFIG_MAPPING, reason="this transformers has no Qwen4")
 def test_random_rows_come_with_the_positions_that_an_indexer_keeps() -> None:
     config = load_shape("qwen4-exp-indexed").part("attention").with_layers(2)
@@ -240,21 +222,3 @@ def test_how_a_cache_is_filled() -> None:
     assert choose_fill("random", 100, cpu, "full") == "random"
     with pytest.raises(ValueError, match="--fill prefill"):
         choose_fill("random", 100, cpu, "kvpress:SnapKV")
-
-
-def test_coded_rows_are_checked_as_they_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny()
-    name = "flat:store=higgs:bits=4"
-    choice = choose_bench_caches([name], {}, "cpu")[name]
-    result = Checker(model, None, 0).check(choice, 300, 1, "prefill")
-    errors = re.fullmatch(r"equal within (\S+) at 16 bits, (\S+) as coded", result)
-    assert errors is not None and float(errors[1]) < 1e-5 < float(errors[2]) < 0.5
-
-    def lost(self: object, query: torch.Tensor, ids: torch.Tensor, *how: object) -> object:
-        result = torch.full_like(query, torch.nan), torch.full(query.shape[:3], 9.0)
-        return lambda: result
-
-    monkeypatch.setattr(QuantizedStore, "begin", lost)
-    monkeypatch.setattr(QuantizedStore, "host_rows", lambda self: None)
-    with pytest.raises(CheckFailed, match="logits of coded rows are not finite"):
-        Checker(model, None, 0).check(choice, 300, 1, "prefill")

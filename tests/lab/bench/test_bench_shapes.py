@@ -109,9 +109,8 @@ def test_layers_that_differ_are_not_scaled(tmp_path: Path) -> None:
 
 
 def test_unknown_shapes_are_refused(tmp_path: Path) -> None:
-    for name in ("llama-9", str(tmp_path)):
-        with pytest.raises(ValueError, match=r"neither a known shape.*llama-3\.1-8b"):
-            load_shape(name)
+    with pytest.raises(ValueError, match=r"neither a known shape.*llama-3\.1-8b"):
+        load_shape("llama-9")
     experts = load_shape("tiny").config.to_dict() | {"model_type": "mixtral"}
     experts |= {"num_local_experts": 8, "architectures": ["MixtralForCausalLM"]}
     (tmp_path / "config.json").write_text(json.dumps(experts))

@@ -129,23 +129,6 @@ def test_replayed_steps_give_the_logits_of_usual_ones() -> None:
     assert kinds[f"flat:{SMALL}:graph=false"] == ["eager"] * 5
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not interpreted(), reason="the tape needs Triton's interpreter")
-def test_replayed_steps_are_measured_with_what_they_selected(
-    measure: Callable[..., Results],
-) -> None:
-    arguments = ["--context", "64", "--steps", "6", "--warmup", "1", "--rounds", "1"]
-    caches = f"flat:{SMALL},flat:{SMALL}:graph=false"
-    with taped():
-        replayed, usual = (row for _, row in measure("decode", *arguments, "--caches", caches))
-    assert replayed["steps"]["replay"] >= 3 and replayed["steps"]["capture"] == 1
-    assert replayed["not_replayed"] is None and usual["steps"] == {"eager": 6}
-    # Eight rows for each of two KV heads in each of two layers.
-    assert replayed["selected_rows"] == usual["selected_rows"] == 2 * 2 * 8
-    for name in ("floor_device_bytes", "device_bytes", "flushed_tokens"):
-        assert replayed[name] == pytest.approx(usual[name], rel=0.05)
-
-
 @torch.inference_mode()
 def test_steps_that_take_too_long_are_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
     timed = {"dense": 0}
@@ -274,11 +257,3 @@ def test_a_dense_step_is_captured_without_a_mask(
     expected = feed(model, cache, token, LENGTH)
     assert {masked for masked, _ in calls} == {True}
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
-
-
-def test_padding_is_traced_as_before(tracing: Callable[..., bool]) -> None:
-    with unmasked():
-        assert masking_utils.is_tracing(torch.ones(1, 4)) and not masking_utils.is_tracing(None)
-    with pytest.raises(KeyError), unmasked():
-        raise KeyError
-    assert masking_utils.is_tracing is tracing

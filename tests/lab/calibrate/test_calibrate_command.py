@@ -126,15 +126,6 @@ def test_options_reach_the_artifact(arguments: list[str], tmp_path: Path) -> Non
     assert all(row["score_error"] is None for row in artifact.quality)
 
 
-def test_the_defaults_are_the_papers() -> None:
-    options = parsed("--model", "m", "--out", "o")
-    made = options.calibration()
-    assert (made.codewords, made.distance, made.rounds, made.space) == (4096, 2048, 300, "windowed")
-    assert made.query_aware and made.compare
-    assert (options.tokens, options.length) == (65_536, 4096)
-    assert (options.uuid_tokens, options.usual_uuid_tokens) == (None, 16_384)
-
-
 def test_the_bundled_model_learns_from_its_own_language(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -68,16 +68,6 @@ def test_seeds_are_drawn_by_distance() -> None:
     assert (in_order(spread)[0, :, 0] / 100 - torch.arange(30.0)).abs().max() <= 1e-2
 
 
-def test_the_better_of_several_candidates_is_the_seed() -> None:
-    """Fewer seeds than clusters, some of them large: a draw at a time leaves more."""
-    centres = draw(3, 80, 8, seed=19) * 3
-    member = (torch.rand(2000, generator=generator(20)) ** 2 * 80).long()
-    points = centres[:, member] + 0.3 * draw(3, 2000, 8, seed=21)
-    draws = torch.rand(3, 50, 5, generator=generator(22), dtype=torch.float64)
-    one, several = (errors_of(points, module._seed(points, x)) for x in (draws[..., :1], draws))
-    assert (several < 0.8 * one).all(), (several, one)
-
-
 def test_empty_clusters_are_given_the_farthest_points(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seeds that are all the same point: without a new place 19 codewords would be of no use."""
     points = draw(2, 400, 5, seed=6)
@@ -94,10 +84,9 @@ def test_empty_clusters_are_given_the_farthest_points(monkeypatch: pytest.Monkey
     assert (distances.amin(1) <= 1e-6).all()
 
 
-@pytest.mark.parametrize("count", [7, 8, 50])
-def test_fewer_distinct_points_than_codewords_are_met_exactly(count: int) -> None:
+def test_fewer_distinct_points_than_codewords_are_met_exactly() -> None:
     distinct = draw(2, 7, 5, seed=7) + 10
-    codebook = k_means(distinct.repeat(1, 6, 1), count, seed=0)
+    codebook = k_means(distinct.repeat(1, 6, 1), 50, seed=0)
     assert codebook.isfinite().all()
     assert (torch.cdist(distinct.double(), codebook.double()).amin(-1) <= 1e-5).all()
     assert (torch.cdist(codebook.double(), distinct.double()).amin(-1) <= 1e-5).all()
@@ -110,17 +99,6 @@ def test_one_seed_gives_one_codebook() -> None:
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(first, k_means(points, 30, seed=3))
     assert not torch.equal(first, k_means(points, 30, seed=4))
-
-
-def test_heads_worked_on_together_are_as_alone() -> None:
-    """Heads that end early are taken out, and the rest goes on."""
-    points = torch.cat([draw(3, 300, 6, seed=9), draw(1, 10, 6, seed=10).repeat(1, 30, 1)])
-    points = points[[3, 0, 1, 2]]
-    alone = k_means(points, 20, seed=0)
-    seeds = torch.rand(4, 20, 2, generator=generator(0), dtype=torch.float64)
-    centred = points - points.mean(1, keepdim=True)
-    codebook = module._lloyd(centred, module._seed(centred, seeds), 300, 1e-3)
-    assert (codebook + points.mean(1, keepdim=True) - alone).abs().max() <= 1e-4
 
 
 def test_chunks_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,9 +137,3 @@ def test_seeds_are_drawn_from_a_sample_of_many_points(monkeypatch: pytest.Monkey
     sampled = k_means(points, 40, seed=0)
     assert shapes == [(1, 160, 6)]
     assert errors_of(points, sampled) <= 1.03 * errors_of(points, whole)
-
-
-@pytest.mark.parametrize("number", [float("nan"), float("inf")])
-def test_points_that_are_not_finite_are_refused(number: float) -> None:
-    with pytest.raises(ValueError, match="points holds NaN or infinity: leave out"):
-        k_means(torch.full((2, 9, 3), number), 4, seed=0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import weakref
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -146,16 +145,6 @@ def test_several_calibrations_at_once_learn_what_each_learns_alone(tmp_path: Pat
     assert list(learn_at_once(model, texts, {"aqua": AquaCalibration()}, [1])["aqua"]) == [1]
 
 
-@pytest.mark.parametrize("at_once", [1, 2, 3, 7])
-def test_the_texts_are_read_once_for_each_group_of_layers(at_once: int, tmp_path: Path) -> None:
-    model, recorder = MODELS["smollm3"].build(), Recorder()
-    lengths = passes(model)
-    options = {"layers_at_once": at_once, "progress": False}
-    calibrate(model, corpus(20, 30), recorder, tmp_path, **options)
-    readings = -(-3 // at_once)
-    assert [length for length in lengths if length >= 20] == [20, 30] * readings
-
-
 @pytest.mark.parametrize(("held", "readings"), [(1 << 30, 1), (2 * 50 * 2 * 2 * 16 * 4, 2), (1, 3)])
 def test_as_many_layers_are_read_at_once_as_fit(
     held: int, readings: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -168,37 +157,9 @@ def test_as_many_layers_are_read_at_once_as_fit(
     assert [length for length in lengths if length >= 20] == [20, 30] * readings
 
 
-def test_tokens_are_let_go_layer_by_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    alive: list[weakref.ref[Record]] = []
-    seen: list[tuple[str, int]] = []
-
-    def count(what: str) -> None:
-        seen.append((what, sum(one() is not None for one in alive)))
-
-    class Watched(Record):
-        def finish(self, progress: Progress, carried: Carried | None = None) -> LayerFindings:
-            count("learn")
-            return super().finish(progress, carried)
-
-    class Watcher(Recorder):
-        def study(self, layer: int, rope: Rope, device: torch.device) -> Record:
-            count("read")
-            made = Watched(layer, rope, device)
-            alive.append(weakref.ref(made))
-            return made
-
-    model = MODELS["smollm3"].build()
-    calibrate(model, corpus(20), Watcher(), tmp_path, layers_at_once=2, progress=False)
-    # Two layers are read and learn one after the other; none is left when the third is read.
-    assert seen == [("read", 0), ("read", 1), ("learn", 2), ("learn", 1), ("read", 0), ("learn", 1)]
-    count("end")
-    assert seen[-1] == ("end", 0)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_models_in_16_bits_are_calibrated(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_models_in_16_bits_are_calibrated(tmp_path: Path) -> None:
     MODELS["qwen3"].build().save_pretrained(tmp_path / "model")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=dtype)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.bfloat16)
     texts = corpus(80, 40, held_out=1)
     artifact = calibrate(model.eval(), texts, SMALL, tmp_path / "out", progress=False)
     exact = calibrate(MODELS["qwen3"].build(), texts, SMALL, tmp_path / "exact", progress=False)
@@ -211,20 +172,19 @@ def test_models_in_16_bits_are_calibrated(dtype: torch.dtype, tmp_path: Path) ->
         assert (near - metric).norm() < 0.05 * metric.norm()
 
 
-@pytest.mark.parametrize("folder", ["cpu", "disk"])
-def test_layers_may_be_on_several_devices(folder: str, tmp_path: Path) -> None:
+def test_layers_may_be_on_several_devices(tmp_path: Path) -> None:
     accelerate = pytest.importorskip("accelerate")
     model, texts = MODELS["smollm3"].build(), corpus(40, 20, held_out=1)
     plain = calibrate(model, texts, SMALL, tmp_path / "plain", progress=False)
     places = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu"}
     places |= {f"model.layers.{n}": "cpu" for n in range(3)} | {"lm_head": "cpu"}
     # Offloaded weights come when their layer runs and are on no device before and after.
-    places |= {"model.layers.1": folder, "model.layers.2": folder}
+    places |= {"model.layers.1": "disk", "model.layers.2": "disk"}
     spread = accelerate.dispatch_model(
         model, places, main_device="cpu", offload_dir=str(tmp_path / "weights"), force_hooks=True
     )
     offloaded = next(spread.model.layers[1].parameters()).device
-    assert offloaded.type == ("meta" if folder == "disk" else "cpu")
+    assert offloaded.type == "meta"
     artifact = calibrate(spread, texts, SMALL, tmp_path / "spread", progress=False)
     assert artifact.tensors.keys() == plain.tensors.keys()
     for name, tensor in plain.tensors.items():

@@ -74,11 +74,6 @@ def test_needle_documents_have_as_many_tokens_as_asked_for(count: int, length: i
             assert any(text[i : i + 5] == needle for i in range(len(text)))
 
 
-def test_documents_too_short_for_needles_are_refused() -> None:
-    with pytest.raises(ValueError, match="documents of 32 tokens are too short for needles"):
-        list(needle_documents(320, 32, 0))
-
-
 @pytest.fixture
 def data_set(tmp_path: Path) -> Path:
     """A folder that the library `datasets` reads like a data set on the hub."""

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from hf_kvret import FlatKVCache
-from hf_kvret.lab.evaluate.reader import Reader
 from hf_kvret.lab.evaluate.subject import Subject
 from hf_kvret.lab.evaluate.tasks.agreement import Agreement, _rounds
 from hf_kvret.lab.evaluate.texts import text_windows
@@ -122,24 +121,3 @@ def test_full_attention_and_full_budgets_agree_wholly(
 )
 def test_accepted_drafts_are_counted_by_rounds(equal: list[bool], accepted: list[int]) -> None:
     assert _rounds(equal) == accepted
-
-
-def test_a_free_run_counts_equal_tokens_after_the_first_other_one_too(
-    tmp_path: Path, tiny_model_dir: Path, tiny_text: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Runs that part seldom meet again, so the cache's own tokens are made up here."""
-    whole, expected = Reader.answer, []
-
-    def parting(self: Reader, tokens: torch.Tensor, count: int) -> list[int]:
-        answer = whole(self, tokens, count)
-        if self.choice.name == "full":
-            expected.append(answer)
-            return answer
-        return [token if place % 3 else token + 1 for place, token in enumerate(expected[-1])]
-
-    monkeypatch.setattr(Reader, "answer", parting)
-    flat = f"flat:top_k=1:{SMALL}"
-    arguments = [*_arguments(tiny_model_dir, tiny_text), "--windows", "1", "--caches", flat]
-    result = _run(tmp_path / "a.json", *arguments)[flat]
-    assert result["first_divergence"][0] < NEW and len(expected) == 1
-    assert result["free_equal"] == pytest.approx(2 / 3)

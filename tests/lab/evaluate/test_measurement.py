@@ -146,23 +146,6 @@ def test_a_bug_is_no_lack_of_memory(tmp_path: Path) -> None:
     assert set(numbers(tmp_path / "a.json")) == {0}
 
 
-def test_a_plan_may_look_at_what_was_found() -> None:
-    class Search(Squares):
-        """Doubles while the square is small."""
-
-        def plan(self, results: Results) -> Iterator[Sequence[Cell]]:
-            number, square = 1, 0
-            while square < 50:
-                cell = {"cache": "search", "number": number}
-                yield [cell]
-                square = results.find(cell)["square"]
-                number *= 2
-
-    results = Results("eval squares", {})
-    assert measure(Search(), results) == []
-    assert [cell["number"] for cell, _ in results] == [1, 2, 4, 8]
-
-
 def test_cells_of_a_group_are_measured_together() -> None:
     class Pairs(Squares):
         def plan(self, results: Results) -> Iterator[Sequence[Cell]]:

@@ -48,17 +48,6 @@ def test_a_needle_goes_behind_a_sentence_and_not_inside_a_number(subject: Subjec
     assert all(hay.index(tokens, d) <= len(tokens) * d / 100 for d in (10, 33.3, 50, 99))
 
 
-def test_bad_needles_and_texts_are_refused(subject: Subject) -> None:
-    rng = np.random.default_rng(0)
-    keys, values = LANGUAGE.pairs(rng, 10)
-    with pytest.raises(ValueError, match="no end of a sentence"):
-        TextHaystack(subject.need_tokenizer("test"), "one,2.5\nthree,4.5")
-    with pytest.raises(ValueError, match="use at least 61"):
-        LANGUAGE.document(rng, 60, keys, values)
-    with pytest.raises(ValueError, match="only 128 exist"):
-        LANGUAGE.pairs(rng, 129, key_len=1)
-
-
 def test_a_model_is_asked_in_text_where_it_has_a_tokenizer(
     needle: Subject, subject: Subject
 ) -> None:

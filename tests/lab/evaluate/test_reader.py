@@ -113,13 +113,3 @@ def test_usage_counts_bytes_and_rows(subject: Subject, text: torch.Tensor) -> No
     assert 100 - 16 - 8 <= cold <= 101 - 16
     assert usage.rows_read == 2 * 2 * 8
     assert usage.read_ratio == pytest.approx(8 / cold)
-
-
-def test_a_reader_refuses_what_does_not_fit(subject: Subject, text: torch.Tensor) -> None:
-    reader = Reader(subject.model, choose_cache("full"), 10)
-    with pytest.raises(ValueError, match="11 tokens after 0 of at most 10"):
-        reader.feed(text[:11])
-    with pytest.raises(ValueError, match="feed at least one"):
-        reader.feed(text[:0])
-    with pytest.raises(TypeError, match="full is no retrieval cache"):
-        reader.fork(track_recall=True)

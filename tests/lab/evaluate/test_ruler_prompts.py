@@ -257,12 +257,9 @@ def test_questions_come_with_all_documents_once_each(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("option", "content", "problem"),
     [
-        ("squad", '{"text": ', "SQuAD's JSON format"),
         ("squad", '{"dta": []}', r"SQuAD's JSON format \(KeyError\('data'\)\)"),
         ("squad", '{"data": []}', "has no answerable question"),
-        ("hotpot", '[{"question": "q", "answer": "a"}]', r"HotpotQA's JSON format \(KeyError"),
         ("hotpot", '{"data": []}', "HotpotQA's JSON format"),
-        ("hotpot", "[]", "has no answerable question"),
     ],
 )
 def test_files_of_another_format_are_refused(
@@ -279,16 +276,12 @@ def test_files_of_another_format_are_refused(
     [
         ("niah_multivalue", "They are 1111111, 2222222.", ["1111111", "2222222"], 1.0),
         ("niah_multivalue", "They are 1111111, 2222222.", ["1111111", "4444444"], 0.5),
-        ("vt", "They are 1111111.", ["ABCDE", "FGHIJ"], 0.0),
         ("qa_1", "in Paris, France", ["paris", "the capital"], 1.0),
         ("qa_1", "in Rome", ["paris", "the capital"], 0.0),
-        ("qa_2", "THE eiffel Tower", ["The Eiffel tower"], 1.0),
         # A reference counts inside a longer word.
         ("qa_2", "abnormal", ["normal"], 1.0),
         # Control characters become newlines before the comparison.
-        ("qa_1", "new\tyork", ["new york"], 0.0),
         ("qa_1", "new\tyork", ["new\nyork"], 1.0),
-        ("qa_1", "\x00one\x1ftwo\x7f\x07", ["one\ntwo\x7f"], 1.0),
         # White space at the ends is stripped from the answer, and not from references.
         ("qa_1", "yes ", ["yes "], 0.0),
         *((task, "red", ["red", "blue"], 1.0 if "qa" in task else 0.5) for task in TASKS),

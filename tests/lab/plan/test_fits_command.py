@@ -29,18 +29,16 @@ def row(result: dict[str, Any], cache: str, context: int) -> dict[str, Any]:
     return rows[0]
 
 
-def test_the_largest_context_and_batch_fit_and_no_more(
+def test_the_largest_context_fits_and_no_more(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     memory = ("--device-memory", "40MB", "--host-memory", "100MB")
     result = report(capsys, *TINY, *memory)
     for cache in ("full", "flat:store=host"):
-        largest = row(result, cache, 16_384)
-        context, batch = largest["largest_context"], largest["largest_batch"]
+        context = row(result, cache, 16_384)["largest_context"]
         # A page and a buffer's step are small beside a twentieth.
-        sizes = ((1, context, True), (batch, 16_384, True), (1, context * 21 // 20, False))
-        for count, length, fits in sizes:
-            options = ("--reserve", "1MB", *memory, "--batch", f"{count}", "--context", f"{length}")
+        for length, fits in ((context, True), (context * 21 // 20, False)):
+            options = ("--reserve", "1MB", *memory, "--context", f"{length}")
             assert report(capsys, "tiny", "--caches", cache, *options)["rows"][0]["fits"] == fits
 
 

@@ -59,14 +59,11 @@ def check(model: PreTrainedModel, name: str, length: int, batch: int = 1) -> Non
         "flat",
         "paris",
         "paris:store=host",
-        "paris:store=cpu",
         "paris:store=resident",
         "paris:store=higgs-host:bits=3",
         "lrqk:store=higgs",
-        "ctkvr:store=host",
         "ctkvr:store=cpu",
         "h2o:store=host",
-        "aqua:predictor=none:first_bits=4",
         "aqua:predictor=none:first_bits=4:store=host",
     ],
 )
@@ -141,13 +138,6 @@ def test_a_store_that_asks_the_machine_is_refused() -> None:
         Predictor(config, choose_cache("paris:store=split"), torch.float32)
     with pytest.raises(ValueError, match="no latent attention"):
         Predictor(config, choose_cache("latent"), torch.float32)
-
-
-@pytest.mark.parametrize("name", ["paris:store=host", "aqua:predictor=none:first_bits=4"])
-def test_one_layer_stands_for_those_that_are_like_it(
-    name: str, six_layers: PreTrainedModel
-) -> None:
-    check(six_layers, name + SHORT, 200)
 
 
 def test_predicted_rows_are_handed_on_from_layer_to_layer(

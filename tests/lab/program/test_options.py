@@ -73,11 +73,8 @@ def test_values_are_made_by_their_kinds() -> None:
     [
         ([], "required: --model"),
         (["--model", "m", "--seed", "-1"], "argument --seed: '-1' is no whole number from 0"),
-        (["--model", "m", "--new-tokens", "x"], "argument --new-tokens: invalid int"),
-        (["--model", "m", "--style", "bold"], "argument --style: invalid choice: 'bold'"),
         (["--model", "m", "--questions", "x"], "--questions: 'x': choose inside, after or both"),
         (["--model", "m", "--tasks", "vt,x"], "--tasks: unknown: x; choose among qa, vt"),
-        (["--model", "m", "--tasks", ","], "--tasks: none is named; choose among qa, vt"),
         (["--model", "m", "--tasks", "vt,vt"], "--tasks: the same name twice in 'vt,vt'"),
         (["--model", "m", "--quiet"], "unrecognized arguments: --quiet"),
     ],

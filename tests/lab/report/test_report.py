@@ -90,10 +90,7 @@ def test_a_page_may_show_parts_of_several_results(tmp_path: Path) -> None:
     ("old", "new", "words"),
     [
         ('result = "other"', 'result = "none"', "names none: no such result file"),
-        ("heading", "head", "'head'"),
-        ("title", "name", "'title'"),
         ('"task"', '"weather"', r"mine has no columns \['weather'\]"),
-        ("^vt", "^cwe", r"mine has no columns .* match \^cwe"),
     ],
 )
 def test_mistakes_in_the_list_of_pages_are_named(

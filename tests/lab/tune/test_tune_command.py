@@ -211,9 +211,6 @@ def test_artifacts_bring_their_methods(tmp_path: Path, capsys: pytest.CaptureFix
         (["--context", "400"], "attends to everything up to 773 tokens (sink, recent and flush)"),
         (["--methods", "full"], "unknown: full; choose among flat, paris"),
         (["--methods", "a2ats"], "--artifact FOLDER"),
-        (["--methods", ","], "--methods: none is named"),
-        (["--stores", "attic"], "--stores attic: choose among device"),
-        (["--top-k", "64,64"], "--top-k has the same value twice"),
         (["--out", "FOLDER"], "is a folder: give a file in it"),
     ],
 )

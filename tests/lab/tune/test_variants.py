@@ -11,9 +11,7 @@ from hf_kvret.lab.evaluate.bundled import BUNDLED_MODEL
 from hf_kvret.lab.evaluate.caches import choose_cache
 from hf_kvret.lab.tune.variants import (
     Variant,
-    check_method,
     find_artifacts,
-    ladder,
     make_variants,
 )
 from hf_kvret.registry import registered_methods
@@ -24,12 +22,6 @@ CONTEXT = 8192
 def made(*methods: str, **changes: Any) -> dict[str, Variant]:
     options = {"stores": ["auto"], "budgets": [64, 512], "rests": ["off"], "artifacts": {}}
     return make_variants(methods, context=CONTEXT, **(options | changes))
-
-
-def test_the_ladder_is_geometric() -> None:
-    assert ladder(8192) == (64, 128, 256, 512, 1024, 2048, 4096, 6144)
-    assert ladder(1000) == (31, 62, 125, 250, 500, 750)
-    assert ladder(20) == ()
 
 
 def test_variants_of_a_method_and_store_share_a_filled_cache() -> None:
@@ -105,20 +97,6 @@ def test_a_method_that_attends_to_all_has_one_variant() -> None:
 def test_impossible_variants_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         made(*options.pop("methods"), **options)
-
-
-def test_methods_are_checked_before_the_work(tmp_path: Path) -> None:
-    for name, message in (
-        ("full", "unknown: full; choose among flat, paris"),
-        ("latent", "unknown: latent"),
-        ("a2ats", "--artifact FOLDER .hf-kvret calibrate a2ats makes it."),
-    ):
-        with pytest.raises(ValueError, match=message):
-            check_method(name, {}, "nowhere")
-    # The bundled model has one.
-    check_method("a2ats", {}, "needle")
-    check_method("a2ats", {"a2ats": "somewhere"}, "nowhere")
-    check_method("aqua:predictor=none", {}, "nowhere")
 
 
 def test_artifacts_are_known_by_their_method(tmp_path: Path) -> None:
