@@ -201,7 +201,6 @@ OUTSIDE = (
     ("bench prefill --context 1K --steps 1 --warmup 0 --rounds 1 --caches full", 0, "| full "),
     ("eval ruler --tasks vt --samples 1", 2, "ruler needs a tokenizer"),
     ("eval niah --model reference", 2, "run this in the folder of a checkout"),
-    ("bench kernels --ops paris", 2, "the script examples/benchmarks/bench_kernels.py"),
 )
 
 

@@ -160,7 +160,7 @@ def find_type(model: str) -> ModelType:
         return default_type(model)
     if "/" not in model and not path.exists():
         raise ValueError(
-            f"transformers {transformers.__version__} does not know the type {model!r}, and it is "
+            f"this transformers does not know the type {model!r}, and it is "
             "no folder and no hub id (owner/name)"
         )
     try:

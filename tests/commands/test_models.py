@@ -58,11 +58,6 @@ def test_a_folder_with_a_configuration_is_read(
         assert small["token_bytes"] == 5 * 2 * 64 * 2
 
 
-@pytest.mark.parametrize("name", ["./nosuchfolder", "~/nosuchfolder", "/no/such", "a/b/c", "a/b/"])
-def test_a_path_that_leads_nowhere_is_not_asked_of_the_hub(name: str, program: Any) -> None:
-    assert f"there is no folder '{name}'" in program("models", name, status=2).err
-
-
 def test_an_unknown_type_and_one_without_text_say_so(program: Any) -> None:
     assert "does not know the type 'qwen33'" in program("models", "qwen33", status=2).err
     assert "refused: " in program("models", "clip_vision_model").out
