@@ -199,6 +199,7 @@ def test_help_and_wrong_commands_need_no_torch_and_are_the_whole_programs(
     assert done.stdout or done.returncode == 2
 
 
+@pytest.mark.slow
 def test_a_command_is_run_by_the_whole_program() -> None:
     done = run_apart(["fits", "--nonsense"])
     assert done.returncode == 2
@@ -247,6 +248,7 @@ def test_a_line_comes_before_torch_does_and_ctrl_c_is_one_more(
     assert (result.returncode, result.stdout) == (status, "")
 
 
+@pytest.mark.slow
 def test_ctrl_c_is_the_commands_again_once_it_runs(tmp_path: Path) -> None:
     program = (
         "import signal\nfrom hf_kvret import cli\n"

@@ -380,13 +380,6 @@ def test_the_models_own_cache_goes_first_where_no_method_is_named(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "status"), [(["--help"], 0), (["--prot", "1"], 2), (["--port", "many"], 2)]
-)
-def test_transformers_own_options_are_its_own(arguments: list[str], status: int) -> None:
-    assert run_serve(["MODEL", *arguments], ServeOptions()) == status
-
-
-@pytest.mark.parametrize(
     ("arguments", "method", "message"),
     [
         ([], None, "name the model"),

@@ -1,4 +1,4 @@
-"""``hf-kvret bench host-attention``: ways that agree, rows, wrong ways, clear refusals."""
+"""``bench_host_attention.py``: ways that agree, rows, wrong ways, clear refusals."""
 
 from __future__ import annotations
 
@@ -105,17 +105,6 @@ def test_the_table_holds_the_quickest_way_in_torch(
     cells = [cell.strip() for cell in line.split("|")]
     assert (cells[4], cells[6], cells[8]) == ("2", "5", "sdpa-by-head")
     assert cells[9:12] == ["2.50", "4.00", "9"]
-
-
-def test_where_memory_is_short_sequences_share_rows_and_the_table_says_so(
-    compiled: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], measure: Run
-) -> None:
-    file = tmp_path / "h.json"
-    # A sequence takes 64 KiB, the work space 120 KiB.
-    arguments = ["--k", "32", "--batch", "5", "--dtypes", "float32", "--memory", "200KiB"]
-    assert measure(*arguments, "--json", str(file)) == 0
-    assert {row["sequences_held"] for row in rows_of(file).values()} == {1}
-    assert "| 5 (rows of 1) |" in capsys.readouterr().out
 
 
 def test_without_the_library_one_line_says_why(

@@ -1,4 +1,4 @@
-"""``hf-kvret bench kernels``: rows, turns, cold caches, wrong ways, floors, calls as of caches."""
+"""``bench_kernels.py``: rows, turns, cold caches, wrong ways, floors, calls as of caches."""
 
 from __future__ import annotations
 

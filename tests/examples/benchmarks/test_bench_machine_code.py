@@ -1,4 +1,4 @@
-"""``hf-kvret bench machine-code``: reading SASS, the smallest run, and the sizes of its step."""
+"""``bench_machine_code.py``: reading SASS, the smallest run, and the sizes of its step."""
 
 from __future__ import annotations
 

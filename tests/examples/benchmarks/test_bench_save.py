@@ -1,4 +1,4 @@
-"""``hf-kvret bench save``: each way saves and loads the same cache, and its table compares them."""
+"""``bench_save.py``: each way saves and loads the same cache, and its table compares them."""
 
 from __future__ import annotations
 

@@ -101,6 +101,7 @@ class _UndecodedCache(PrunedCache):
         return super().make_store(*how).codes
 
 
+@pytest.mark.slow
 def test_pruned_rows_are_those_that_h2o_keeps() -> None:
     """Uncoded the cache is H2O's; coded, rows that are kept decoded give the same as codes."""
     model = load_subject("needle").model
@@ -142,6 +143,7 @@ def test_predictors_of_two_layers_read_two_layers() -> None:
     assert two[2]["value.weight"].shape[1] == 3 * width == one[2]["value.weight"].shape[1] + width
 
 
+@pytest.mark.slow
 def test_aqua(smallest: Run) -> None:
     rows, table = smallest(AquaAblation)
     bits = {name: row for (part, name, *_), row in rows.items() if part == "bits"}

@@ -17,7 +17,6 @@ from hf_kvret.lab.evaluate.ruler.prompts import generate
 from hf_kvret.lab.evaluate.ruler.task import sample_score
 from hf_kvret.lab.evaluate.subject import Subject, load_subject
 from hf_kvret.lab.evaluate.texts import token_ids
-from hf_kvret.models.compatibility import check_model, is_latent
 
 LICENCES = ("CC BY-SA 3.0", "CC BY 4.0", "CC0", "public domain")
 # Dickens, Oliver Twist (1839), which the model has not read.
@@ -65,32 +64,6 @@ def test_a_model_is_small_and_bf16_and_names_its_texts(
     card = (folder / "README.md").read_text(encoding="utf-8")
     assert card.startswith("---\nlicense: apache-2.0\n")
     assert all(word in card for word in words)
-
-
-def test_the_reference_is_deep_and_groups_its_queries(reference: Subject) -> None:
-    config = reference.model.config
-    assert config.num_hidden_layers >= 6
-    assert config.num_attention_heads > config.num_key_value_heads
-    assert config.head_dim in (64, 128)
-
-
-def test_many_heads_share_a_latent(latent: Subject) -> None:
-    check_model(latent.model)
-    config = latent.model.config
-    assert is_latent(config) and config.num_attention_heads == 16
-
-
-def test_the_shape_of_books_is_another_and_its_tokenizer_is_not(
-    books: Subject, reference: Subject
-) -> None:
-    check_model(books.model)
-    config, other = books.model.config, reference.model.config
-    assert config.num_attention_heads == 4 * config.num_key_value_heads == 8
-    assert config.num_hidden_layers == 5 and config.model_type == "qwen3" != other.model_type
-    assert config.rope_parameters["rope_theta"] != other.rope_parameters["rope_theta"]
-    assert config.max_position_embeddings == 16_384
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        assert (BOOKS_MODEL / name).read_bytes() == (REFERENCE_MODEL / name).read_bytes()
 
 
 def _right(subject: Subject, cache: str, length: int, count: int, answer_len: int) -> float:
