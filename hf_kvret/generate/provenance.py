@@ -112,9 +112,10 @@ def _begin(
         return
     record.owner, record.start = module, start
     record.pending.append((start, None))
-    # Steps of one token with the same module are not compared: that would cost more than to record
-    # them.
-    is_step = start > 0 and tokens is not None and tokens.shape[1] == 1
+    # Steps of one token with the same module are not compared, nor is the pass behind their drafts:
+    # that would cost more than to record them.
+    verifies = cache.retrieval_layers[0].round is not None
+    is_step = start > 0 and tokens is not None and (tokens.shape[1] == 1 or verifies)
     if is_step and record.checked_owner() is module:
         return
     is_known = cache.last_identity is not None and newest_identity(module) is cache.last_identity

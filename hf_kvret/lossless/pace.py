@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Protocol
 
-# Tokens of a draft that are compared.
-_COUNTS = (1, 2, 4, 6, 8, 12, 16, 24, 32)
-_FIRST = 8
+# Tokens of a draft that are compared. With the step's token their queries fill whole vectors.
+_COUNTS = (1, 3, 5, 7, 11, 15, 23, 31)
+_FIRST = 7
 # Each new round multiplies the weight of older ones by this.
 _MEMORY = 0.8
 # Before anything is known, as many drafts count as accepted, and as tried.

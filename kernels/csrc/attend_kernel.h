@@ -5,6 +5,7 @@
 #pragma once
 
 #include "coded_rows.h"
+#include "many_heads.h"
 #include "vector_math.h"
 
 namespace {
@@ -28,7 +29,8 @@ struct Workspace {
         const int64_t heads = request.query_heads / request.id_heads;
         const int64_t plain =
             heads * (padded(request.key_dim) + padded(request.value_dim) + kBlock + kPad + 3);
-        return plain + (request.coding == nullptr ? 0 : coded_block_floats(request));
+        if (request.coding != nullptr) return plain + coded_block_floats(request);
+        return std::max(plain, many_heads_floats(request));
     }
 
     int64_t heads, query_stride, sum_stride;
@@ -63,18 +65,6 @@ void load_query(const hfk_request &request, const Span &span, Workspace &space) 
         if (d < request.key_dim) {
             I::store(to + d, I::load_some(from + d, static_cast<int>(request.key_dim - d)));
         }
-    }
-}
-
-// Raw dot products, but for a part `mean_score`, to scores, in place; `count` is padded.
-template <class I>
-void finish_scores(float *scores, int64_t count, float scale, float softcap,
-                   float mean_score = 0.0f) {
-    using V = typename I::V;
-    for (int64_t j = 0; j < count; j += I::lanes) {
-        V s = (I::load(scores + j) + I::set1(mean_score)) * I::set1(scale);
-        if (softcap > 0.0f) s = I::set1(softcap) * tanh<I>(s * I::set1(1.0f / softcap));
-        I::store(scores + j, s);
     }
 }
 
@@ -261,8 +251,27 @@ bool attend_coded(const hfk_request &request, const hfk_window *window, const Sp
 }
 
 template <class I, class T>
+bool attend_in_panels(const hfk_request &request, const hfk_window *window, const Span &span,
+                      float *scratch, float *out, int64_t out_stride, float *lse,
+                      int64_t lse_stride) {
+    ManyHeads<I, T> work(request, span, scratch);
+    RowStream chosen(request, span, sizeof(T), true);
+    if (window != nullptr) {
+        DenseStream rows = window_stream(request, *window, span, sizeof(T));
+        work.absorb(rows);
+    }
+    work.absorb(chosen);
+    work.finish(out, out_stride, lse, lse_stride);
+    return chosen.is_whole();
+}
+
+template <class I, class T>
 bool attend(const hfk_request &request, const hfk_window *window, const Span &span,
             float *scratch, float *out, int64_t out_stride, float *lse, int64_t lse_stride) {
+    if (request.coding == nullptr && request.query_heads >= kManyHeads * request.id_heads) {
+        return attend_in_panels<I, T>(request, window, span, scratch, out, out_stride, lse,
+                                      lse_stride);
+    }
     Workspace space(request, scratch);
     load_query<I, T>(request, span, space);
     for (int64_t i = 0; i < space.heads * space.sum_stride; ++i) space.sums[i] = 0.0f;

@@ -1,23 +1,12 @@
-// Attention of many queries over rows that lie side by side: products of blocks, with an online
-// softmax between them. See rows.h on linkage.
-//
-// Queries lie beside each other in panels, and so do their scores and outputs: element i of a vector
-// belongs to query i, and no sum goes across a vector. Keys and values are read one number at a time,
-// which is broadcast, as they lie in a row.
-//
-// `M` is what products are of: fp32 numbers, or bf16 as it is given, where `I` multiplies it. Sums are
-// fp32. A slot is four bytes of the work space: a number of fp32, or two neighbours in bf16.
+// Attention of many queries over rows that lie side by side. See rows.h on linkage.
 #pragma once
 
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <limits>
 
 #include "numbers.h"
-#include "rows.h"
-#include "tiles.h"
-#include "vector_math.h"
+#include "panels.h"
 
 namespace {
 
@@ -26,10 +15,10 @@ constexpr int64_t kKeys = 128;
 
 template <class I, class M = float, int kVectors = 3> class PromptWork {
     typedef typename I::V V;
-    static constexpr int64_t kInSlot = sizeof(float) / sizeof(M);
-    // Sums of so many rows and three vectors fill the registers.
-    static constexpr int kRows = I::few_registers ? 4 : 8;
-    static constexpr int64_t kPanel = kVectors * I::lanes; // queries
+    typedef Panel<I, M, kVectors> P;
+    static constexpr int64_t kInSlot = P::kInSlot;
+    static constexpr int kRows = P::kRows;
+    static constexpr int64_t kPanel = P::kQueries;
     static constexpr float kInf = std::numeric_limits<float>::infinity();
 
   public:
@@ -81,8 +70,10 @@ template <class I, class M = float, int kVectors = 3> class PromptWork {
             read_values(start);
             for (int64_t row = 0; row < rows_; row += kPanel) {
                 score(row, start, count);
-                update_softmax(row);
-                multiply<false>(values_, value_row_, scores_, slots(kKeys), out_ + row * value_dim_,
+                P::update_softmax(scores_, kKeys, top_ + row, sum_ + row, out_ + row * value_dim_,
+                                  value_dim_);
+                if constexpr (kInSlot != 1) pair_weights();
+                P::template multiply<false>(values_, value_row_, scores_, slots(kKeys), out_ + row * value_dim_,
                                 value_dim_);
             }
         }
@@ -109,9 +100,9 @@ template <class I, class M = float, int kVectors = 3> class PromptWork {
     void sum_block(int64_t first) {
         for (int64_t c = 0; c < kPanel; c += I::lanes) {
             float *scores = scores_ + first * kPanel + c;
-            const V top = largest(scores, request_.block_len, I::set1(-kInf));
+            const V top = P::largest(scores, request_.block_len, I::set1(-kInf));
             I::store(top_ + c, top);
-            I::store(sum_ + c, to_weights(scores, request_.block_len, base_of(top)));
+            I::store(sum_ + c, P::to_weights(scores, request_.block_len, P::base_of(top)));
         }
     }
 
@@ -123,28 +114,6 @@ template <class I, class M = float, int kVectors = 3> class PromptWork {
             request_.block_lse[place_of(r) * blocks + block] =
                 sum == 0.0f ? -kInf : top_[r - row] + std::log(sum);
         }
-    }
-
-    // Weights are exp(score - base): the base is `top`, the largest score, or 0 where no key is seen.
-    static V base_of(V top) {
-        const V lowest = I::set1(std::numeric_limits<float>::lowest());
-        return I::where_less(top, lowest, I::set1(0.0f), top);
-    }
-
-    static V largest(const float *scores, int64_t count, V top) {
-        for (int64_t j = 0; j < count; ++j) top = I::max(top, I::load(scores + j * kPanel));
-        return top;
-    }
-
-    // Replaces scores by exp(score - base), and sums these. NaN stays.
-    static V to_weights(float *scores, int64_t count, V base) {
-        V sum = I::set1(0.0f);
-        for (int64_t j = 0; j < count; ++j) {
-            const V weight = exp_of_nonpositive<I>(I::load(scores + j * kPanel) - base);
-            I::store(scores + j * kPanel, weight);
-            sum = sum + weight;
-        }
-        return sum;
     }
 
     int64_t place_of(int64_t row) const {
@@ -259,7 +228,7 @@ template <class I, class M = float, int kVectors = 3> class PromptWork {
 
     // Scores of the panel's queries: scaled, capped, and -inf for tokens that a query does not see.
     void score(int64_t row, int64_t start, int64_t count) {
-        multiply<true>(keys_, key_row_, query_ + row * key_slots_, key_slots_, scores_, kKeys);
+        P::template multiply<true>(keys_, key_row_, query_ + row * key_slots_, key_slots_, scores_, kKeys);
         const V scale = I::set1(static_cast<float>(request_.scale));
         for (int64_t i = 0; i < kKeys * kPanel; i += I::lanes) {
             I::store(scores_ + i, I::load(scores_ + i) * scale);
@@ -303,31 +272,6 @@ template <class I, class M = float, int kVectors = 3> class PromptWork {
         }
     }
 
-    // A step of the online softmax: turns scores of a panel into weights under its queries' new
-    // largest scores, and rescales what was summed so far.
-    void update_softmax(int64_t row) {
-        float rescale[kPanel];
-        bool rescales = false;
-        for (int64_t c = 0; c < kPanel; c += I::lanes) {
-            const V before = I::load(top_ + row + c);
-            const V top = largest(scores_ + c, kKeys, before);
-            const V base = base_of(top);
-            I::store(top_ + row + c, top);
-            I::store(rescale + c, exp_of_nonpositive<I>(before - base));
-            const V sum = I::load(sum_ + row + c) * I::load(rescale + c);
-            I::store(sum_ + row + c, sum + to_weights(scores_ + c, kKeys, base));
-            for (int64_t i = c; i < c + I::lanes; ++i) rescales |= rescale[i] != 1.0f;
-        }
-        if constexpr (kInSlot != 1) pair_weights();
-        if (!rescales) return;
-        float *out = out_ + row * value_dim_;
-        for (int64_t d = 0; d < value_dim_; ++d, out += kPanel) {
-            for (int64_t c = 0; c < kPanel; c += I::lanes) {
-                I::store(out + c, I::load(out + c) * I::load(rescale + c));
-            }
-        }
-    }
-
     // Rounds weights to bf16; those of two tokens go to one slot.
     void pair_weights() {
         for (int64_t j = 0; j < kKeys; j += 2) {
@@ -336,52 +280,6 @@ template <class I, class M = float, int kVectors = 3> class PromptWork {
                 I::store(scores_ + j / 2 * kPanel + c,
                          I::rounded_pair(I::load(from), I::load(from + kPanel)));
             }
-        }
-    }
-
-    // Writes a b to c [rows, kPanel], or adds it, b [depth, kPanel]. With `Scores` the rows of a are
-    // rows of c, which is written; else a's columns are, and c is added to. Within its callers the
-    // compiler keeps the addresses of rows in memory, and not in registers: so it is never inlined.
-    template <bool Scores>
-    __attribute__((noinline)) static void multiply(const float *a, int64_t a_row, const float *b,
-                                                   int64_t depth, float *c, int64_t rows) {
-        for (int64_t row = 0; row < rows; row += kRows) {
-            multiply_strip<Scores>(a + row * (Scores ? a_row : 1), a_row, b, depth,
-                                   c + row * kPanel);
-        }
-    }
-
-    template <bool Scores>
-    static void multiply_strip(const float *a, int64_t a_row, const float *b, int64_t depth,
-                               float *c) {
-        V sums[kRows][kVectors];
-        HFK_UNROLL for (int r = 0; r < kRows; ++r) {
-            HFK_UNROLL for (int v = 0; v < kVectors; ++v) {
-                sums[r][v] = Scores ? I::set1(0.0f) : I::load(c + r * kPanel + v * I::lanes);
-            }
-        }
-        for (int64_t k = 0; k < depth; ++k, b += kPanel, a += Scores ? 1 : a_row) {
-            V column[kVectors];
-            HFK_UNROLL for (int v = 0; v < kVectors; ++v) column[v] = I::load(b + v * I::lanes);
-            HFK_UNROLL for (int r = 0; r < kRows; ++r) {
-                const V factor = I::set1(a[Scores ? r * a_row : r]);
-                HFK_UNROLL for (int v = 0; v < kVectors; ++v) {
-                    sums[r][v] = multiply_add(factor, column[v], sums[r][v]);
-                }
-            }
-        }
-        HFK_UNROLL for (int r = 0; r < kRows; ++r) {
-            HFK_UNROLL for (int v = 0; v < kVectors; ++v) {
-                I::store(c + r * kPanel + v * I::lanes, sums[r][v]);
-            }
-        }
-    }
-
-    static V multiply_add(V a, V b, V sum) {
-        if constexpr (kInSlot == 1) {
-            return I::fma(a, b, sum);
-        } else {
-            return I::multiply_add(I::as_pair(a), I::as_pair(b), sum);
         }
     }
 

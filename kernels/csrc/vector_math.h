@@ -44,4 +44,16 @@ template <class I> typename I::V tanh(typename I::V x) {
     return I::copy_sign(I::where_less(size, I::set1(0.625f), small, large), x);
 }
 
+// Raw dot products, but for a part `mean_score`, to scores, in place; `count` is padded.
+template <class I>
+void finish_scores(float *scores, int64_t count, float scale, float softcap,
+                   float mean_score = 0.0f) {
+    using V = typename I::V;
+    for (int64_t j = 0; j < count; j += I::lanes) {
+        V s = (I::load(scores + j) + I::set1(mean_score)) * I::set1(scale);
+        if (softcap > 0.0f) s = I::set1(softcap) * tanh<I>(s * I::set1(1.0f / softcap));
+        I::store(scores + j, s);
+    }
+}
+
 } // namespace

@@ -72,7 +72,7 @@ def check(
 
 
 @pytest.mark.factor("own_selection", [False, True], ids=["per kv head", "per query head"])
-@pytest.mark.factor("heads", [2, 6, 8])
+@pytest.mark.factor("heads", [2, 6, 8, 34, 136])
 @pytest.mark.factor(("queries", "count"), [(0, 5), (1, 0), (1, 1), (1, 64), (3, 33), (4, 7)])
 @pytest.mark.factor("holes", [0.0, 0.3, 1.0])
 @pytest.mark.factor("dtype", DTYPES)
@@ -97,6 +97,14 @@ def test_attention_and_scores_are_those_of_float64(
     rows = paged(where[1], table, chunks, page_len=page_len, dims=dims, dtype=dtype)
     ids = random_ids(rows, heads if own_selection else 2, queries, count, holes)
     check(where, random_query(rows, heads, queries), rows, ids, scale=dims[0] ** -0.5)
+
+
+@pytest.mark.parametrize("heads", [23, 24, 25, 41, 49, 66])
+def test_any_number_of_heads_may_share_rows(where: Place, heads: int) -> None:
+    """The library multiplies many heads in panels of one to three vectors."""
+    rows = paged(where[1], chunks=(20,), kv_heads=1, dims=(72, 40), page_len=8)
+    ids = random_ids(rows, 1, 1, 150)
+    check(where, random_query(rows, heads), rows, ids, softcap=4.0)
 
 
 @pytest.mark.parametrize("count", [40, 300])

@@ -38,6 +38,7 @@ STEPS = {
     "soft cap": (Shape(300, dim=32, group=1), 3.0),
     "half": (Shape(400, dim=128, dtype=torch.float16), None),
     "brain": (Shape(400, dim=128, group=4, dtype=torch.bfloat16), 2.0),
+    "many heads": (Shape(300, dim=72, group=35, queries=2, dtype=torch.bfloat16), None),
     "one KV head": (Shape(2000, heads=1, group=4, dim=48), None),
     "nothing valid": (Shape(100, valid=-1.0), None),
 }

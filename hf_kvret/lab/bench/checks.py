@@ -128,7 +128,9 @@ class Checker:
         if not bool(result.isfinite().all()):
             where = self._where(context, batch, source)
             raise CheckFailed(f"{choice.name}: logits are not finite {where}")
-        retrieves = isinstance(cache, RetrievalCache) and cache.options.retrieves
+        # Only drafts of a lossless cache retrieve.
+        options = cache.options if isinstance(cache, RetrievalCache) else None
+        retrieves = options is not None and options.retrieves and not options.lossless
         layers = cache.stats()["layers"] if retrieves else []
         idle = [str(layer["layer"]) for layer in layers if not layer["selected"]]
         if idle:

@@ -104,6 +104,16 @@ def decode_floor(
     return Floor(device + selected.near_bytes, bus + selected.bus_bytes)
 
 
+def round_floor(
+    draft: Floor, drafts: int, tokens: int, weights: WeightBytes, usage: Usage, on_host: bool
+) -> Floor:
+    """The bytes for each of the ``tokens`` of a round: its ``drafts``, and a pass over all rows."""
+    rows = float(usage.full_bytes)
+    device = drafts * draft.device_bytes + weights.read + (0.0 if on_host else rows)
+    host = drafts * draft.host_bytes + (rows if on_host else 0.0)
+    return Floor(device / tokens, host / tokens)
+
+
 def layer_floor(layer: RetrievalLayer) -> Floor:
     """The bytes that a step reads of one layer beside the rows that it selects."""
     kv = layer.kv

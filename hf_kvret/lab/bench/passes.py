@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from transformers import PreTrainedModel
@@ -16,15 +16,22 @@ from transformers.cache_utils import Cache
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.generate.chunks import prompt_chunk
 from hf_kvret.lab.bench.filling import Turn, feed, random_tokens, serving
-from hf_kvret.lab.bench.floors import Selections, decode_floor, prefill_floor, selections
+from hf_kvret.lab.bench.floors import (
+    Selections,
+    decode_floor,
+    prefill_floor,
+    round_floor,
+    selections,
+)
 from hf_kvret.lab.bench.limits import PeakDeviceMemory
 from hf_kvret.lab.bench.model_measurement import ModelMeasurement, TimedSample, timed_row
-from hf_kvret.lab.bench.stepping import attention_clock, make_steps
+from hf_kvret.lab.bench.stepping import LosslessRounds, Steps, attention_clock, make_steps
 from hf_kvret.lab.bench.tables import plot_contexts, timing_table
 from hf_kvret.lab.bench.timing import StepClock
 from hf_kvret.lab.evaluate.caches import CacheChoice
 from hf_kvret.lab.evaluate.measurement import CheckFailed, Row
-from hf_kvret.lab.program.options import with_default
+from hf_kvret.lab.program.arguments import whole_number
+from hf_kvret.lab.program.options import option, with_default
 from hf_kvret.lab.report.results import Cell, Results
 
 # A compiled step is compiled in the first, and its graph is recorded in the next two.
@@ -38,8 +45,15 @@ class Decode(ModelMeasurement):
     Each round fills every cache anew, takes --warmup steps and times --steps steps; the caches take
     turns, --rounds times. A row is the median over all timed steps, with quartiles. Steps of
     retrieval caches are replayed from a CUDA graph where they can be; graph=false, as in
-    paris:graph=false, measures them as they are without it.
+    paris:graph=false, measures them as they are without it. A cache with exact answers, as
+    paris:lossless=true:max_draft=15, takes rounds of so many drafts, and its times are of a token.
     """
+
+    accepted: int | None = option(
+        None,
+        "drafts of a round that count as right, with lossless=true (default: all)",
+        kind=whole_number(0),
+    )
 
     decodes: ClassVar[bool] = True
     name: ClassVar[str] = "decode"
@@ -48,6 +62,10 @@ class Decode(ModelMeasurement):
         "hf-kvret bench decode --shape llama-3.1-8b --context 32K,128K --batch 1,8 --dtype "
         "bfloat16 --caches full,dense,dense-graph,flat,paris --json decode.json",
     )
+
+    def setup(self) -> dict[str, Any]:
+        given = {} if self.accepted is None else {"accepted": self.accepted}
+        return super().setup() | given
 
     def check(self) -> None:
         super().check()
@@ -62,7 +80,7 @@ class Decode(ModelMeasurement):
         """Fill, warm up, time; CheckFailed when a retrieval cache retrieved nothing."""
         peak = PeakDeviceMemory(self.place)
         with turn.filled(self.warmup + self.steps + 1) as (cache, token):
-            steps = make_steps(turn.choice, turn.subject.model, cache, turn.context)
+            steps = self.steps_of(turn, cache)
             token, warm_seconds, _ = steps.run(token, self.warmup)
             before = selections(cache)
             count = self.steps_within(warm_seconds[-1] if warm_seconds else 0.0)
@@ -77,11 +95,15 @@ class Decode(ModelMeasurement):
                     f"{turn.choice.name}: {len(seconds)} steps behind {turn.context} tokens "
                     "retrieved nothing; nothing was reported"
                 )
-            chosen = after.since(before, len(seconds))
+            drafts = steps.drafts if isinstance(steps, LosslessRounds) else 1
+            chosen = after.since(before, max(1, drafts * len(seconds)))
         usage = turn.usage(cache, steps.length)
         floor = decode_floor(
             turn.subject.weights, cache, usage, turn.batch, chosen, turn.choice.on_host
         )
+        if isinstance(steps, LosslessRounds):
+            sizes = turn.subject.weights, usage, turn.choice.on_host
+            floor = round_floor(floor, steps.drafts, steps.tokens, *sizes)
         growth = peak.growth()
         more = {
             "selected_rows": chosen.rows,
@@ -94,6 +116,13 @@ class Decode(ModelMeasurement):
             "attention_seconds": median(clock.seconds()[::2] or [0.0]) or None,
         }
         return TimedSample(seconds, floor, usage, more)
+
+    def steps_of(self, turn: Turn, cache: Cache) -> Steps:
+        """The steps to time: rounds where answers are exact."""
+        model = turn.subject.model
+        if isinstance(cache, RetrievalCache) and cache.options.lossless:
+            return LosslessRounds(model, cache, turn.context, self.accepted)
+        return make_steps(turn.choice, model, cache, turn.context)
 
     def row(self, cell: Cell, samples: Mapping[int, Sequence[TimedSample]]) -> Row:
         """See ``timed_row``; ``steps`` counts the timed steps by label, and ``seconds_by_kind`` has

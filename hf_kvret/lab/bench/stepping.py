@@ -16,6 +16,8 @@ from hf_kvret.lab.bench.filling import feed
 from hf_kvret.lab.bench.opponents import PreallocatedCache
 from hf_kvret.lab.bench.timing import StepClock
 from hf_kvret.lab.evaluate.caches import CacheChoice
+from hf_kvret.lossless.pace import GivenPace
+from hf_kvret.lossless.steps import LosslessSteps
 from hf_kvret.models.versions import as_argument
 from hf_kvret.replay import DecodeGraph
 
@@ -23,13 +25,17 @@ from hf_kvret.replay import DecodeGraph
 _WARM_STEPS = 3
 
 
+# Of a round: what is drafted, and what its first step is given.
+_DRAFT, _OTHER = 3, 4
+
+
 @dataclass(frozen=True)
 class Step:
     """The kind of a step.
 
     Attributes:
-        kind: ``"eager"``, ``"replay"``, ``"capture"`` (a graph was captured in it) or
-            ``"compiled"``.
+        kind: ``"eager"``, ``"replay"``, ``"capture"`` (a graph was captured in it), ``"compiled"``
+            or ``"round"`` (see ``LosslessRounds``).
         flushed: tokens that left the windows in it, summed over layers.
     """
 
@@ -112,6 +118,54 @@ class ReplayedSteps(Steps):
         if self._graph.captures > captures:
             return logits, "capture"
         return logits, "replay" if self._graph.replays > replays else "eager"
+
+
+class LosslessRounds(Steps):
+    """Rounds of a cache with exact answers: drafts, the pass that verifies them, what is dropped.
+
+    Each step of a run is a round, and its seconds are those of a token.
+
+    Args:
+        accepted: how many of a round's ``max_draft`` drafts count as right; None for all.
+
+    Attributes:
+        drafts: of a round.
+        tokens: that a round gives.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, cache: RetrievalCache, length: int, accepted: int | None
+    ) -> None:
+        super().__init__(model, cache, length)
+        self.cache: RetrievalCache = cache
+        self.drafts = cache.options.max_draft
+        self.tokens = 1 + (self.drafts if accepted is None else min(accepted, self.drafts))
+
+    def run(self, token: torch.Tensor, count: int) -> tuple[torch.Tensor, list[float], list[Step]]:
+        """Take ``count`` rounds; see ``Steps.run``."""
+
+        def guess(ids: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return torch.full_like(logits.argmax(-1, keepdim=True), _DRAFT), logits
+
+        graph = self.cache.options.graph == "auto"
+        steps = LosslessSteps(
+            self.model,
+            self.cache,
+            guess=guess,
+            pace=GivenPace(self.drafts, None),
+            step=DecodeGraph(self.model, self.cache) if graph else None,
+        )
+        clock = StepClock(token.device)
+        with steps:
+            clock.mark()
+            for _ in range(count):
+                for index in range(self.tokens):
+                    token = torch.full_like(token, _DRAFT if index else _OTHER)
+                    self._logits(steps, token)
+                    self.length += 1
+                steps.close()
+                clock.mark()
+        return token, [one / self.tokens for one in clock.seconds()], [Step("round")] * count
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from hf_kvret.lab.bench.shapes import load_shape, random_model
 from hf_kvret.lab.bench.stepping import (
     CompiledSteps,
     DenseGraphSteps,
+    LosslessRounds,
     ReplayedSteps,
     Steps,
     make_steps,
@@ -68,6 +69,25 @@ def test_retrieval_caches_are_replayed_unless_their_option_says_no() -> None:
     ):
         choice, model, cache, _ = make(text, 64, 4)
         assert type(make_steps(choice, model, cache, 64)) is cls
+
+
+@pytest.mark.parametrize(("accepted", "tokens"), [(None, 6), (9, 6), (2, 3), (0, 1)])
+@torch.inference_mode()
+def test_rounds_of_exact_answers_accept_as_many_drafts_as_asked(
+    accepted: int | None, tokens: int
+) -> None:
+    _, model, cache, token = make(f"flat:{SMALL}:lossless=true:max_draft=5", 64, 0)
+    with serving(model, cache):
+        steps = LosslessRounds(model, cache, 64, accepted)
+        _, seconds, kinds = steps.run(token, 3)
+    counts = cache.stats()["lossless"]
+    assert (counts["rounds"], counts["drafted"]) == (3, 15)
+    assert counts["accepted"] == 3 * (tokens - 1)
+    assert cache.get_seq_length() == steps.length == 64 + 3 * tokens
+    # Seconds are those of a token.
+    total = counts["draft_s"] + counts["exact_s"]
+    assert [kind.label for kind in kinds] == ["round"] * 3
+    assert total <= tokens * sum(seconds) < 2 * total + 1
 
 
 def test_a_row_tells_the_kinds_of_its_steps(
