@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from urllib.parse import urlsplit
 
-import gradio as gr
 from starlette.datastructures import Headers
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
@@ -75,13 +74,8 @@ class OwnPages:
             await refusal(scope, receive, send)
 
 
-def serve(desk: Desk, port: int | None, *, block: bool = True) -> tuple[gr.Blocks, str]:
-    """Serve the page; returns it and its address, with ``block`` after Ctrl-C.
-
-    Args:
-        desk: the model.
-        port: None: the first free one from 7860 on.
-        block: wait until it is stopped.
+def serve(desk: Desk, port: int | None) -> None:
+    """Serve the page until Ctrl-C, at ``port`` or the first free one from 7860 on.
 
     Raises:
         OSError: the port is taken.
@@ -116,6 +110,4 @@ def serve(desk: Desk, port: int | None, *, block: bool = True) -> tuple[gr.Block
         },
     )
     print(f"open {url} in a browser on this machine; Ctrl-C ends it", flush=True)
-    if block:
-        page.block_thread()
-    return page, url
+    page.block_thread()

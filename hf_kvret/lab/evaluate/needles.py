@@ -79,15 +79,10 @@ class NeedleLanguage:
         weights = ranks**-self.zipf_exponent
         return self.first_noise + rng.choice(len(ranks), size=size, p=weights / weights.sum())
 
-    def pairs(
-        self, rng: np.random.Generator, count: int, key_len: int = 2
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Distinct keys ``[count, key_len]`` and values ``[count, value_len]``, int64."""
-        space = self.n_keys**key_len
-        if count > space:
-            raise ValueError(f"count={count} distinct keys of {key_len} tokens: only {space} exist")
-        codes = rng.choice(space, size=count, replace=False)
-        digits = [(codes // self.n_keys**i) % self.n_keys for i in range(key_len)]
+    def pairs(self, rng: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Distinct keys ``[count, 2]`` and values ``[count, value_len]``, int64."""
+        codes = rng.choice(self.most_needles, size=count, replace=False)
+        digits = [codes % self.n_keys, codes // self.n_keys]
         values = rng.integers(self.n_values, size=(count, self.value_len))
         return np.stack(digits, axis=1) + self.first_key, values + self.first_value
 
@@ -120,7 +115,7 @@ class NeedleLanguage:
         return tokens, starts
 
     def questions(self, keys: np.ndarray) -> np.ndarray:
-        """``[count, key_len + 2]`` prompts ``Q key ->``; the answer is the needle's value."""
+        """``[count, 4]`` prompts ``Q key ->``; the answer is the needle's value."""
         count = len(keys)
         head, tail = np.full((count, 1), self.question), np.full((count, 1), self.arrow)
         return np.concatenate([head, keys, tail], axis=1)
