@@ -53,7 +53,7 @@ def test_every_cache_answers_and_reads_few_rows(report: dict) -> None:
     assert rows["flat"]["recall"] == pytest.approx(1.0)
     assert all(rows[name]["recall"] > 0.8 for name in ("paris", "lrqk", "ctkvr"))
     # Its first layer looks for positions, which windowed RoPE forgets.
-    assert min(rows["a2ats"]["recall_by_layer"][layer] for layer in ("1", "2")) > 0.4
+    assert min(rows["a2ats"]["recall_by_layer"][layer] for layer in ("1", "2")) > 0.3
     assert rows["full"]["recall_by_layer"] == {}
     by_layer = rows["lrqk"]["recall_by_layer"]
     assert list(by_layer) == ["0", "1", "2"]
