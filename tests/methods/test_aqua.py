@@ -70,6 +70,14 @@ def test_rows_come_back_as_near_as_their_codec_allows(kind: dict[str, Any]) -> N
     assert store.stats() == {"bits": kind.get("bits", 4)}
 
 
+def test_a_block_longer_than_a_chunk_is_coded_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, chunks = _store(), _store()
+    _fill(whole, 10, 70)
+    monkeypatch.setattr("hf_kvret.methods.aqua.store.CHUNK", 16)
+    _fill(chunks, 10, 70)
+    assert all(map(torch.equal, _read(chunks), _read(whole)))
+
+
 @every_kind
 def test_gather_and_attend_read_the_same_rows_as_chunks(kind: dict[str, Any]) -> None:
     store = _store(**kind)
