@@ -74,6 +74,12 @@ def test_a_cache_filled_by_another_model_is_refused(llama: PreTrainedModel) -> N
         half.generate(_ids(1, 40), **RUN, past_key_values=cache)
 
 
+def test_a_layer_that_the_cache_was_not_made_for_is_refused(llama: PreTrainedModel) -> None:
+    cache, rows = FlatKVCache(llama.config), torch.randn(1, 2, 3, 16)
+    with pytest.raises(ValueError, match="layer 2 of the model, but this cache was made for 2"):
+        cache.update(rows, rows, 2)
+
+
 def test_a_cache_reused_at_another_batch_size_is_refused(llama: PreTrainedModel) -> None:
     cache = _filled(llama)
     words = "this cache holds a batch of 1, the new tokens are a batch of 2: use a new cache"
