@@ -339,6 +339,20 @@ def test_rows_read_stay_when_the_layer_above_is_read(model: PreTrainedModel, art
     assert store.reconstruction is None and above.reconstruction is not None
 
 
+def test_no_reconstruction_outlives_a_crop_or_a_new_order(
+    model: PreTrainedModel, artifact: str
+) -> None:
+    """One is left where a pass breaks off, as an error in attention does it."""
+    for change in (lambda store: store.crop(30), lambda store: store.reorder(torch.tensor([0]))):
+        cache = make_cache(model, artifact)
+        read(model, cache, prompt(1, 60))
+        store = stores_of(cache)[1]
+        list(store.chunks())
+        before = store.nbytes()
+        change(store)
+        assert store.reconstruction is None and store.nbytes() < before
+
+
 def test_an_exact_first_layer_predicts_too(model: PreTrainedModel, artifact: str) -> None:
     cache = make_cache(model, artifact, first_bits=16)
     exact = make_cache(model, artifact, bits=16)
