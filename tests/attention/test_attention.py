@@ -60,16 +60,6 @@ def test_long_prompts_go_block_by_block_and_agree_with_the_base(
     torch.testing.assert_close(got[valid], expected[valid], atol=2e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_long_prompts_keep_the_dtype_of_a_model_with_sinks(
-    dtype: torch.dtype, blocks: list[tuple[int, ...]]
-) -> None:
-    model = MODELS["gpt_oss"].build().to(dtype)
-    cache = FlatKVCache(model.config, **SMALL)
-    out = model.generate(**_padded(), past_key_values=cache, max_new_tokens=3, do_sample=False)
-    assert out.shape == (3, 43) and blocks
-
-
 @pytest.mark.parametrize("compiled", [False, True])
 def test_without_padding_the_fastest_attention_takes_a_prompt(
     compiled: bool, blocks: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch

@@ -153,19 +153,6 @@ def test_other_weights_are_refused_by_generate_and_can_be_checked_by_hand(artifa
     assert cache.get_seq_length() == 0
 
 
-def test_an_artifact_of_the_hub_is_read_once_for_each_revision(
-    llama: PreTrainedModel, artifact: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    local = CalibrationArtifact.from_pretrained(artifact)
-    from_hub = Mock(return_value=local)
-    monkeypatch.setattr(CalibrationArtifact, "from_pretrained", from_hub)
-    cache = A2ATSCache(llama.config, artifact="someone/codebooks", revision="v1", **SMALL)
-    _fill(llama, cache)
-    A2ATSCache(llama.config, cache.options)
-    A2ATSCache(llama.config, artifact="someone/codebooks", revision="v2")
-    assert [call.kwargs["revision"] for call in from_hub.call_args_list] == ["v1", "v2"]
-
-
 def test_a_folder_that_was_written_anew_is_read_anew(
     llama: PreTrainedModel, artifact: Path
 ) -> None:

@@ -344,20 +344,6 @@ def test_cropped_tokens_are_forgotten_and_evicted_ones_stay_evicted(top_k: float
         assert not slots & evicted_before
 
 
-def test_a_crop_selects_anew_also_where_as_many_tokens_are_cold_as_before() -> None:
-    run = _read()
-    run.steps(range(10, 40))
-    cold_len = run.cold_len
-    run.crop(30)
-    run.prompt(_tokens(70, cold_len + OPTIONS["recent"] - 60))
-    assert run.cold_len == cold_len
-    ids = run.step(_tokens(50))
-    left = ~run.evicted[:, :, :cold_len]
-    left[:, :, : OPTIONS["sink"]] = False
-    assert slot_sets(ids) == slot_sets_of(left)
-    assert int(ids.max()) >= 60
-
-
 def test_a_crop_to_nothing_starts_a_new_text() -> None:
     run, fresh = _read(), Run()
     run.steps(range(10, 20))
