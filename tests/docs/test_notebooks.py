@@ -106,17 +106,6 @@ def test_a_notebook_keeps_the_outputs_of_one_run_and_names_what_is_there(path: P
         assert not anchor or anchor in anchors(goal), target
 
 
-def test_options_that_are_not_there_are_noticed() -> None:
-    tree = ast.parse(
-        "MODEL = 'needle'\n"
-        "command = f'eval niah --model {MODEL} --depth 3'\n"
-        "options = {'top_k': 4, 'topk': 4}\n"
-        "hf_kvret.ParisKVCache(config=model.config, recnt=2)\n"
-    )
-    assert sorted(unknown_options(tree)) == ["recnt", "topk"]
-    assert commands(tree) == [["eval", "niah", "--model", "needle", "--depth", "3"]]
-
-
 def cell(number: int | None = 1, code: str = "f()", **output: Any) -> dict[str, Any]:
     """A code cell with one output."""
     shown = output or {"output_type": "stream", "name": "stdout", "text": "1\n"}

@@ -187,15 +187,6 @@ def test_on_a_gpu_nothing_goes_through_the_cpu(bits: int) -> None:
         assert x.is_cuda and _share(x.cpu(), expected) < 1e-3
 
 
-def test_first_bits_are_those_of_the_lowest_layer() -> None:
-    lowest, above = (_store(bits=2, first_bits=4) for _ in range(2))
-    above.below = lambda: lowest
-    for store in (lowest, above):
-        _fill(store, 50)
-    assert [store.stats()["bits"] for store in (lowest, above)] == [4, 2]
-    assert lowest.nbytes() > 1.5 * above.nbytes()
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

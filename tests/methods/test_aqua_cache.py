@@ -353,6 +353,27 @@ def test_no_reconstruction_outlives_a_crop_or_a_new_order(
         assert store.reconstruction is None and store.nbytes() < before
 
 
+def test_positions_stay_with_their_tokens(model: PreTrainedModel, artifact: str) -> None:
+    """Also those of tokens that a crop brought back, fewer of which then leave the window first."""
+    cache, given = make_cache(model, artifact), torch.empty(2, 0, dtype=torch.int64)
+    for count, first, drop in (
+        (60, 0, 0),
+        *((1, 200 + step, 30 if step == 8 else 0) for step in range(9)),
+        *((1, 300 + step, 0) for step in range(14)),
+        (40, 500, 2),
+        (12, 800, 0),
+    ):
+        # Rows lie apart, and positions jump.
+        places = first + torch.arange(count) + torch.tensor([[0], [100]])
+        read(model, cache, prompt(2, count, salt=first), position_ids=places)
+        cache.crop(-drop)
+        given = torch.cat([given, places], dim=1)
+        given = given[:, : given.shape[1] - drop]
+        store = stores_of(cache)[0]
+        result = store._positions.rows[:, 0, : len(store)]
+        assert torch.equal(result, given[:, : len(store)].int())
+
+
 def test_an_exact_first_layer_predicts_too(model: PreTrainedModel, artifact: str) -> None:
     cache = make_cache(model, artifact, first_bits=16)
     exact = make_cache(model, artifact, bits=16)

@@ -114,12 +114,6 @@ def test_there_are_as_many_tiers_as_a_byte_holds_the_points_of() -> None:
     OURS.check_model(1024)
 
 
-@pytest.mark.parametrize("options", [OURS, PAPER], ids=["ours", "paper"])
-def test_the_selection_finds_them_when_only_a_fifth_are_candidates(options: ParisConfig) -> None:
-    overlap, mass = _quality(options, *_peaked(12_000, 64, batch=1), budget=100)
-    assert overlap > 0.85 and mass > 0.98
-
-
 def test_centering_keeps_recall_where_keys_share_a_large_part() -> None:
     keys, query = _peaked(2000, 64, common=8.0)
     centered, _ = _quality(OURS, keys, query, budget=100)
