@@ -164,7 +164,7 @@ def torch_default(default: torch.dtype | str) -> Iterator[None]:
 
 
 @pytest.mark.factor("method", list(METHODS))
-@pytest.mark.factor("default", [torch.float64, torch.bfloat16, "meta"])
+@pytest.mark.factor("default", [torch.float64, "meta"])
 @pytest.mark.factor("whole", [True, False])
 def test_defaults_of_torch_do_not_matter(
     method: str, default: torch.dtype | str, whole: bool, monkeypatch: pytest.MonkeyPatch

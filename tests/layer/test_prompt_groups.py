@@ -136,6 +136,15 @@ def document() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.from_numpy(text)[None], torch.from_numpy(values[0])
 
 
+RECIPE = {"above": 0, "floor": 0}
+
+
+@pytest.fixture(scope="module")
+def read(model: PreTrainedModel, document: tuple[torch.Tensor, torch.Tensor]) -> Any:
+    """A cache that has read the text by retrieval and answered, and its answer."""
+    return answer(model, document[0], prompt=RECIPE)
+
+
 def answer(model: PreTrainedModel, text: torch.Tensor, **options: Any) -> Any:
     cache = hf_kvret.ParisKVCache(config=model.config, top_k=64, **options)
     out = model.generate(text, past_key_values=cache, max_new_tokens=2, do_sample=False)
@@ -148,12 +157,12 @@ def answer(model: PreTrainedModel, text: torch.Tensor, **options: Any) -> Any:
 def test_a_needle_is_found_behind_a_prompt_that_retrieved(
     model: PreTrainedModel,
     document: tuple[torch.Tensor, torch.Tensor],
+    read: Any,
     chunk: int | None,
     stop: int,
 ) -> None:
     text, value = document
-    recipe = {"above": 0, "floor": 0}
-    cache, out = answer(model, text, prompt=recipe, prefill_chunk=chunk)
+    cache, out = read if chunk is None else answer(model, text, prompt=RECIPE, prefill_chunk=chunk)
     assert out.tolist() == value.tolist()
     for layer in cache.retrieval_layers:
         assert layer.kv.retrieved.spans == [(2 * GROUP, stop)]
@@ -164,7 +173,7 @@ def test_a_needle_is_found_behind_a_prompt_that_retrieved(
 def test_short_prompts_and_large_shares_attend_to_everything(
     model: PreTrainedModel, document: tuple[torch.Tensor, torch.Tensor]
 ) -> None:
-    text, _ = document
+    text = document[0][:, -1400:]
     plain, _ = answer(model, text)
     for recipe in ("retrieve", {"above": 0, "floor": 0, "top_k": 1.0}):
         cache, _ = answer(model, text, prompt=recipe)
@@ -174,10 +183,9 @@ def test_short_prompts_and_large_shares_attend_to_everything(
 
 
 def test_spans_follow_forks_crops_and_saves(
-    model: PreTrainedModel, document: tuple[torch.Tensor, torch.Tensor], tmp_path: Path
+    model: PreTrainedModel, read: Any, tmp_path: Path
 ) -> None:
-    recipe = {"above": 0, "floor": 0}
-    cache, _ = answer(model, document[0], prompt=recipe)
+    cache, _ = read
     fork = cache.fork()
     fork.crop(1500 - fork.get_seq_length())
     assert fork.retrieval_layers[0].kv.retrieved.spans == [(2 * GROUP, 1500)]
@@ -196,12 +204,12 @@ def test_what_was_announced_ends_with_a_crop_and_with_another_prompt(
     model: PreTrainedModel, document: tuple[torch.Tensor, torch.Tensor]
 ) -> None:
     """The last 512 tokens of a pass that nobody announced attend to everything."""
-    cache, _ = answer(model, document[0], prompt={"above": 0, "floor": 0})
+    cache, _ = answer(model, document[0], prompt=RECIPE)
     cache.crop(1500 - cache.get_seq_length())
     with torch.no_grad():
         model(document[0][:, 1500:2200], past_key_values=cache)
     assert cache.retrieval_layers[0].kv.retrieved.spans == [(2 * GROUP, 1536)]
-    fresh = hf_kvret.ParisKVCache(model.config, prompt={"above": 0, "floor": 0})
+    fresh = hf_kvret.ParisKVCache(model.config, prompt=RECIPE)
     fresh.expect(4000, 4000)
     with torch.no_grad():
         for start, stop in ((0, 4000), (0, 700)):

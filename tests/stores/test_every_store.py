@@ -202,18 +202,6 @@ def assert_close(tensor: torch.Tensor, expected: torch.Tensor, error: float) -> 
     torch.testing.assert_close(tensor, expected, atol=error, rtol=error)
 
 
-@pytest.mark.factor("memory", list(PLAIN))
-@pytest.mark.factor("length", [1, 3, 4, 5, 8, 9])
-@pytest.mark.factor("more", [1, 3, 4, 5])
-def test_appends_meet_at_page_edges(memory: str, length: int, more: int) -> None:
-    store, blocks = CASES[memory].make(), []
-    for seed, count in enumerate((length, more, 1)):
-        blocks.append(draw(2, count, seed=seed))
-        store.append(TokenBlock(*blocks[-1], start=len(store)))
-    keys, values = (torch.cat(tensors, dim=2) for tensors in zip(*blocks, strict=True))
-    check_reads(store, (keys, values), CASES[memory], random.Random(0))
-
-
 @pytest.mark.parametrize("name", ["device", "higgs-4-device-16"])
 def test_attending_to_nothing_gives_zero_and_minus_infinity(name: str) -> None:
     case = CASES[name]

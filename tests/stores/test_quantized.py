@@ -44,19 +44,9 @@ def test_rows_come_back_in_the_models_dtype(dtype: torch.dtype) -> None:
                 torch.testing.assert_close(tensor, expected, atol=ERROR, rtol=unit)
 
 
-def test_the_more_bits_the_nearer_to_the_keys() -> None:
-    keys, _ = draw(2, 100, (16, 16))
-    energy = (keys - keys.mean(2, keepdim=True)).square().sum()
-    errors = []
-    for bits in (2, 3, 4):
-        ((_, near, _),) = _filled(bits=bits).chunks()
-        errors.append(float((near - keys).square().sum() / energy))
-    # What the grids lose on normal numbers, roughly: groups of 16 are few to look normal.
-    assert errors == pytest.approx([0.1075, 0.0296, 0.0077], rel=0.25)
-
-
-@pytest.mark.parametrize("dims", [*DIMS, (128, 128, 128), (128, 64, 64)], ids=str)
-@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("dims", "bits"), [(DIMS[0], 2), (DIMS[2], 3), ((128, 64, 64), 4)], ids=str
+)
 def test_bytes_are_codes_and_a_scale_for_each_group(dims: tuple[int, int, int], bits: int) -> None:
     elements, group = dims[0] + dims[1], dims[2]
     row = elements * bits / 8 + elements / group * 2
@@ -132,16 +122,6 @@ def test_older_saves_have_keys_without_a_mean() -> None:
     ((_, expected, _),) = _filled().chunks()
     torch.testing.assert_close(keys + mean[:, :, None], expected, atol=ERROR, rtol=ERROR)
     assert "key_mean" not in loaded.state_dict()
-
-
-def test_coded_rows_are_loaded_as_they_are_on_the_device_and_on_the_host() -> None:
-    for saved, fresh in ((CODED["device"], CODED["host"]), (CODED["host"], CODED["device"])):
-        state, loaded = _filled(memory=saved).state_dict(), QuantizedStore(fresh(CPU), 4)
-        loaded.load_state_dict(state, CPU)
-        again = loaded.state_dict()
-        assert again.keys() == state.keys()
-        for name, tensor in state.items():
-            assert again[name].dtype == tensor.dtype and torch.equal(again[name], tensor)
 
 
 @pytest.mark.parametrize("dims", [(20, 16), (16, 12), (4, 4)])
