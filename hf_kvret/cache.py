@@ -542,21 +542,17 @@ class LayerStack:
         RuntimeError where another layer got tokens and its attention was never called.
         """
         if self._newest is not None and self._newest.pending_attention:
-            self._refuse_next(method)
+            self._check_thread()
+            raise RuntimeError(
+                f"layer {self._layers.index(self._newest)} was given tokens but its attention was "
+                "never called: the model does not use hf_kvret's attention, or a forward pass "
+                f"broke off. Call hf_kvret.attach(model) or model.set_attn_implementation"
+                f"({method!r}) before the forward pass (generate does it by itself), and drop the "
+                "pass with cache.crop(0), or start with a new cache. If it is attached, it changes "
+                "the keys after the cache: use cache_implementation='dynamic'"
+            )
         if isinstance(layer, RetrievalLayer):
             self._newest = layer
-
-    def _refuse_next(self, method: str) -> None:
-        assert self._newest is not None, "a layer waits"
-        self._check_thread()
-        raise RuntimeError(
-            f"layer {self._layers.index(self._newest)} was given tokens but its attention was "
-            "never called: the model does not use hf_kvret's attention, or a forward pass broke "
-            f"off. Call hf_kvret.attach(model) or model.set_attn_implementation({method!r}) "
-            "before the forward pass (generate does it by itself), and drop the pass with "
-            "cache.crop(0), or start with a new cache. If it is attached, it changes the keys "
-            "after the cache: use cache_implementation='dynamic'"
-        )
 
     def check_pass(self) -> None:
         """RuntimeError where the last forward pass did not reach all layers, or reached ahead."""

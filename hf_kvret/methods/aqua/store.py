@@ -136,13 +136,6 @@ class AquaStore(Store):
         rows, ids = self._dense(ids)
         return rows.gather(ids)
 
-    def decoded_chunks(
-        self, first: int, last: int
-    ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        """Coded tokens ``first .. last``: ``(index, keys [B, Hkv, n, Dk], values)`` in order."""
-        for start, end in _spans(first, last, CHUNK):
-            yield start, *self._as_attention_reads(self._reconstruct(start, end))
-
     def chunks(
         self, chunk_len: int = CHUNK, stop: int | None = None
     ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
@@ -242,9 +235,9 @@ class AquaStore(Store):
         tokens = ids[ids >= 0]
         first, last = (int(tokens.min()), int(tokens.max()) + 1) if len(tokens) else (0, 1)
         rows = PagedStore(DeviceMemory(self.memory.device))
-        for start, keys, values in self.decoded_chunks(first, last):
-            in_key = self.value_in_key
-            rows.append(TokenBlock(keys, values, start - first, value_in_key=in_key))
+        for start, end in _spans(first, last, CHUNK):
+            keys, values = self._as_attention_reads(self._reconstruct(start, end))
+            rows.append(TokenBlock(keys, values, start - first, value_in_key=self.value_in_key))
         return rows, torch.where(ids >= 0, ids - first, ids)
 
     def _encode(self, coder: RowCoder, block: TokenBlock) -> None:
