@@ -55,12 +55,18 @@ def contents(state: Outer) -> dict[str, Any]:
     return {name: x.tolist() for name, x in state.state_dict().items()}
 
 
-def test_a_new_state_holds_nothing_and_saves_nothing() -> None:
-    state = Outer({})
-    assert state.state_dict() == {} and state.nbytes() == 0
-    state.ratio = 2.0
-    assert state.state_dict() == {}, "numbers of nothing"
-    assert Outer({}).ratio == math.inf, "another instance has its own"
+def test_a_new_state_and_a_reset_one_hold_nothing() -> None:
+    new, state = Outer({}), filled()
+    new.ratio = 2.0
+    assert new.state_dict() == {} and new.nbytes() == 0, "numbers of nothing are not saved"
+    buffers = state.keys.nbytes() + state.recent.nbytes()
+    assert state.nbytes() == buffers + (2 + 4 + 2) * 4
+    state.crop(1)
+    assert len(state.keys) == 1 and len(state.recent) == 2, "a crop cuts cold tokens alone"
+    state.reset()
+    assert contents(state) == {} and state.nbytes() == 0
+    assert (state.flag, state.ratio, state.inner.count) == (False, math.inf, 0)
+    assert state.options == {"top_k": 3}, "what was not declared stays"
 
 
 def test_rows_of_the_batch_are_reordered_but_for_what_has_none() -> None:
@@ -70,12 +76,6 @@ def test_rows_of_the_batch_are_reordered_but_for_what_has_none() -> None:
     assert state.mean is not None and state.mean.tolist() == [6, 6, 5]
     assert state.inner.sums is not None and state.inner.sums.tolist() == [8, 8, 7]
     assert state.table is not None and state.table.tolist() == [0, 1, 2, 3]
-
-
-def test_a_crop_cuts_cold_tokens_alone() -> None:
-    state = filled()
-    state.crop(1)
-    assert len(state.keys) == 1 and len(state.recent) == 2
 
 
 def test_a_fork_is_independent_and_shares_options() -> None:
@@ -89,12 +89,6 @@ def test_a_fork_is_independent_and_shares_options() -> None:
     twin.mean.zero_()
     twin.inner.count, twin.inner.sums = 0, None
     assert contents(state) == before
-
-
-def test_bytes_are_those_of_all_tensors() -> None:
-    state = filled()
-    buffers = state.keys.nbytes() + state.recent.nbytes()
-    assert state.nbytes() == buffers + (2 + 4 + 2) * 4
 
 
 def test_a_saved_state_comes_back() -> None:
@@ -114,6 +108,43 @@ def test_a_saved_state_comes_back() -> None:
         other.load_state_dict({})
 
 
+@pytest.mark.parametrize("name", ["keys", "inner.sums", "inner.count", "counts"])
+def test_a_missing_tensor_is_named(name: str) -> None:
+    saved = filled().state_dict()
+    del saved[name]
+    with pytest.raises(KeyError, match=name.split(".")[-1]):
+        Outer({}).load_state_dict(saved)
+
+
+def test_parts_are_made_or_assigned() -> None:
+    state, other = filled(), Outer({})
+    state.maybe = Inner()
+    state.maybe.sums, state.maybe.count = torch.ones(2), 4
+    other.load_state_dict(state.state_dict())
+    assert other.maybe is not None and other.maybe.count == 4
+    other.reset()
+    assert other.maybe is None
+    with pytest.raises(ValueError, match=r"part\(optional=True\).* pass make, .*or saved=False"):
+        part(optional=True)
+
+    class Forgetful(State):
+        inner: Inner = part()
+
+    with pytest.raises(RuntimeError, match=r"the part inner was not made: assign it in __init__"):
+        Forgetful().load_state_dict({})
+
+
+def test_a_part_may_be_empty_where_that_is_said() -> None:
+    class Holder(State):
+        rows: TokenBuffer = tokens()
+        may: Inner = part(Inner, may_be_empty=True)
+
+    state, other = Holder(), Holder()
+    state.rows.append(rows(1))
+    other.load_state_dict(state.state_dict())
+    assert other.may.sums is None and len(other.rows) == 1
+
+
 def test_fields_of_all_bases_count() -> None:
     class Other(State):
         more: torch.Tensor | None = tensor(optional=True)
@@ -128,63 +159,6 @@ def test_fields_of_all_bases_count() -> None:
     both = Both({})
     both.load_state_dict(saved)
     assert both.more is both.mean is None and len(both.keys) == 3, "these may be missing"
-
-
-def test_a_part_may_be_empty_where_that_is_said() -> None:
-    class Holder(State):
-        rows: TokenBuffer = tokens()
-        must: Inner = part(Inner)
-        may: Inner = part(Inner, may_be_empty=True)
-
-    state = Holder()
-    state.rows.append(rows(1))
-    with pytest.raises(KeyError, match="sums"):
-        Holder().load_state_dict(state.state_dict())
-    state.must.sums = torch.ones(1)
-    other = Holder()
-    other.load_state_dict(state.state_dict())
-    assert other.may.sums is None and len(other.rows) == 1
-
-
-@pytest.mark.parametrize("name", ["keys", "inner.sums", "inner.count", "counts"])
-def test_a_missing_tensor_is_named(name: str) -> None:
-    saved = filled().state_dict()
-    del saved[name]
-    with pytest.raises(KeyError, match=name.split(".")[-1]):
-        Outer({}).load_state_dict(saved)
-
-
-def test_an_optional_part_is_made_where_it_was_saved() -> None:
-    state = filled()
-    state.maybe = Inner()
-    state.maybe.sums, state.maybe.count = torch.ones(2), 4
-    other = Outer({})
-    other.load_state_dict(state.state_dict())
-    assert other.maybe is not None and other.maybe.count == 4
-    other.reset()
-    assert other.maybe is None
-
-
-def test_an_optional_part_that_is_saved_says_how_it_is_made() -> None:
-    with pytest.raises(ValueError, match=r"part\(optional=True\).* pass make, .*or saved=False"):
-        part(optional=True)
-    part(optional=True, saved=False)
-
-
-def test_a_part_that_nobody_made_is_named_when_it_is_loaded() -> None:
-    class Forgetful(State):
-        inner: Inner = part()
-
-    with pytest.raises(RuntimeError, match=r"the part inner was not made: assign it in __init__"):
-        Forgetful().load_state_dict({})
-
-
-def test_reset_leaves_what_was_not_declared() -> None:
-    state = filled()
-    state.reset()
-    assert contents(state) == {} and state.nbytes() == 0
-    assert (state.flag, state.ratio, state.inner.count) == (False, math.inf, 0)
-    assert state.options == {"top_k": 3}
 
 
 @pytest.mark.parametrize(

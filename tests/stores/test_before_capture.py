@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -38,11 +40,6 @@ def _attend(store: Store, count: int = 5, batch: int = 2) -> None:
     store.begin(torch.randn(batch, HEADS, 1, DIM), ids, 1.0)()
 
 
-def _writing(memory: HostMemory) -> Write:
-    memory._last_write = Write()
-    return memory._last_write
-
-
 @pytest.mark.parametrize("store_name", ["host", "resident", "cpu", "coded", "split"])
 def test_a_capture_waits_for_writes_on_the_host_and_leaves_nothing_to_wait_for(
     store_name: str,
@@ -58,7 +55,8 @@ def test_a_capture_waits_for_writes_on_the_host_and_leaves_nothing_to_wait_for(
     }[store_name]
     assert isinstance(memory, HostMemory)
     _filled(store)
-    write = _writing(memory)
+    write: Any = Write()
+    memory._last_write = write
     _attend(store)
     assert write.waits, "a reader waits for what is being written"
     write.waits.clear()
