@@ -208,12 +208,35 @@ class RetrievalLayer(CacheLayerMixin):
     @property
     def keys(self) -> torch.Tensor | None:
         """``[B, Hkv, T, Dk]`` of all tokens, made when it is used; None before the first update."""
-        return None if self.kv is None else _rows_of(self.kv, 0)
+        return self._rows("keys")
 
     @property
     def values(self) -> torch.Tensor | None:
         """``[B, Hkv, T, Dv]`` of all tokens, as ``keys``."""
-        return None if self.kv is None else _rows_of(self.kv, 1)
+        return self._rows("values")
+
+    def _rows(self, name: str) -> CachedRows | None:
+        kv = self.kv
+        if kv is None:
+            return None
+        like = kv.window.keys if name == "keys" else kv.window.values
+        # Whoever keeps the rows keeps no memory of a cache that was reset.
+        read = partial(self._read_rows, name, kv.length, weakref.ref(kv), len(like))
+        return CachedRows(like, kv.length, read)
+
+    def _read_rows(
+        self, name: str, length: int, owner: weakref.ref[LayerKV], batch: int
+    ) -> torch.Tensor:
+        """The first ``length`` keys or values; RuntimeError where they are no longer held."""
+        kv = self.kv
+        same = kv is not None and kv is owner() and kv.batch_size == batch
+        if kv is None or not same or length > kv.length:
+            raise RuntimeError(
+                f"the cache has dropped some of these {length} {name} since they were read: "
+                f"read layer.{name} again"
+            )
+        keys, values = kv.rows(length)
+        return keys if name == "keys" else values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of the keys that a mask for ``query_length`` new queries covers."""
@@ -524,23 +547,6 @@ class RetrievalLayer(CacheLayerMixin):
                 "another model, or damaged; save it again"
             )
         return shape.heads if heads == shape.kv_heads else None
-
-
-def _rows_of(kv: LayerKV, side: int) -> CachedRows:
-    """The keys (side 0) or values (1) of all tokens, as a tensor that is made when it is used."""
-    # Whoever keeps the rows keeps no memory of a cache that was reset.
-    owner, length, batch = weakref.ref(kv), kv.length, kv.batch_size
-
-    def read() -> torch.Tensor:
-        kv = owner()
-        if kv is None or kv.batch_size != batch or length > kv.length:
-            raise RuntimeError(
-                f"the cache has dropped some of these {length} keys or values since they were "
-                "read: read layer.keys and layer.values again"
-            )
-        return kv.rows(length)[side]
-
-    return CachedRows((kv.window.keys, kv.window.values)[side], length, read)
 
 
 def _new_store(make_store: MakeStore, below: RetrievalLayer | None, first: FirstRows) -> Store:
