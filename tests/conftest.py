@@ -27,41 +27,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _patch_language_once_a_launch() -> None:
-    """Triton's interpreter patches its language anew at each call of a device function.
+if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
+    # Imported here, because the lines on top must come before any module with a kernel.
+    from .interpreter import patch_interpreter
 
-    That takes longer than most of these functions. Here a launch does it once for each module of
-    the language. What is done again only finds what it did before.
-    """
-    if importlib.util.find_spec("triton") is None:
-        return
-    from triton import language
-    from triton.runtime import interpreter
-
-    patch, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
-    is_patched: set[Any] = set()
-
-    def patch_once(function: Any) -> Any:
-        values = function.__globals__.values()
-        modules = frozenset(x for x in (language, language.core) if any(x is y for y in values))
-        if modules in is_patched:
-            return None
-        scope = patch(function)
-        is_patched.add(modules)
-        return scope
-
-    def launch_once(*args: Any, **kwargs: Any) -> None:
-        is_patched.clear()
-        try:
-            launch(*args, **kwargs)
-        finally:
-            is_patched.clear()
-
-    interpreter._patch_lang, interpreter.GridExecutor.__call__ = patch_once, launch_once
-
-
-if os.environ.get("TRITON_INTERPRET") == "1":
-    _patch_language_once_a_launch()
+    patch_interpreter()
 
 PLACES: dict[str, tuple[str, ...]] = {
     "naive-cpu": ("naive", "cpu"),
