@@ -14,7 +14,9 @@ Allowed = Callable[[Case], bool]
 
 
 def pairwise(
-    factors: Mapping[Any, Sequence[Hashable]], allowed: Allowed = lambda case: True
+    factors: Mapping[Any, Sequence[Hashable]],
+    allowed: Allowed = lambda case: True,
+    apart: Sequence[tuple[Any, Any]] = (),
 ) -> list[Case]:
     """Cases, each with a value for every factor, that cover all pairs of values of two factors.
 
@@ -25,6 +27,7 @@ def pairwise(
     Args:
         factors: values by name of the factor, each at least one.
         allowed: whether there may be a case; called with the values of some factors, or of all.
+        apart: two factors each whose values need not all meet.
 
     Raises:
         ValueError: a factor without values.
@@ -37,6 +40,7 @@ def pairwise(
     missing = {
         frozenset(pair.items())
         for one, other in combinations(names, 2)
+        if (one, other) not in apart and (other, one) not in apart
         for pair in full_product({one: factors[one], other: factors[other]})
         if allowed(pair)
     }

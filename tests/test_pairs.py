@@ -30,6 +30,15 @@ def test_cases_that_are_not_allowed_are_left_out_and_no_other() -> None:
     assert pairs_of(cases) == pairs_of(filter(allowed, full_product(factors)))
 
 
+def test_values_of_two_factors_that_are_apart_need_not_all_meet() -> None:
+    factors = {"model": list(range(9)), "mode": list(range(8)), "store": ["x", "y"]}
+    cases = pairwise(factors, apart=[("mode", "model")])
+    assert len(cases) < 9 * 8 / 2
+    whole = full_product(factors)
+    wanted = {pair for pair in pairs_of(whole) if "store" in dict(pair)}
+    assert wanted <= pairs_of(cases)
+
+
 def test_a_factor_without_values_is_refused() -> None:
     with pytest.raises(ValueError, match="factors without values: b"):
         pairwise({"a": [1], "b": []})
