@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Callable
 from functools import partial
@@ -31,9 +30,8 @@ from hf_kvret.testing import (
     run_conformance,
 )
 from hf_kvret.testing.conformance import first_difference, widest_span
-from hf_kvret.testing.scenario import Outcome, dynamic_cache, prompt
+from hf_kvret.testing.scenario import Outcome, dynamic_cache
 
-GREEDY = {"max_new_tokens": 16, "do_sample": False}
 NEWEST = Version(transformers.__version__) >= Version("5.23")
 
 
@@ -158,27 +156,6 @@ def test_a_broken_cache_fails_where_its_fault_shows_only(
 def test_a_lost_token_shows_in_the_logits_of_every_model() -> None:
     results = run_conformance(LosesOneToken, list(MODELS), ["greedy_ragged"], **PLAIN)
     assert {result.status for result in results} == {"failed"}
-
-
-def test_a_lost_token_changes_the_text_of_most_models() -> None:
-    """Token ids alone must be telling, whichever token of the prompt is lost."""
-    changed, tried = 0, 0
-    for model in (tiny.build() for tiny in MODELS.values()):
-        ids = prompt(1, 60, salt=1)
-        filled = dynamic_cache(model)
-        with torch.no_grad():
-            model(ids[:, :-1], past_key_values=filled)
-        right = model.generate(ids, past_key_values=copy.deepcopy(filled), **GREEDY)
-        for lost in (5, 12, 20, 30, 40, 47):
-            cache = copy.deepcopy(filled)
-            for layer in cache.layers:
-                if type(layer) is DynamicLayer:
-                    layer.keys[:, :, lost] = 0
-                    layer.values[:, :, lost] = 0
-            wrong = model.generate(ids, past_key_values=cache, **GREEDY)
-            changed += int(not torch.equal(wrong, right))
-            tried += 1
-    assert changed / tried > 0.6
 
 
 @pytest.mark.parametrize("mode", ["greedy", "crop_deep"])

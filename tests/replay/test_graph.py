@@ -87,27 +87,24 @@ def test_steps_of_a_cache_that_is_still_dense_are_replayed() -> None:
     assert step._cache.retrieval_layers[0].kv.cold_len == 0
 
 
-@pytest.mark.parametrize("padded", [False, True])
 def test_generate_replays_by_itself_and_gives_the_same_tokens(
-    llama: PreTrainedModel, padded: bool, graphs: list[DecodeGraph]
+    shallow: PreTrainedModel, graphs: list[DecodeGraph]
 ) -> None:
     tokens = torch.arange(2 * PROMPT).view(2, PROMPT) % 40 + 10
     mask = torch.ones_like(tokens)
-    mask[1, : 5 * padded] = 0
+    mask[1, :5] = 0
     request: dict[str, Any] = {
         "attention_mask": mask, "max_new_tokens": 9, "min_new_tokens": 9, "do_sample": False,
     }  # fmt: skip
     named = {"cache_implementation": "flat", "cache_config": COVERING}
-    expected = llama.generate(tokens, **request)
+    expected = shallow.generate(tokens, **request)
     with taped():
-        text = llama.generate(tokens, **named, **request)
+        assert torch.equal(shallow.generate(tokens, **named, **request), expected)
         (step,) = graphs
         assert step.replays >= 4
-        if padded:
-            named["cache_config"] = {**COVERING, "graph": False}
-            llama.generate(tokens, **named, **request)
-            assert all(graph.reason == "graph=False" for graph in graphs[1:])
-    assert torch.equal(text, expected)
+        named["cache_config"] = {**COVERING, "graph": False}
+        shallow.generate(tokens, **named, **request)
+        assert all(graph.reason == "graph=False" for graph in graphs[1:])
 
 
 def test_sampled_tokens_are_the_same_for_a_seed(shallow: PreTrainedModel) -> None:
@@ -237,31 +234,23 @@ def test_methods_and_stores_that_need_the_host_say_so(
 
 
 def test_inputs_that_a_replay_would_not_see_are_not_replayed(shallow: PreTrainedModel) -> None:
-    def reason(**more: Any) -> str | None:
-        cache = small_cache(shallow)
-        step = DecodeGraph(shallow, cache)
-        loop = DecodeLoop(lambda **inputs: step(**{**inputs, **more}), cache)
-        loop.run(3)
-        return step.reason if not step.replays else f"replayed {step.replays}"
-
     with taped():
-        assert reason() == "replayed 1"
-        cache = small_cache(shallow, flush=7)
+        cache = small_cache(shallow, flush=12)
         step = DecodeGraph(shallow, cache)
         loop = DecodeLoop(step, cache)
-        loop.run(3)
-        loop.call = lambda **inputs: step(**inputs, output_hidden_states=True)
-        loop.step()
-        assert step.reason == "output_hidden_states=True"
-        loop.call = step
-        loop.run(3)
-        assert step.reason is None
-        assert step.replays >= 2
-        assert reason(output_hidden_states=True) == "output_hidden_states=True"
-        # What transformers hooked into the model for that stays there, and is no obstacle.
-        assert reason() == "replayed 1"
-        assert "position_ids" in str(reason(position_ids=None))
-        assert "token_type_ids" in str(reason(token_type_ids=torch.zeros(2, 1)))
+        for more, reason in (
+            ({"output_hidden_states": True}, "output_hidden_states=True"),
+            ({"position_ids": None}, "position_ids"),
+            ({"token_type_ids": torch.zeros(2, 1)}, "token_type_ids"),
+        ):
+            # What transformers hooked into the model for hidden states stays, and is no obstacle.
+            loop.call = step
+            loop.run(2)
+            assert step.reason is None and step.replays
+            replays = step.replays
+            loop.call = lambda more=more, **inputs: step(**{**inputs, **more})
+            loop.step()
+            assert reason in str(step.reason) and step.replays == replays
 
 
 @pytest.mark.gpu
@@ -297,11 +286,11 @@ def test_a_second_turn_after_replayed_steps_has_its_own_positions(
     # Steps with types of tokens are not replayed; a question has none.
     second.pop("mm_token_type_ids")
     whole = next_turn(model, talk.first, talk.answer, pictures=True)
-    reference = ask(model, whole, max_new_tokens=16)
+    reference = ask(model, whole, max_new_tokens=7)
     ask(model, talk.others[1])
     with taped():
-        answer = ask(model, second, cache, max_new_tokens=16)
-    assert graphs[-1].reason is None and graphs[-1].replays > 4
+        answer = ask(model, second, cache, max_new_tokens=7)
+    assert graphs[-1].reason is None and graphs[-1].replays > 1
     assert_same(answer, reference)
     ask(model, talk.others[0])
     third = ask(model, next_turn(model, second, answer), cache)
@@ -332,10 +321,10 @@ def sliding_model(name: str = "gemma3") -> Any:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_full_windows_are_replayed_bit_for_bit(name: str) -> None:
-    step = compare(lambda loop: loop.run(7), model=sliding_model(name), **SLIDING)
+    step = compare(lambda loop: loop.run(5), model=sliding_model(name), **SLIDING)
     assert step.reason is None
-    assert step.captures >= 2
-    assert step.replays >= 3
+    assert step.captures >= 1
+    assert step.replays >= 2
 
 
 @pytest.mark.slow
