@@ -62,7 +62,6 @@ def _possible(case: dict[str, Any]) -> bool:
     return is_served(case) and case.get("mode") not in impossible.get(case.get("model", ""), ())
 
 
-
 @pytest.mark.allowed(when=_possible, apart=[("model", "mode")])
 @pytest.mark.factor("rest", list(RESTS))
 @pytest.mark.factor("store", STORES)

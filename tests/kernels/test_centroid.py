@@ -52,13 +52,6 @@ def test_similarity_of_narrow_dtypes_is_exact(place: Place, dtype: torch.dtype) 
     check_similarity(place, normal(1, 2, 2, 3, 2, 16), centroids)
 
 
-def test_similarity_reads_no_spare_room(place: Place) -> None:
-    room = torch.full((2, 2, 40, 3, 16), float("nan"))
-    room[:, :, :35] = normal(2, 2, 2, 35, 3, 16)
-    query = normal(1, 2, 3, 2, 3, 16).transpose(1, 2)
-    check_similarity(place, query, room[:, :, :35])
-
-
 def test_a_query_of_zeros_is_near_to_none(place: Place) -> None:
     backend, device = place
     centroids = normal(2, 1, 1, 5, 2, 16).to(device)
@@ -86,14 +79,6 @@ def test_lists_are_unpacked_as_they_were_packed(place: Place, rho: int, with_hig
     assert result.shape == (2, 3, 2, 4, rho) and result.dtype == torch.int32
     for b, h, q, c in torch.cartesian_prod(*map(torch.arange, index.shape)).tolist():
         assert result[b, h, q, c].tolist() == ids[b, h, index[b, h, q, c]].tolist()
-
-
-def test_without_indices_no_lists_are_taken(place: Place) -> None:
-    backend, device = place
-    low = torch.zeros(1, 2, 3, 5, dtype=torch.int16, device=device)
-    index = torch.zeros(1, 2, 0, 4, dtype=torch.int64, device=device)
-    result = centroid.take_lists(low, None, index, backend=backend)
-    assert result.shape == (1, 2, 0, 4, 5) and result.dtype == torch.int32
 
 
 def check_united(place: Place, drawn: torch.Tensor, valid: torch.Tensor) -> None:
@@ -125,10 +110,6 @@ def test_united_lists_name_each_valid_token_once_where_it_came_first(
     valid = torch.rand(2, 35, generator=generator) < 0.7
     check_united(place, drawn, valid)
     check_united(place, drawn.transpose(1, 2), valid.expand(2, 35).t().contiguous().t())
-
-
-def test_one_token_named_by_all_is_kept_once(place: Place) -> None:
-    check_united(place, torch.full((1, 1, 2, 1500), 3).int(), torch.ones(1, 4, dtype=torch.bool))
 
 
 def test_rows_that_share_a_small_table_do_not_mix(
@@ -382,31 +363,6 @@ def test_keys_of_several_dtypes_are_copied_without_rounding(
     valid = torch.ones(2, 50, dtype=torch.bool)
     result = centroid.top_keys(queries, chunks, 9, **_options(valid, "naive"))
     assert torch.equal(result, best_keys(queries, keys, 9, valid, _options(valid)["scale"]))
-
-
-@pytest.mark.parametrize("n", [1, 90, 1000])
-def test_the_best_of_tiles_are_the_best(n: int) -> None:
-    for tile in range(1, 9):
-        relevance = normal(tile, 3, -(-n // tile) * tile)
-        k = min(40, relevance.shape[1] // tile)
-        values, places = naive._best_of_tiles(relevance, tile, k)
-        assert torch.equal(values, relevance.topk(k).values)
-        assert torch.equal(relevance.gather(1, places), values)
-
-
-def test_chunks_may_be_empty(place: Place) -> None:
-    backend, device = place
-    queries, keys = normal(1, 1, 1, 2, 2, 16).to(device), normal(2, 1, 1, 30, 16).to(device)
-    valid = torch.ones(1, 30, dtype=torch.bool, device=device)
-
-    def chunks() -> Iterator[tuple[int, torch.Tensor]]:
-        yield 0, keys[:, :, :0]
-        yield 0, keys
-        yield 30, keys[:, :, :0]
-
-    options = _options(valid, backend)
-    with_empty = centroid.top_keys(queries, chunks, 5, **options)
-    assert torch.equal(with_empty, centroid.top_keys(queries, in_chunks(keys, 30), 5, **options))
 
 
 def test_equal_keys_are_listed_once_each_and_none_better_is_left_out(place: Place) -> None:

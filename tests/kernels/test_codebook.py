@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from hf_kvret_kernels import codebook as book
-from hf_kvret_kernels.top_k import top_k
 
 from .draws import Place, draw, generator, moved_with_room, on, refused
 
@@ -177,19 +176,6 @@ def test_views_of_a_growing_buffer_are_read_in_place(place: Place) -> None:
         torch.testing.assert_close(got, expected, rtol=0, atol=LSE_ERROR)
 
 
-def test_the_best_tokens_are_those_of_the_nearest_codewords(place: Place) -> None:
-    """Encode, table, look-up and top-k: with a codeword for each token it is exact retrieval."""
-    backend, device = place
-    keys, query = draw(1, 2, 90, 16, seed=9), draw(1, 4, 1, 16, seed=10)
-    words = keys[0].to(device)
-    codes = book.encode(keys.to(device), words, backend=backend)
-    table = book.score_table(query.to(device), words, scale=0.25, backend=backend)
-    ids = top_k(book.lookup_scores(table, codes, backend=backend), 10, backend=backend)
-    exact = torch.einsum("bhgqd,bhnd->bhgqn", query.view(1, 2, 2, 1, 16), keys).double() * 0.25
-    best = exact.log_softmax(-1).amax(2).topk(10).indices
-    assert torch.equal(ids.cpu().long().sort().values, best.sort().values)
-
-
 def test_arguments_that_do_not_fit_are_named() -> None:
     table, codes = torch.zeros(1, 4, 1, 6), torch.zeros(1, 2, 5, dtype=torch.int16)
     for scores in (book.lookup, book.lookup_scores):
@@ -207,18 +193,6 @@ def test_arguments_that_do_not_fit_are_named() -> None:
     for counts in (torch.zeros(1, 2, 5).int(), torch.zeros(1, 2, 6)):
         words = r"counts is .* pass int32 \[1, 2, 6\]"
         refused(words, book.lookup_scores, table, codes, counts=counts)
-
-
-def test_arguments_of_score_table_that_do_not_fit_are_named() -> None:
-    query, words = torch.zeros(1, 4, 1, 8), torch.zeros(2, 6, 8)
-    for wrong in (query.double(), query[0]):
-        refused(r"query is .* \[B, Hq, Q, D\]", book.score_table, wrong, words)
-    refused(r"pass fp32 or bf16 \[2, any, 8\]", book.score_table, query, words[..., :7])
-    for count in (0, 3):
-        with pytest.raises(ValueError, match=f"codebook has {count} heads: must divide the 4"):
-            book.score_table(query, torch.zeros(count, 6, 8))
-    refused("softcap=-1", book.score_table, query, words, softcap=-1.0)
-    refused(r"codebook is .* on meta", book.score_table, query, words.to("meta"))
 
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -261,14 +235,6 @@ def test_each_token_gets_its_nearest_codeword(
     x = draw(2, 3, n, D, seed=0, dtype=dtype)
     words = draw(3, C, D, seed=1) * torch.rand(3, C, 1, generator=generator(2)) * 2
     check_nearest(place, x, words.to(words_dtype))
-
-
-def test_tokens_at_codewords_get_their_ids(place: Place) -> None:
-    """The nearest is another one if the halves of squared norms are left out."""
-    words = draw(2, 300, 64, seed=3) + 5
-    order = torch.randperm(300, generator=generator(4))
-    codes = check_nearest(place, words[None, :, order], words)
-    assert torch.equal(codes, order.expand(1, 2, 300))
 
 
 def test_of_equally_near_codewords_the_first_is_taken(place: Place) -> None:
@@ -341,17 +307,6 @@ def test_a_token_of_nan_gets_0_and_harms_no_other(place: Place) -> None:
     assert torch.equal(codes, clean)
 
 
-def test_the_first_of_equal_codewords_is_taken_across_tiles(place: Place) -> None:
-    """Of 128 codewords, 64 to a tile; torch alone has tiles."""
-    words = draw(1, 64, 8, seed=19)
-    words[0, 40] = words[0, 5]
-    words = words.repeat(1, 2, 1)
-    codes = book.encode(on(place, words[None]), on(place, words), backend=place[0]).cpu()[0, 0]
-    expected = torch.arange(128) % 64
-    expected[expected == 40] = 5
-    assert torch.equal(codes.long(), expected)
-
-
 @pytest.mark.factor("shape", [(2, 3, 0, 8), (0, 3, 5, 8)])
 def test_no_tokens_have_no_codes(place: Place, shape: tuple[int, ...]) -> None:
     words = on(place, draw(3, 4, 8, seed=16))
@@ -395,30 +350,3 @@ def test_codes_are_counted(place: Place, n: int, C: int, masked: bool) -> None:
         for h in range(3):
             expected = codes[b, h, indices].long().bincount(minlength=C)
             assert torch.equal(counts[b, h].cpu().long(), expected)
-
-
-def test_arguments_of_encode_that_do_not_fit_are_named() -> None:
-    x, words = torch.zeros(1, 2, 5, 8), torch.zeros(2, 6, 8)
-    refused(r"x is torch\.float64", book.encode, x.double(), words)
-    refused(r"pass fp32, bf16 or fp16 \[B, H, n, D\]", book.encode, x[0], words)
-    for wrong in (words[:1], words[..., :7], words[0], words.half()):
-        refused(r"codebook is .*: pass fp32 or bf16 \[2, any, 8\]", book.encode, x, wrong)
-    refused("C=0 codewords", book.encode, x, words[:, :0])
-    refused("C=32769 codewords: pass 1 to 32768", book.encode, x, torch.zeros(2, 32769, 8))
-    refused("head dim D is 1025", book.encode, torch.zeros(1, 2, 5, 1025), torch.zeros(2, 6, 1025))
-    for norms in (torch.zeros(2, 5), torch.zeros(2, 6).double()):
-        refused(r"norms is .* pass fp32 \[2, 6\]", book.encode, x, words, norms=norms)
-    refused(r"codebook is .* on meta", book.encode, x, words.to("meta"))
-    refused(r"norms is .* on meta", book.encode, x, words, norms=torch.zeros(2, 6, device="meta"))
-    refused("x requires gradients", book.encode, x.clone().requires_grad_(), words)
-    refused("backend='cuda'", book.encode, x, words, backend="cuda")
-
-
-def test_arguments_of_code_counts_that_do_not_fit_are_named() -> None:
-    codes = torch.zeros(1, 2, 5, dtype=torch.int16)
-    for wrong in (codes.int(), codes[0]):
-        refused(r"pass int16 \[B, H, n\]", book.code_counts, wrong, 4)
-    for count in (0, 32769):
-        refused(f"codewords={count}: 1 to 32768", book.code_counts, codes, count)
-    with pytest.raises(ValueError, match=r"pass bool \[1, 5\]"):
-        book.code_counts(codes, 4, valid=torch.ones(1, 6, dtype=torch.bool))

@@ -210,39 +210,12 @@ def test_a_query_whose_scores_are_all_minus_infinity_is_empty(where: Place) -> N
     assert (out == 0).all() and (lse == NEVER).all()
 
 
-def test_two_halves_merge_to_the_whole(where: Place) -> None:
-    rows = paged(where[1])
-    query, ids = random_query(rows, 4), random_ids(rows, 2, 1, 60)
-    whole = check(where, query, rows, ids)
-    parts = [check(where, query, rows, part) for part in (ids[..., :23], ids[..., 23:])]
-    total = torch.logaddexp(parts[0][1], parts[1][1])
-    out = sum((part[1] - total).exp().unsqueeze(-1) * part[0] for part in parts)
-    torch.testing.assert_close(total, whole[1], rtol=0, atol=FP32_ERROR)
-    torch.testing.assert_close(out, whole[0], rtol=0, atol=FP32_ERROR)
-
-
 def test_numbers_near_zero_and_near_the_largest(where: Place) -> None:
     rows = paged(where[1], dims=(64, 64), dtype=torch.bfloat16)
     rows.chunks[0][..., :64:2] *= 1e-39
     rows.chunks[0][..., 1:64:2] *= 2.0**60
     rows.chunks[0][..., 64::2] *= 1e-39
     check(where, random_query(rows, 4) * 2.0**-60, rows, random_ids(rows, 2, 1, 40))
-
-
-def test_torch_defaults_do_not_matter(where: Place) -> None:
-    if where[0] == "triton":
-        pytest.skip("kernels are launched on the device of their tensors")
-    rows = paged(dtype=torch.bfloat16)
-    query, ids = random_query(rows, 4), random_ids(rows, 2, 1, 40)
-    want = results(where, query, rows, ids, scale=0.3)
-    torch.set_default_dtype(torch.float64)
-    try:
-        with torch.device("meta"):
-            got = results(where, query, rows, ids, scale=0.3)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert all(map(torch.equal, got, want))
-    assert got[2].dtype == torch.float32 and got[2].device.type == "cpu"
 
 
 def test_splitting_the_ids_changes_nothing(place: Place) -> None:
@@ -312,31 +285,6 @@ def test_auto_takes_the_library_for_cpu_tensors(monkeypatch: pytest.MonkeyPatch)
         gather_scores(query, rows, ids, scale=0.3, backend=backend)
         gather_attention(query, rows, ids, scale=0.3, backend=backend)
     assert called == ["hfk_scores", "hfk_attend"] * 2
-
-
-@pytest.mark.parametrize(
-    "backend",
-    [
-        "naive",
-        pytest.param("cpp", marks=pytest.mark.skipif(bool(host.why_not()), reason="not compiled")),
-    ],
-)
-def test_arguments_are_checked_once(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few rows are read so fast that a second look at the arguments would show."""
-    checked = []
-    check_ids = PagedRows.check_ids
-
-    def count(rows: PagedRows, ids: torch.Tensor) -> None:
-        checked.append(ids)
-        check_ids(rows, ids)
-
-    monkeypatch.setattr(PagedRows, "check_ids", count)
-    rows = paged("cpu", TWO_ROWS)
-    query, ids = random_query(rows, 4), random_ids(rows, 2, 1, 20)
-    operations = (gather_scores, gather_attention, host.host_scores, host.host_attention)
-    for number, operation in enumerate(operations, 1):
-        operation(query, rows, ids, scale=0.3, backend=backend)
-        assert len(checked) == number
 
 
 def test_without_the_library_auto_is_torch_and_cpp_says_why(

@@ -163,13 +163,6 @@ def test_runs_of_pages_are_copied_across_chunks(
         assert torch.equal(got.cpu(), dense_pages(rows, first, last)[..., :width])
 
 
-def test_a_width_that_rows_do_not_have_is_refused() -> None:
-    rows = _pages_of(torch.float32, 4, 10, (7,))
-    for width in (0, 11):
-        with pytest.raises(ValueError, match=f"width={width}: rows have 10 numbers"):
-            copy_pages(rows, 0, 5, width=width)
-
-
 @pytest.mark.factor("programs", [1, 3, 1000])
 def test_any_number_of_programs_does_all_the_work(place: Place, programs: int) -> None:
     backend, device = place
@@ -266,12 +259,6 @@ def test_rows_in_two_memories_are_fetched_into_slots(place: Place) -> None:
         ids = torch.arange(31, -1, -1, dtype=torch.int32, device=place[1]).expand(2, HEADS, 32)
         fetch(rows, ids.contiguous(), fetched, buffers[-1], backend=place[0])
     assert torch.equal(*buffers) and buffers[0].any()
-
-
-def test_addresses_are_those_of_each_page_where_it_lies() -> None:
-    _, split = _rows(("triton", "cpu"), torch.float32, (False, True, False))
-    places = [page.data_ptr() for chunk in split.chunks for page in chunk]
-    assert split.addresses().tolist() == places
 
 
 def _pages(device: str, count: int = 2) -> torch.Tensor:

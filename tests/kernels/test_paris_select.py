@@ -75,14 +75,6 @@ def test_sums_of_many_blocks_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     Drawn.of(7100, queries=1).run(900, "triton")
 
 
-def test_slots_of_several_blocks_stay_empty(backend: str) -> None:
-    drawn = Drawn.of(3500, queries=1)
-    drawn.valid.fill_(False)
-    drawn.valid[1, 1500] = True
-    ids = drawn.run(3400, backend)
-    assert ids[0].eq(-1).all() and ids[1, 0, 0, 0] == 1500 and ids[1, 0, 0, 1:].eq(-1).all()
-
-
 @needs_triton
 @pytest.mark.parametrize("part", [1, 2])
 def test_a_program_may_take_any_number_of_subspaces(

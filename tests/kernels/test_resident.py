@@ -143,13 +143,6 @@ def test_mistakes_in_fetches_are_refused(change: dict[str, Any], message: str) -
         fetch(rows, **tensors)
 
 
-def test_naive_fetches_refuse_rows_of_another_device() -> None:
-    rows = paged("cpu", [[0, 1]], (2,), dims=DIMS)
-    far = PagedRows([rows.chunks[0].to("meta")], rows.table, rows.key_dim)
-    with pytest.raises(ValueError, match="use backend='triton' with pinned rows"):
-        fetch(far, INTS, INTS, torch.zeros(1, 2, 6, 24), backend="naive")
-
-
 # What stands in table columns that no token leads to; as a slot it would crash.
 GARBAGE = 10**9
 
@@ -278,29 +271,6 @@ def test_requests_for_one_token_in_different_blocks_fetch_it_once(place: Place) 
     assert (lru.check(place, slots, ids.view(1, 1, -1)) == -1).all()
 
 
-def test_all_slots_are_exchanged_and_come_back(place: Place) -> None:
-    slots, lru = empty_map(place[1], 12, 4), SlowLru()
-    for start in (0, 4, 8, 0):
-        fetched = lru.check(place, slots, requests(place[1], list(range(start, start + 4))))
-        assert sorted(fetched.flatten().tolist()) == [0, 1, 2, 3]
-
-
-def test_a_token_asked_for_again_stays_longer(place: Place) -> None:
-    slots, lru = empty_map(place[1], 9, 3), SlowLru()
-    for t in (0, 1, 2, 0, 5, 0, 6):
-        lru.check(place, slots, requests(place[1], [t]))
-    assert set(slots.token.flatten().tolist()) == {0, 5, 6}
-
-
-def test_slots_of_a_full_row_are_taken_only_as_far_as_they_are_not_asked_for(place: Place) -> None:
-    slots, lru = empty_map(place[1], 9, 3), SlowLru()
-    lru.check(place, slots, requests(place[1], [4, 5, 6]))
-    places = slots.table[0, 0, [4, 6]].tolist()
-    lru.check(place, slots, requests(place[1], [6, 7, 4]))
-    assert slots.table[0, 0, [4, 6]].tolist() == places
-    assert slots.table[0, 0, 5] == -1
-
-
 def test_freed_slots_are_taken_before_used_ones(place: Place) -> None:
     slots, lru = empty_map(place[1], 20, 4), SlowLru()
     for t in (10, 3, 11, 4):
@@ -313,13 +283,6 @@ def test_freed_slots_are_taken_before_used_ones(place: Place) -> None:
     assert fetched.item() == freed
 
 
-def test_rows_share_nothing(place: Place) -> None:
-    slots, lru = empty_map(place[1], 9, 4, (1, 3)), SlowLru()
-    lru.check(place, slots, requests(place[1], [0, 1, 2], [-1, -1, -1], [2, 2, 2]))
-    fetched = lru.check(place, slots, requests(place[1], [0, 2, 2], [0, 2, -1], [-1, -1, 8]))
-    assert [(row >= 0).sum().item() for row in fetched[0]] == [0, 2, 1]
-
-
 @pytest.mark.factor("count", [0, 3])
 def test_no_request_at_all_moves_only_the_clock(place: Place, count: int) -> None:
     slots, lru = empty_map(place[1], 9, 4), SlowLru()
@@ -327,11 +290,6 @@ def test_no_request_at_all_moves_only_the_clock(place: Place, count: int) -> Non
     ids = torch.full((1, 1, count), -1, dtype=torch.int32, device=place[1])
     fetched = lru.check(place, slots, ids)
     assert (fetched == -1).all()
-
-
-def test_no_token_at_all(place: Place) -> None:
-    slots, lru = empty_map(place[1], 0, 4, (2, 1)), SlowLru()
-    lru.check(place, slots, torch.full((2, 1, 4), -1, dtype=torch.int32, device=place[1]))
 
 
 def test_strided_requests_and_spare_room_beside_the_table(place: Place) -> None:
