@@ -68,8 +68,8 @@ def test_every_group_above_the_process_counts(machine: Machine) -> None:
     machine.write("proc/self/cgroup", "4:memory:/jobs\n0::/user.slice/session.scope\n")
     machine.group("/user.slice", 2000 * MIB, 500 * MIB)
     machine.group("/user.slice/session.scope", "max", 300 * MIB)
-    machine.group("/other.slice", 10 * MIB, 0)
     assert free_host_bytes() == 1500 * MIB
+    machine.group("/user.slice/session.scope", 900 * MIB, 300 * MIB)
     machine.write("cgroup/user.slice/session.scope/memory.high", f"{400 * MIB}\n")
     assert free_host_bytes() == 100 * MIB
 
