@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionCacheLayerMixin
 
 from hf_kvret.contracts.index import Index
+from hf_kvret.contracts.state import State
 from hf_kvret.contracts.store import FirstRows
 from hf_kvret.layer.hybrid import check_window, new_layer
 from hf_kvret.layer.layer import LayerInfo, RetrievalLayer
@@ -158,6 +159,11 @@ class RetrievalCache(Cache):
         """Hook of ``check_model``: raise for a model that the options don't fit."""
 
     @property
+    def states(self) -> dict[str, State]:
+        """What the cache holds of a conversation beside its layers, by the attribute's name."""
+        return {"tokens": self.tokens, "model_state": self.model_state}
+
+    @property
     def retrieval_layers(self) -> list[RetrievalLayer]:
         """The layers that retrieve, in the order of the model's."""
         return [layer for layer in self.layers if isinstance(layer, RetrievalLayer)]
@@ -211,10 +217,11 @@ class RetrievalCache(Cache):
         super().reset()
         self.stack.forget_pass()
         self._stores.expect(0, 0)
-        self.model_state.reset()
+        for state in self.states.values():
+            state.reset()
+        self.identity = None
         self.from_shelf, self.shelf_note = 0, ""
         self.rounds = RoundCounts()
-        self.forget_origin()
 
     def forget_origin(self) -> None:
         """Forget which model filled the cache, and with which tokens: any may go on that fit."""
@@ -257,8 +264,8 @@ class RetrievalCache(Cache):
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Sequence b of the batch becomes the old sequence ``beam_idx[b]``."""
         super().reorder_cache(beam_idx)
-        self.tokens.reorder(beam_idx)
-        self.model_state.reorder(beam_idx)
+        for state in self.states.values():
+            state.reorder(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every sequence of the batch ``repeats`` times."""
@@ -298,8 +305,8 @@ class RetrievalCache(Cache):
                 another thread is in the middle of a pass. Nothing was dropped.
         """
         self.stack.crop(int(tokens_to_remove))
-        self.tokens.crop(self.get_seq_length())
-        self.model_state.crop(self.get_seq_length())
+        for state in self.states.values():
+            state.crop(self.get_seq_length())
         self.from_shelf = min(self.from_shelf, self.get_seq_length())
 
     @property
@@ -345,8 +352,8 @@ class RetrievalCache(Cache):
         twin = object.__new__(type(self))
         twin.__dict__ = dict(vars(self))
         twin.layers = [copy.deepcopy(layer) for layer in self.layers]
-        twin.tokens = self.tokens.fork()
-        twin.model_state = self.model_state.fork()
+        for name, state in self.states.items():
+            setattr(twin, name, state.fork())
         twin.saved_digests, twin.rounds = {}, RoundCounts()
         twin.stack = LayerStack(twin.layers)
         if changes:
@@ -377,7 +384,7 @@ class RetrievalCache(Cache):
         self,
         directory: str | os.PathLike[str],
         *,
-        overwrite: bool | None = None,
+        overwrite: bool = False,
         model: PreTrainedModel | None = None,
     ) -> None:
         """Write the filled cache to ``directory``: ``cache.json``, and shards that it names.
@@ -388,17 +395,15 @@ class RetrievalCache(Cache):
 
         Args:
             directory: where to; made if needed.
-            overwrite: which cache there may be replaced. None: what this object saved there, or
-                was loaded from; True: any; False: none.
+            overwrite: replace any cache there, not only what this object saved or was loaded from.
             model: the one that filled the cache, where it could not see that (filled by hand).
 
         Raises:
             RuntimeError: in the middle of a forward pass.
             FileExistsError: a cache is there that may not be replaced.
             OSError: the disk is full, for instance; says which cache is in place.
-            ValueError: ``cache.json`` there is not of a cache, or a symbolic link; another model
-                than ``model`` filled the cache; a cache of other ranks; some heads, of nobody knows
-                which rank, where ``model`` is missing.
+            ValueError: ``cache.json`` there is not of a cache; another model filled the cache; a
+                cache of other ranks; some heads, of nobody knows which rank, without ``model``.
         """
         self.stack.check_pass()
         if model is not None:

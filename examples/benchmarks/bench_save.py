@@ -208,7 +208,7 @@ class _Turn:
         self._ours, self._plain = place / "ours", place / "plain.safetensors"
         self._ways = deque(_WAYS)
         cache.save_pretrained(self._ours)
-        files = self._ours.glob(f"*{shards.SUFFIX}")
+        files = self._ours.glob("*.safetensors")
         self._tensors = {name: x for path in files for name, x in load_file(path).items()}
         self.nbytes = sum(tensor.nbytes for tensor in self._tensors.values())
 

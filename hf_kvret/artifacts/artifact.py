@@ -17,8 +17,14 @@ import torch
 from huggingface_hub import HfApi
 
 from hf_kvret.artifacts.card import model_card
-from hf_kvret.artifacts.files import TENSORS, read_description, read_tensors, write_folder
-from hf_kvret.artifacts.hub import check_repository, find_folder
+from hf_kvret.artifacts.files import (
+    PATTERNS,
+    TENSORS,
+    read_description,
+    read_tensors,
+    write_folder,
+)
+from hf_kvret.artifacts.hub import find_folder
 from hf_kvret.artifacts.identity import ModelIdentity, WeightsReport, compare_weights
 from hf_kvret.saved.plain_json import plain_bytes
 from hf_kvret.version import __version__
@@ -101,10 +107,9 @@ class CalibrationArtifact:
         or a full disk, the folder has the old artifact or the new one, whole.
 
         Raises:
-            FileExistsError, NotADirectoryError: ``directory``, or a part of it, is a file.
-            OSError: no space, or no right to write.
+            OSError: no space, no right to write, or ``directory`` is a file.
             ValueError: ``config.json`` there is a model's, or of another method: an artifact
-                replaces only an older one of its method; a file to replace is a symbolic link.
+                replaces only an older one of its method.
         """
         path = Path(directory).expanduser()
         self._write(path, path.resolve().name)
@@ -176,44 +181,38 @@ class CalibrationArtifact:
         private: bool | None = None,
         revision: str | None = None,
         token: str | bool | None = None,
-        commit_message: str | None = None,
-        create_pr: bool = False,
     ) -> str:
-        """Upload the artifact in one commit; returns the URL of the commit or pull request.
+        """Upload the artifact in one commit; returns the commit's URL.
 
-        The repository, and the branch ``revision``, are made where they don't exist. The model card
-        there is replaced, an artifact only by one of the same method.
+        The repository, and the branch ``revision``, are made where they don't exist. An artifact
+        and a model card there are replaced.
 
         Args:
             repo_id: ``user/name``, or ``name`` for the user who is logged in.
             private: of a repository that is made; None for the default of its owner.
             revision: branch; None for ``main``.
             token: of the hub; None for the one that is logged in.
-            commit_message: None for one that names the method and the model.
-            create_pr: open a pull request against ``main`` instead.
 
         Raises:
             OSError: of the hub's client: offline, not logged in, or no right to write there.
-            ValueError: no hub id, or ``config.json`` there is a model's or of another method.
+            ValueError: no hub id.
         """
         api = HfApi(token=token)
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
-        check_repository(repo_id, self.method, revision=revision, token=token)
-        # A pull request that is open has a branch of its own, refs/pr/<number>.
-        if revision is not None and not revision.startswith("refs/"):
+        if revision is not None:
             api.create_branch(repo_id, branch=revision, exist_ok=True)
         with tempfile.TemporaryDirectory() as folder:
             self._write(Path(folder), repo_id)
             commit = api.upload_folder(
                 repo_id=repo_id,
                 folder_path=folder,
-                commit_message=commit_message or f"{self.method} artifact for {self.model.name}",
+                commit_message=f"{self.method} artifact for {self.model.name}",
                 revision=revision,
-                create_pr=create_pr,
+                allow_patterns=list(PATTERNS),
                 # The older tensors have another name.
                 delete_patterns=list(TENSORS),
             )
-        return commit.pr_url or commit.commit_url
+        return commit.commit_url
 
     def check(self, config: PreTrainedConfig) -> None:
         """Refuse a model of another architecture, by its configuration alone.
@@ -235,26 +234,23 @@ class CalibrationArtifact:
 
         Compares some hundred numbers of up to 32 parameters, with the tolerance of a cast to bf16
         or fp16. Parameters that are quantized, sharded, offloaded, of another shape or absent are
-        skipped; the report names them, and a warning tells when none was left to compare.
+        left out, and a warning tells when none was left to compare.
 
         Args:
             model: the numbers are read from wherever it is.
 
         Returns:
-            what was compared, and what was skipped and why.
+            how many were compared.
 
         Raises:
             ValueError: numbers differ.
         """
         report = compare_weights(self.model.weights, model)
         if not report.compared:
-            reasons = (
-                ", ".join(sorted(set(report.skipped.values()))) or "the artifact has no sample"
-            )
             warnings.warn(
                 f"the weights of the model can't be compared with those that the {self.method} "
-                f"artifact of {self.model.name} was made from ({reasons}): make sure that it is "
-                "the same model",
+                f"artifact of {self.model.name} was made from (quantized, in shards or offloaded): "
+                "make sure that it is the same model",
                 stacklevel=2,
             )
         if report.differing:

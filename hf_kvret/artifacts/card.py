@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from huggingface_hub import ModelCardData
@@ -27,7 +27,7 @@ model.generate(
     **inputs, cache_implementation={quoted_method}, cache_config={config}
 )
 ```
-{quality}
+
 ## How it was made
 
 ```json
@@ -54,7 +54,6 @@ def model_card(description: Mapping[str, Any], source: str) -> str:
         name=" ".join(model["name"].split()),
         quoted_method=json.dumps(method),
         config=json.dumps({"artifact": source}, ensure_ascii=False),
-        quality=_quality(description["quality"]),
         made=json.dumps(made, indent=1),
     )
 
@@ -71,24 +70,6 @@ def _metadata(method: str, name: str, datasets: Any) -> str:
         # Without a relation the hub would list it as a fine-tune.
         fields["base_model_relation"] = "adapter"
     return ModelCardData(**fields).to_yaml()
-
-
-def _quality(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A table with a line for each layer; empty without figures."""
-    if not rows:
-        return ""
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    lines = [names, ["---"] * len(names)]
-    lines += [[_cell(row.get(name)) for name in names] for row in rows]
-    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    return f"\n## Quality\n\n{table}\n"
-
-
-def _cell(value: Any) -> str:
-    if value is None:
-        return ""
-    text = f"{value:.4g}" if isinstance(value, float) else str(value)
-    return text.replace("|", r"\|").replace("\n", " ")
 
 
 def _is_full_id(name: Any) -> bool:

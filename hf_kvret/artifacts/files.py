@@ -36,30 +36,16 @@ def check_no_foreign_artifact(directory: Path, method: str) -> None:
     A new folder is fine, and so is one with an older artifact of the same method.
 
     Raises:
-        FileExistsError: ``directory`` is a file.
-        ValueError: as ``check_description``; a ``README.md`` there is of no artifact.
+        ValueError: ``config.json`` there is of a model, or of anything else than an artifact; of
+            another method; or a ``README.md`` is there without one.
     """
-    if directory.exists() and not directory.is_dir():
-        raise FileExistsError(f"{directory} is a file: give a folder")
     path = directory / DESCRIPTION
-    way_out = f"give a new folder, for instance MODEL/{method}"
-    if path.is_file():
-        check_description(path.read_bytes(), method, str(path), way_out)
-    elif (directory / CARD).exists():
-        raise ValueError(
-            f"{directory / CARD} is of no artifact (there is no {DESCRIPTION} beside it), and "
-            f"would be replaced: {way_out}"
-        )
-
-
-def check_description(content: bytes, method: str, path: str, way_out: str) -> None:
-    """Refuse a ``config.json`` at ``path`` whose ``content`` is not of a ``method`` artifact.
-
-    Raises:
-        ValueError: it is of a model, or of anything else than an artifact; of another method.
-    """
+    if not path.is_file():
+        path = directory / CARD
+        if not path.exists():
+            return
     try:
-        description = json.loads(content)
+        description = json.loads(path.read_bytes())
     except ValueError:
         description = None
     if not isinstance(description, dict) or not {"format_version", "method"} <= description.keys():
@@ -68,7 +54,9 @@ def check_description(content: bytes, method: str, path: str, way_out: str) -> N
         owner = f"of an artifact of {description['method']!r}, not of {method!r}"
     else:
         return
-    raise ValueError(f"{path} is {owner}, and would be replaced: {way_out}")
+    raise ValueError(
+        f"{path} is {owner}, and would be replaced: give a new folder, for instance MODEL/{method}"
+    )
 
 
 def write_folder(
@@ -79,6 +67,7 @@ def write_folder(
     Errors as of ``CalibrationArtifact.save_pretrained``.
 
     Args:
+        directory: where to.
         description: plain JSON with ``method``; the format version, the list of tensors and the
             checksums are added.
         tensors: on any device, of any layout.
@@ -88,8 +77,6 @@ def write_folder(
     # Copies, because safetensors takes no shared memory.
     content = save({name: x.detach().cpu().contiguous().clone() for name, x in tensors.items()})
     digest = hashlib.sha256(content).hexdigest()
-    path = directory / DESCRIPTION
-    old = json.loads(path.read_bytes()) if path.exists() else {}
     with replacing(directory, DESCRIPTION, "artifact") as new:
         full = {
             "format_version": FORMAT_VERSION,
@@ -98,14 +85,12 @@ def write_folder(
                 name: {"shape": list(x.shape), "dtype": str(x.dtype).removeprefix("torch.")}
                 for name, x in sorted(tensors.items())
             },
-            "files": {"tensors": new.keep(content, digest[:VERSION_LEN], ".safetensors")},
+            "files": {"tensors": new.keep(content, digest[:VERSION_LEN])},
             "tensors_sha256": digest,
         }
         full[_CHECKSUM] = digest_of_json(full, _CHECKSUM)
         new.put_beside(CARD, card.encode())
         new.commit((json.dumps(full, indent=1, allow_nan=False) + "\n").encode())
-    if old.get("files") == {"tensors": TENSORS[0]}:
-        (directory / TENSORS[0]).unlink(missing_ok=True)
 
 
 def read_description(directory: Path) -> dict[str, Any]:

@@ -1,30 +1,18 @@
-"""Artifacts on the hub: found, downloaded and uploaded by huggingface_hub, with its own errors.
+"""Artifacts on the hub: found and downloaded by huggingface_hub, with its own errors.
 
-So its settings apply: ``HF_ENDPOINT``, ``HF_TOKEN``, ``HF_HOME``, ``HF_HUB_OFFLINE`` and the rest.
+Its settings apply: ``HF_ENDPOINT``, ``HF_TOKEN``, ``HF_HOME``, ``HF_HUB_OFFLINE`` and the rest.
 """
 
 from __future__ import annotations
 
 import os
-import tempfile
 from pathlib import Path
 
-from huggingface_hub import (
-    constants,
-    hf_hub_download,
-    snapshot_download,
-    try_to_load_from_cache,
-)
-from huggingface_hub.errors import (
-    HfHubHTTPError,
-    HFValidationError,
-    RemoteEntryNotFoundError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
+from huggingface_hub import snapshot_download, try_to_load_from_cache
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
-from hf_kvret.artifacts.files import DESCRIPTION, PATTERNS, check_description
+from hf_kvret.artifacts.files import DESCRIPTION, PATTERNS
 
 # The base class of the HTTP client's errors without a response; the client differs by version.
 CLIENT_ERROR: type[Exception] = HfHubHTTPError.__bases__[0]
@@ -79,40 +67,6 @@ def cached_commit(repo_id: str) -> str | None:
     """
     path = try_to_load_from_cache(repo_id, DESCRIPTION) if is_hub_id(repo_id) else None
     return Path(path).parent.name if isinstance(path, str) else None
-
-
-def check_repository(
-    repo_id: str,
-    method: str,
-    *,
-    revision: str | None = None,
-    token: str | bool | None = None,
-) -> None:
-    """Refuse a repository where an artifact of ``method`` would overwrite foreign files.
-
-    Reads its ``config.json``, from ``main`` if there is no branch ``revision`` yet. A repository
-    that does not exist, or is hidden from this token, passes: the upload creates or refuses it.
-
-    Raises:
-        OSError: of the hub's client.
-        ValueError: as ``check_description``.
-    """
-    # A cached copy may be older than the file that would be replaced, so none is taken.
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            path = hf_hub_download(
-                repo_id, DESCRIPTION, revision=revision, local_dir=folder, token=token
-            )
-        except RevisionNotFoundError:
-            if revision is not None:
-                check_repository(repo_id, method, token=token)
-            return
-        except (RemoteEntryNotFoundError, RepositoryNotFoundError):
-            return
-        content = Path(path).read_bytes()
-    place = f"{DESCRIPTION} of {repo_id} on {constants.ENDPOINT}"
-    way_out = f"give a new repository, for instance USER/MODEL-{method}"
-    check_description(content, method, place, way_out)
 
 
 def is_hub_id(text: str) -> bool:

@@ -61,13 +61,11 @@ class WeightsReport:
     Attributes:
         compared: how many sampled parameters could be compared.
         differing: names of those that are not the same, in the order of the sample.
-        skipped: name and reason of those that could not be compared.
         example: the first number that differs, in words; empty where none does.
     """
 
     compared: int
     differing: tuple[str, ...]
-    skipped: Mapping[str, str]
     example: str = ""
 
 
@@ -137,7 +135,7 @@ def sample_weights(model: PreTrainedModel) -> tuple[WeightSample, ...]:
     parameters = {
         name: parameter
         for name, parameter in base_parameters(decoder_of(model)).items()
-        if not _unreadable(parameter) and parameter.numel() >= SAMPLED_NUMBERS
+        if _is_readable(parameter) and parameter.numel() >= SAMPLED_NUMBERS
     }
     samples = []
     for name, elements in sample(parameters, SAMPLED_PARAMETERS).items():
@@ -153,23 +151,17 @@ def sample_weights(model: PreTrainedModel) -> tuple[WeightSample, ...]:
 
 def compare_weights(samples: tuple[WeightSample, ...], model: PreTrainedModel) -> WeightsReport:
     """Compare ``samples`` with ``model``, in fp32, tolerating casts to bf16 and fp16."""
-    parameters = base_parameters(decoder_of(model))
-    skipped, readable = {}, {}
-    for one in samples:
-        parameter = parameters.get(one.name)
-        if parameter is None:
-            skipped[one.name] = "not in this model"
-        elif reason := _unreadable(parameter):
-            skipped[one.name] = reason
-        elif (shape := tuple(parameter.shape)) != one.shape:
-            skipped[one.name] = f"of shape {list(shape)}, sampled with {list(one.shape)}"
-        else:
-            readable[one.name] = parameter
+    shapes = {one.name: one.shape for one in samples}
+    readable = {
+        name: parameter
+        for name, parameter in base_parameters(decoder_of(model)).items()
+        if _is_readable(parameter) and tuple(parameter.shape) == shapes.get(name)
+    }
     elements = sample(readable, len(readable))
     pairs = ((one, elements[one.name].float()) for one in samples if one.name in readable)
     differences = {one.name: why for one, x in pairs if (why := _difference(one, x))}
     example = next(iter(differences.values()), "")
-    return WeightsReport(len(readable), tuple(differences), skipped, example)
+    return WeightsReport(len(readable), tuple(differences), example)
 
 
 def _difference(sampled: WeightSample, values: torch.Tensor) -> str:
@@ -185,10 +177,7 @@ def _difference(sampled: WeightSample, values: torch.Tensor) -> str:
     return f"{sampled.name} has {values[index]:.4g} where {expected[index]:.4g} was sampled"
 
 
-def _unreadable(parameter: torch.Tensor) -> str:
-    """Why single elements of a parameter can't be read; empty if they can."""
-    if type(parameter) not in (nn.Parameter, torch.Tensor):
-        return f"kept as {type(parameter).__name__}"
-    if parameter.dtype not in _FLOATS:
-        return f"quantized ({str(parameter.dtype).removeprefix('torch.')})"
-    return "offloaded" if parameter.device.type == "meta" else ""
+def _is_readable(parameter: torch.Tensor) -> bool:
+    """Whether it has plain numbers here: neither quantized nor in shards nor offloaded."""
+    is_plain = type(parameter) in (nn.Parameter, torch.Tensor)
+    return is_plain and parameter.dtype in _FLOATS and not parameter.is_meta

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
 from weakref import WeakKeyDictionary
 
-from huggingface_hub import is_offline_mode
 from transformers import PreTrainedConfig
 
 from hf_kvret.artifacts.artifact import CalibrationArtifact
@@ -113,23 +112,15 @@ class ArtifactConfig(RetrievalConfig):
 
 @functools.cache
 def _folder_on_hub(repo_id: str, commit: str, name: str) -> Path | str:
-    """The folder ``name`` of a repository, or why there is none; looked for once a process.
-
-    The hub is asked for what the cache lacks only.
-    """
-    for local in (True,) if is_offline_mode() else (True, False):
-        try:
-            folder = find_folder(repo_id, revision=commit, subfolder=name, local_files_only=local)
-        except OSError as error:
-            reason = str(error)
-            continue
-        if (folder / DESCRIPTION).is_file() and any(folder.glob("*.safetensors")):
-            return folder
-        # The hub's client gives what is cached where it gets no answer.
-        reason = f"{repo_id} has no folder {name} at commit {commit[:8]}, or gave no answer"
-    if is_offline_mode():
-        return f"no folder {name} of {repo_id} is cached at commit {commit[:8]}: try once online"
-    return reason
+    """The folder ``name`` of a repository, or why there is none; looked for once a process."""
+    try:
+        folder = find_folder(repo_id, revision=commit, subfolder=name)
+    except OSError as error:
+        return str(error)
+    if (folder / DESCRIPTION).is_file():
+        return folder
+    # The hub's client gives what is cached where it gets no answer.
+    return f"no folder {name} at commit {commit[:8]}, or no answer: try once online"
 
 
 def shared_artifact(

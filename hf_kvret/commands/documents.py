@@ -142,7 +142,6 @@ def run_read(options: ReadOptions) -> int:
     wanted = ids, subject.model, choice.method
     there = shelf.has(*wanted, **asdict(choice.options))
     if there is not None and there.title == name:
-        shelf.touch(there)
         print(f"all {there.tokens:,} tokens are on {printable(str(options.shelf))} already")
         return 0
     found = shelf.find(*wanted, **asdict(choice.options))

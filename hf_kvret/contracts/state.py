@@ -161,7 +161,7 @@ class TensorField(Field):
     def reordered(self, value: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor | None:
         if value is None or not self.batched:
             return value
-        return value.index_select(0, rows)
+        return value.index_select(0, rows.to(value.device))
 
     def forked(self, value: torch.Tensor | None) -> torch.Tensor | None:
         return value if value is None or self.shared else value.clone()

@@ -23,7 +23,6 @@ from hf_kvret.generate.checks import (
     check_one_cache,
     check_options_are_read,
     check_shapes,
-    log_dense,
 )
 from hf_kvret.generate.chunks import chunk_prompt, forget_chunk
 from hf_kvret.generate.from_shelf import new_cache
@@ -80,8 +79,6 @@ def around_generate(
             with _attention_lock:
                 if failed and call.switched and not is_served(model):
                     restore(model)
-    if cache is not None:
-        log_dense(cache)
 
 
 def _retrieves(call: Request) -> bool:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 import sys
-import weakref
 from typing import Any
 
 import torch
@@ -34,8 +33,6 @@ _NEW_CACHE = (
     "use cache_implementation='dynamic' for this model, and report it; the retrieval cache of this "
     "call can't go on: begin with a new one, or cache.reset()"
 )
-# Caches whose reason for retrieving nothing was logged.
-_logged: weakref.WeakSet[RetrievalCache] = weakref.WeakSet()
 
 
 def check_call(
@@ -382,14 +379,6 @@ def _hint(call: Request) -> str:
         if call.arguments.get("custom_generate") is not None
         else "It drops the cache in prepare_inputs_for_generation or in its forward: "
     )
-
-
-def log_dense(cache: RetrievalCache) -> None:
-    """Log, once for a ``cache``, that it was too short to retrieve anything."""
-    reason = cache.why_dense()
-    if reason is not None and cache not in _logged:
-        _logged.add(cache)
-        _log.info("%s", reason)
 
 
 def refuse_batch(model: PreTrainedModel, generation_config: Any) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,9 +88,7 @@ def new_cache(
         new = length - cache.from_shelf
         cache.shelf_note = f"not put: {new} new tokens, fewer than {step}"
         return cache
-    # A disk that is full now may have room once the prompt is read.
-    with suppress(OSError):
-        shelf.check_writable()
+    shelf.check_writable()
     call.cuts_end = not can_go_back
     call.keep_prompt = _Prompt(shelf, cache, call, ids).keep_prompt
     return cache

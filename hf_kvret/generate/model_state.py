@@ -74,8 +74,7 @@ class _Use:
 
     def is_elsewhere(self) -> bool:
         """Whether it may be running, in another thread."""
-        may_run = not (self.is_over or self.has_refused or self.thread == threading.get_ident())
-        return may_run and self.thread in {thread.ident for thread in threading.enumerate()}
+        return not (self.is_over or self.has_refused or self.thread == threading.get_ident())
 
     def begin(self, model: nn.Module) -> None:
         """Become the newest use of ``model``; RuntimeError while another thread runs it."""

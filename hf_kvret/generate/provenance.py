@@ -25,8 +25,6 @@ from hf_kvret.saved.identity import newest_identity
 from hf_kvret.saved.token_record import EMBEDDINGS, InputDigest, ids_of_pictures
 from hf_kvret_model_patches.decoders import decoder_of
 
-# Types whose own count of positions forgets the cached tokens. `generate` always passes positions.
-_COUNT_FROM_ZERO = {"bamba"}
 # Most pending entries, two for a pass, before all of them are written.
 _MOST_PENDING = 256
 
@@ -65,7 +63,7 @@ def check_origin(
     if cache_len and is_whole and inputs:
         _check_inputs(call.model, cache, inputs, ids)
     if inputs and first + prompt.shape[1] > cache_len:
-        record.passes += (InputDigest.of(inputs, cache_len, first + prompt.shape[1], first),)
+        record.passes.append(InputDigest.of(inputs, cache_len, first + prompt.shape[1], first))
 
 
 def watch(model: PreTrainedModel) -> None:
@@ -103,10 +101,6 @@ def _begin(
         name_cache(kwargs, name)
     start, record = cache.get_seq_length(), cache.tokens
     tokens = _tokens(args, kwargs)
-    has_positions = len(args) > 2 or kwargs.get("position_ids") is not None
-    if module.config.model_type in _COUNT_FROM_ZERO and tokens is not None and not has_positions:
-        end = start + tokens.shape[1]
-        kwargs["position_ids"] = torch.arange(start, end, device=tokens.device)[None]
     if record.owner not in (None, module) and record.start == start:
         # A pass inside of another one, which records the ids.
         return
@@ -152,7 +146,7 @@ def _end(
     # `generate` recorded all of them at once.
     inputs = _other_inputs(kwargs) if end - start > 1 and not is_using(cache) else {}
     if inputs:
-        record.passes += (InputDigest.of(inputs, start, end, start),)
+        record.passes.append(InputDigest.of(inputs, start, end, start))
 
 
 def _tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:

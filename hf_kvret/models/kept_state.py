@@ -8,13 +8,15 @@ searches the sources of transformers for more.
 
 from __future__ import annotations
 
-import copy
 import weakref
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple, Self
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+
+from hf_kvret.contracts.state import Field, State, Tensors, number, tensor
 
 UNKNOWN = torch.iinfo(torch.int32).min
 """In place of a shift: a cut there goes through a picture, and text has no position behind it."""
@@ -109,7 +111,7 @@ def write_state(model: nn.Module, state: Mapping[str, Any]) -> None:
     """Have ``model`` keep ``state``, which ``read_state`` gave; what that lacks becomes fresh.
 
     Raises:
-        ValueError: a value that this model does not keep, or frequencies of another form.
+        ValueError: a value that this model does not keep.
     """
     unknown = state.keys() - {one.name for one in stateful_attributes(model)}
     if unknown:
@@ -124,12 +126,6 @@ def write_state(model: nn.Module, state: Mapping[str, Any]) -> None:
         if value is _value(module, one):
             continue
         if one.attribute.endswith(FREQUENCIES):
-            if value.shape != initial.shape:
-                raise ValueError(
-                    f"the cache keeps {one.name} of shape {list(value.shape)}, "
-                    f"{type(model).__name__} has {list(initial.shape)}: use it with the model that "
-                    "filled it"
-                )
             value = value.to(getattr(module, one.attribute).device)
         setattr(module, one.attribute, value)
 
@@ -191,7 +187,29 @@ def shifts(
     return result.to(torch.int32)
 
 
-class ModelState:
+@dataclass(eq=False, kw_only=True)
+class _ValuesField(Field):
+    """What a model keeps, by name; only a shift has a row for each sequence."""
+
+    saved: bool = False
+
+    def initial(self) -> dict[str, Any]:
+        return {}
+
+    def reordered(self, value: dict[str, Any], rows: torch.Tensor) -> dict[str, Any]:
+        return {
+            name: x.index_select(0, rows.to(x.device)) if is_shift(name) and x is not None else x
+            for name, x in value.items()
+        }
+
+    def forked(self, value: dict[str, Any]) -> dict[str, Any]:
+        return dict(value)
+
+
+_kept_values: Callable[..., Any] = _ValuesField
+
+
+class ModelState(State):
     """What the model of a cache keeps beside its layers.
 
     The shift of positions belongs to a length: a crop brings back that of the text that is left.
@@ -199,15 +217,10 @@ class ModelState:
     be on a model that serves this conversation alone. Tensors are never written in place.
     """
 
-    def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget everything: an empty cache has the state of a fresh model."""
-        self._values: dict[str, Any] = {}
-        # `[B, n + 1]` int32 by length, up to the last pass that changed the shift.
-        self._shifts: torch.Tensor | None = None
-        self._was_cut = False
+    _values: dict[str, Any] = _kept_values()
+    # `[B, n + 1]` int32 by length, up to the last pass that changed the shift.
+    _shifts: torch.Tensor | None = tensor(shared=True, saved=False)
+    _was_cut: bool = number(False, saved=False)
 
     @property
     def shift(self) -> torch.Tensor | None:
@@ -272,14 +285,6 @@ class ModelState:
         behind = self._shifts[:, -1:].expand(-1, max(0, length + 1 - self._shifts.shape[1]))
         return torch.cat([self._shifts, behind], dim=1)[:, : length + 1].to(shift.device)
 
-    def reorder(self, rows: torch.Tensor) -> None:
-        """Row b of the batch becomes the old row ``rows[b]``; ``rows`` may repeat or omit rows."""
-        for name, value in self._values.items():
-            if is_shift(name) and value is not None:
-                self._values[name] = value[rows.to(value.device)]
-        if self._shifts is not None:
-            self._shifts = self._shifts[rows.to(self._shifts.device)]
-
     def crop(self, length: int) -> None:
         """Go back to what was kept when the cache held ``length`` tokens."""
         if not length:
@@ -291,29 +296,16 @@ class ModelState:
                     self._values[name] = self._shifts[:, -1:].to(value)
             self._was_cut = True
 
-    def fork(self) -> Self:
-        """An independent copy, which shares the tensors."""
-        twin = copy.copy(self)
-        twin._values = dict(self._values)
-        return twin
-
-    def state_dict(self, length: int) -> dict[str, torch.Tensor]:
-        """CPU tensors that restore it, by name, of a cache of ``length`` tokens.
-
-        The shift is ``[B, length + 1]`` by length; ``[B, 1]`` where it is 0 for all.
-        """
+    def state_dict(self) -> Tensors:
+        """By the values' names; a shift is ``[B, n + 1]`` by length, the last one at the end."""
         tensors = {name: value for name, value in self._values.items() if value is not None}
-        for name, value in tensors.items():
-            if is_shift(name):
-                table = self._by_length(value, length)
-                tensors[name] = table if bool(table.any()) else table[:, :1]
-        return {name: torch.as_tensor(x).detach().cpu().contiguous() for name, x in tensors.items()}
+        shifts = {name: self._shifts for name in tensors if is_shift(name)}
+        return {name: torch.as_tensor(x) for name, x in (tensors | shifts).items()}
 
-    def load_state_dict(self, tensors: Mapping[str, torch.Tensor], device: torch.device) -> None:
-        """The inverse of ``state_dict``."""
+    def load_state_dict(self, state: Tensors, device: torch.device | None = None) -> None:
         self.reset()
-        for name, tensor in tensors.items():
-            value = tensor.to(device)
+        for name, saved in state.items():
+            value: Any = saved.to(device)
             if is_shift(name):
                 self._shifts, self._was_cut = value, True
                 value = value[:, -1:].long()

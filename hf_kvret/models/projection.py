@@ -13,10 +13,6 @@ import torch
 from torch import nn
 from torch.nn.modules import module as module_of_torch
 
-# The identity is so large where nothing rounds or clips it: a bias is added before the sum is
-# rounded, and takes that much less of the matrix's precision. A power of two, far below fp16's end.
-_UNIT = 64.0
-
 
 @dataclass(frozen=True, eq=False)
 class Affine:
@@ -52,25 +48,12 @@ def _is_plain(projection: nn.Module) -> bool:
 
 def _images(projection: nn.Module, like: torch.Tensor, inputs: int) -> Affine:
     """The images of the identity's rows, and of zero, which a bias moves."""
-    unit = _unit(projection)
-    images = projection(unit * torch.eye(inputs + 1, inputs, dtype=like.dtype, device=like.device))
+    images = projection(torch.eye(inputs + 1, inputs, dtype=like.dtype, device=like.device))
     offset = images[inputs]
     # The difference of two numbers in bf16 has more digits than they have.
     wide = torch.promote_types(images.dtype, torch.float32)
-    matrix = (images[:inputs].to(wide) - offset.to(wide)) / unit
+    matrix = images[:inputs].to(wide) - offset.to(wide)
     return Affine(matrix.T.to(images.dtype).contiguous(), offset)
-
-
-def _unit(projection: nn.Module) -> float:
-    """What the identity is multiplied by: 1 where inputs may be quantized in a fixed range."""
-    tensors = (*projection.parameters(), *projection.buffers())
-    plain = [
-        tensor.is_floating_point()
-        and tensor.element_size() > 1
-        and type(tensor).__module__.partition(".")[0] == "torch"
-        for tensor in tensors
-    ]
-    return _UNIT if plain and all(plain) else 1.0
 
 
 def _is_hooked(module: nn.Module) -> bool:

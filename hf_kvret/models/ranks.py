@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -62,17 +61,6 @@ def group_size() -> int:
     if not distributed.is_available() or not distributed.is_initialized():
         return 1
     return distributed.get_world_size()
-
-
-# torchrun, accelerate or a shell say so how many processes there are; Slurm's srun says it of the
-# tasks of a step. A batch script outside of a step is alone.
-_SIZES = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
-
-
-def launched_ranks() -> int:
-    """Processes of this run, also of a launcher's that have formed no group yet."""
-    sizes = (os.environ.get(name, "") for name in _SIZES)
-    return max([group_size(), *(int(size) for size in sizes if size.isdecimal())])
 
 
 def is_split(model: nn.Module) -> bool:
@@ -229,15 +217,4 @@ def check_calibration(model: PreTrainedModel) -> None:
             "the model is split over processes (tensor parallel or in shards), and what is learned "
             "of the heads of one is not of all: calibrate it in one process, without tp_plan and "
             "torchrun (device_map='auto' spreads it over several GPUs)"
-        )
-
-
-def check_one_process() -> None:
-    """ValueError in a run of several ranks: each would measure beside the others."""
-    size = launched_ranks()
-    if size > 1:
-        raise ValueError(
-            f"this is one of {size} ranks, and all would do the same work at once, so that times "
-            "are wrong and results overwrite each other: run the command in one process, without "
-            "torchrun, accelerate launch or srun (or unset WORLD_SIZE)"
         )

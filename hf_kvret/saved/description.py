@@ -13,10 +13,9 @@ from typing import Any, Self
 import torch
 import transformers
 
-from hf_kvret.layer.retrieved import SPANS
-from hf_kvret.saved.folder import VERSION_LEN
+from hf_kvret.saved.folder import SUFFIX, VERSION_LEN
 from hf_kvret.saved.plain_json import digest_of_json
-from hf_kvret.saved.shards import SUFFIX, SavedTensors
+from hf_kvret.saved.shards import SavedTensors
 from hf_kvret.version import __version__
 
 # Those before did not know all that makes a model another one.
@@ -112,7 +111,6 @@ def verify_cache(directory: Path) -> list[str]:
     Whether tensors fit one another and the model shows when the cache is loaded.
 
     Raises:
-        MemoryError: there is too little for a tensor.
         OSError: a file is missing, or can't be read.
         ValueError: damage; the message says where.
     """
@@ -120,17 +118,11 @@ def verify_cache(directory: Path) -> list[str]:
     content, tensors = description.content, description.tensors(directory)
     names = tensors.names()
     nbytes = sum(tensors.read(name).nbytes for name in names)
-    spans = [tensors.read(name).flatten() for name in names if name.endswith(f".{SPANS}")]
-    retrieved = max((int(ends[1::2].sum() - ends[::2].sum()) for ends in spans), default=0)
-    records = [name for name in ("identity", "tokens") if content[name] is not None]
-    version = content["format_version"]
     versions = [f"{name} {value}" for name, value in content["library"].items()]
     return [
-        f"cache    {content['method']}, format {version}, {len(content['layers'])} layers",
+        f"cache    {content['method']}, format {FORMAT_VERSION}, {len(content['layers'])} layers",
         f"tensors  {len(names)}, {nbytes / 2**20:.2f} MiB: whole",
         f"made by  {', '.join(versions)}",
-        f"records  {' and '.join(records) or 'neither identity nor tokens'}",
-        *([f"prompt   {retrieved:,} tokens were read by retrieval"] if retrieved else []),
     ]
 
 
@@ -139,7 +131,7 @@ def _read(path: Path) -> tuple[dict[str, Any], str]:
     text = path.read_bytes()
     try:
         content = json.loads(text)
-    except (RecursionError, ValueError) as error:
+    except ValueError as error:
         # A message may have all of the file's content.
         raise ValueError(f"{path} is corrupt ({str(error)[:200]}): {_AGAIN}") from error
     if not isinstance(content, dict) or "format_version" not in content:

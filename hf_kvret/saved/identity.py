@@ -9,7 +9,7 @@ import logging
 import math
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,14 +65,8 @@ SAMPLED_PARAMETERS, SAMPLED_NUMBERS = 32, 16
 # Prime of Knuth's multiplicative hash: its multiples modulo the size are spread evenly.
 _STRIDE = 2_654_435_761
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-# Words of 8 bytes that are summed up at once.
-_WORDS = 2**20
 # The newest identity of each model and decoder, and the state of their modules then.
 _newest: weakref.WeakKeyDictionary[nn.Module, tuple[CacheIdentity, int]] = (
-    weakref.WeakKeyDictionary()
-)
-# Of each decoder, by group of weights, what they were marked by and their checksum then.
-_checksums: weakref.WeakKeyDictionary[nn.Module, dict[str, tuple[Any, int]]] = (
     weakref.WeakKeyDictionary()
 )
 
@@ -87,8 +81,8 @@ class CacheIdentity:
             known to be harmless, ``dtype``, ``quantization.<setting>``, and ``adapters`` that are
             active, or that a call names.
         weights: digests of 16 elements each, or of codes of quantized weights, by parameter; of a
-            weight in shards that of this process' shard, by parameter and place. And checksums of
-            all that can be read, by their number, and of the configuration around a text model.
+            weight in shards that of this process' shard, by parameter and place. And a digest of
+            the configuration around a text model.
     """
 
     name: str
@@ -255,36 +249,7 @@ def _weights(
     }
     named = decoder.named_parameters() if adapters else ()
     own = {name: one for name, one in named if f"{name}.".startswith(adapters)}
-    digests = _digests(outer | base, 2 * SAMPLED_PARAMETERS) | _digests(own, SAMPLED_PARAMETERS)
-    sums = _checksums.setdefault(decoder, {})
-    for where, group in (("", base), (" around these", outer), (" of adapters", own)):
-        local = (_local(name, group[name]) for name in sorted(group))
-        plain = {name: one for name, x in local if (one := plain_tensor(x)) is not None}
-        if not plain:
-            continue
-        # PEFT writes past versions, as it merges: the samples tell. Inference tensors have none.
-        marks = [
-            (name, one.data_ptr(), 0 if one.is_inference() else one._version, digests.get(name))
-            for name, one in plain.items()
-        ]
-        if sums.get(where, (None, 0))[0] != marks:
-            sums[where] = marks, _sum(plain.values())
-        digests[f"sum of {len(plain)} weights{where}"] = f"{sums[where][1]:016x}"
-    return digests
-
-
-def _sum(tensors: Iterable[torch.Tensor]) -> int:
-    """The sum of all words of 8 bytes of plain tensors, each times an odd number by its place."""
-    total = 0
-    for tensor in tensors:
-        raw = tensor.contiguous().view(-1).view(torch.uint8)
-        if len(raw) % 8 or raw.storage_offset() % 8:
-            raw = torch.nn.functional.pad(raw, (0, -len(raw) % 8)).clone()
-        words = raw.view(torch.int64)
-        places = torch.arange(1, 2 * min(len(words), _WORDS), 2, device=words.device) * _STRIDE
-        for part in words.split(_WORDS):
-            total = total * _STRIDE + int((part * places[: len(part)]).sum())
-    return total % 2**64
+    return _digests(outer | base, 2 * SAMPLED_PARAMETERS) | _digests(own, SAMPLED_PARAMETERS)
 
 
 def _digests(tensors: Mapping[str, torch.Tensor], count: int) -> dict[str, str]:

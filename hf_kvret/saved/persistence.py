@@ -42,15 +42,13 @@ from hf_kvret.stores.memory import CPU
 _log = logging.getLogger(__name__)
 
 _LEAST_MAPPED = 256 << 20
-# Prefix of the names of tensors that the model keeps of the conversation, where it keeps any.
-_MODEL_STATE = "model_state."
 
 
 # A ``RetrievalCache``, whose module imports this one.
 FilledCache: TypeAlias = Any
 
 
-def save(cache: FilledCache, directory: Path, overwrite: bool | None) -> None:
+def save(cache: FilledCache, directory: Path, overwrite: bool) -> None:
     """Write ``cache`` to ``directory``, and note that it lies there; see ``save_pretrained``.
 
     Raises:
@@ -62,12 +60,8 @@ def save(cache: FilledCache, directory: Path, overwrite: bool | None) -> None:
     with torch.device("cpu"), replacing(directory, DESCRIPTION, STEM) as replacement:
         _check_overwrite(cache, directory, overwrite)
         content = encoded(_write(cache, replacement))
-        digest = hashlib.sha256(content).hexdigest()
-        try:
-            replacement.commit(content)
-        finally:
-            if digest_of(directory) == digest:
-                note_saved(cache, directory, digest)
+        replacement.commit(content)
+    note_saved(cache, directory, hashlib.sha256(content).hexdigest())
 
 
 def _write(cache: FilledCache, replacement: Replacement) -> dict[str, Any]:
@@ -83,15 +77,16 @@ def _write(cache: FilledCache, replacement: Replacement) -> dict[str, Any]:
             tensors |= more
         writer.add(f"layers.{number}.", tensors)
         layers.append({"type": type(layer).__name__, "values": values})
-    origin, tensors = _saved_origin(cache)
-    writer.add("", tensors)
-    writer.add(_MODEL_STATE, cache.model_state.state_dict(cache.get_seq_length()))
+    saved = {name: state.state_dict() for name, state in cache.states.items()}
+    for name, tensors in saved.items():
+        writer.add(f"{name}.", {key: x.detach().cpu() for key, x in tensors.items()})
     writer.finish()
     return {
         "method": cache.name,
         "model": cache.model_shape,
         "options": dataclasses.asdict(cache.options_to_load()),
-        **origin,
+        "identity": None if cache.identity is None else dataclasses.asdict(cache.identity),
+        "tokens": {"passes": cache.tokens.passes} if saved["tokens"] else None,
         "layers": layers,
         "files": writer.files,
         "tensors": writer.checksums,
@@ -150,22 +145,16 @@ def _load(
     mapped: bool | str,
 ) -> tuple[FilledCache, str]:
     """The cache in ``directory``, which holds ``part``, and the digest of its ``cache.json``."""
-    while True:
-        description = Description.read(directory)
-        try:
-            with torch.device("cpu"):
-                cache, hint = _empty_cache(cls, directory, description.content, config, changes)
-                _check_part(directory, description.content, part)
-                cache.set_part(part)
-                reader = CPU if cache.options.store == DISK else device
-                is_mapped = _is_mapped(mapped, directory, description, reader)
-                tensors = description.tensors(directory, is_mapped, device.type == "cpu")
-                _fill(cache, directory, description, tensors, device, hint)
-            return cache, description.digest
-        except FileNotFoundError:
-            # Another process may have replaced the cache in the meantime.
-            if digest_of(directory) == description.digest:
-                raise
+    description = Description.read(directory)
+    with torch.device("cpu"):
+        cache = _empty_cache(cls, directory, description.content, config, changes)
+        _check_part(directory, description.content, part)
+        cache.set_part(part)
+        reader = CPU if cache.options.store == DISK else device
+        is_mapped = _is_mapped(mapped, directory, description, reader)
+        tensors = description.tensors(directory, is_mapped, device.type == "cpu")
+        _fill(cache, directory, description.content, tensors, device)
+    return cache, description.digest
 
 
 def _check_part(directory: Path, content: Mapping[str, Any], part: Part) -> None:
@@ -199,13 +188,11 @@ def _is_mapped(
 def _fill(
     cache: FilledCache,
     directory: Path,
-    description: Description,
+    content: Mapping[str, Any],
     tensors: SavedTensors,
     device: torch.device,
-    hint: str,
 ) -> None:
-    """Give a new ``cache`` what is saved; ``hint``: more to say where a layer won't fit."""
-    content = description.content
+    """Give a new ``cache`` what is saved; a warning tells of a model that is not known."""
     foreign = foreign_layers_of(cache.layers)
     for number, layer in enumerate(cache.layers):
         values = content["layers"][number]["values"]
@@ -221,13 +208,20 @@ def _fill(
                 "another version; save the cache again"
             ) from missing
         except ValueError as error:
-            more = f"; {hint}" if hint else ""
-            raise ValueError(f"{directory}: layer {number}: {error}{more}") from error
+            raise ValueError(f"{directory}: layer {number}: {error}") from error
     if (fault := cache.stack.fault()) is not None:
         raise ValueError(f"{directory} is damaged: {fault}; save the cache again")
-    _restore_origin(cache, content, tensors.without_prefix("layers."), device)
-    if state := tensors.with_prefix(_MODEL_STATE):
-        cache.model_state.load_state_dict(state, device)
+    for name, state in cache.states.items():
+        state.load_state_dict(tensors.with_prefix(f"{name}."), device)
+    if content["tokens"] is not None:
+        cache.tokens.passes = [InputDigest(*one) for one in content["tokens"]["passes"]]
+    identity = content["identity"]
+    cache.identity = None if identity is None else CacheIdentity(**identity)
+    if cache.get_seq_length() and identity is None:
+        _log.warning(
+            "the saved cache does not say which model filled it, so no model is compared with it: "
+            "a wrong one gives wrong tokens. Save it with save_pretrained(..., model=model)"
+        )
 
 
 def _empty_cache(
@@ -236,8 +230,8 @@ def _empty_cache(
     content: Mapping[str, Any],
     config: PreTrainedConfig,
     changes: dict[str, Any],
-) -> tuple[FilledCache, str]:
-    """A new cache with the saved options and ``changes``, and the hint of ``_options_to_load``."""
+) -> FilledCache:
+    """A new cache with the saved options and ``changes``."""
     if content["method"] != cls.name:
         raise ValueError(
             f"{directory} holds a {content['method']!r} cache, not {cls.name!r}: load it "
@@ -254,10 +248,10 @@ def _empty_cache(
     shape = {**cache.model_shape, "layers": [type(layer).__name__ for layer in cache.layers]}
     if why := facts_difference({**content["model"], "layers": types}, shape):
         raise ValueError(f"{directory} was saved from another model: {why}")
-    return cache, hint
+    return cache
 
 
-def _check_overwrite(cache: FilledCache, directory: Path, overwrite: bool | None) -> None:
+def _check_overwrite(cache: FilledCache, directory: Path, overwrite: bool) -> None:
     """FileExistsError, or ValueError, where a save into ``directory`` would replace too much."""
     there = digest_of(directory)
     if there is None:
@@ -268,14 +262,11 @@ def _check_overwrite(cache: FilledCache, directory: Path, overwrite: bool | None
             "replaced: give another folder, or remove it"
         )
     is_own = cache.saved_digests.get(os.path.realpath(directory)) == there
-    if overwrite or (overwrite is None and is_own):
-        return
-    if overwrite is None:
+    if not (overwrite or is_own):
         raise FileExistsError(
             f"{directory} holds a cache that another object saved: give another folder, or pass "
             "overwrite=True to replace it"
         )
-    raise FileExistsError(f"{directory} holds a cache: give another folder, or leave out overwrite")
 
 
 def note_saved(cache: FilledCache, directory: Path, digest: str) -> None:
@@ -320,37 +311,3 @@ def _options_to_load(
         )
         changes = with_companions({"artifact": None, **changes})
     return options.replace(**changes), hint
-
-
-def _saved_origin(cache: FilledCache) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """``identity`` (of the model) and ``tokens``, each plain JSON or None; their CPU tensors."""
-    length = cache.get_seq_length()
-    ids = cache.tokens.ids(length) if length else None
-    plain = {
-        "identity": None if cache.identity is None else dataclasses.asdict(cache.identity),
-        "tokens": None if ids is None else {"passes": cache.tokens.passes},
-    }
-    return plain, {} if ids is None else {"tokens.ids": ids.cpu().contiguous()}
-
-
-def _restore_origin(
-    cache: FilledCache,
-    origin: Mapping[str, Any],
-    tensors: Mapping[str, torch.Tensor],
-    device: torch.device,
-) -> None:
-    """Give ``cache``, restored but for these, what ``_saved_origin`` gave; ids on ``device``.
-
-    A warning tells of a model that is not known.
-    """
-    identity, tokens = origin["identity"], origin["tokens"]
-    length = cache.get_seq_length()
-    cache.identity = None if identity is None else CacheIdentity(**identity)
-    if tokens is not None and length:
-        cache.tokens.write(tensors["tokens.ids"].to(device), 0)
-        cache.tokens.passes = tuple(InputDigest(*one) for one in tokens["passes"])
-    if length and identity is None:
-        _log.warning(
-            "the saved cache does not say which model filled it, so no model is compared with it: "
-            "a wrong one gives wrong tokens. Save it with save_pretrained(..., model=model)"
-        )

@@ -29,8 +29,6 @@ from hf_kvret.stores.host_memory import empty, expect_random_reads
 SHARD_BYTES = 1 << 30
 """A shard holds no more, but for a single tensor that is larger."""
 
-SUFFIX = ".safetensors"
-
 _AGAIN = "save the cache again"
 _ROWS = f".store.{PAGES}"
 _OF_INDEX = ".index."
@@ -51,7 +49,6 @@ class ShardWriter:
         self.files: list[str] = []
         self.checksums: dict[str, str] = {}
         self._replacement = replacement
-        self._folder = replacement.new_folder()
         self._shard: Tensors = {}
 
     def add(self, prefix: str, tensors: Tensors) -> None:
@@ -74,14 +71,16 @@ class ShardWriter:
         if self.files and not self._shard:
             return
         self.checksums |= {name: checksum(name, tensor) for name, tensor in self._shard.items()}
-        path = self._folder / "shard"
+        path = self._replacement.unfinished()
+        path.touch()
+        usual_rights = path.stat().st_mode
         with _os_errors():
             save_file(self._shard, path)
         self._shard.clear()
-        # safetensors gives its files to their owner alone; the folder has the rights of the umask.
-        path.chmod(self._folder.stat().st_mode & 0o666)
+        # safetensors gives its files to their owner alone.
+        path.chmod(usual_rights)
         version = secrets.token_hex(VERSION_LEN // 2)
-        self.files.append(self._replacement.keep(path, version, SUFFIX))
+        self.files.append(self._replacement.keep(path, version))
 
     def _alone(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor, contiguous, with memory that no other of the shard has."""
@@ -134,16 +133,10 @@ class SavedTensors:
         tensors = self._read([name for name in self._paths if name.startswith(prefix)])
         return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
 
-    def without_prefix(self, prefix: str) -> Tensors:
-        """The tensors whose names begin with anything else."""
-        return self._read([name for name in self._paths if not name.startswith(prefix)])
-
     def read(self, name: str) -> torch.Tensor:
         """A tensor, on the CPU.
 
-        Raises:
-            MemoryError: there is too little for it.
-            ValueError: it is damaged.
+        ValueError: it is damaged.
         """
         return self._read([name])[name]
 
@@ -182,25 +175,14 @@ def checksum(name: str, tensor: torch.Tensor) -> str:
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
     """The shard at ``path``; errors say what to do."""
-    _check_file(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"no saved cache in {path.parent}: {path.name} is missing")
     try:
         with safe_open(path, framework="pt") as shard:
             yield shard
     except SafetensorError as error:
         message = f"{path} is corrupt or truncated ({str(error)[:200]}): {_AGAIN}"
         raise ValueError(message) from error
-    except (MemoryError, RuntimeError) as error:
-        # It may just have been removed.
-        _check_file(path)
-        raise MemoryError(
-            f"no memory for {path} ({str(error)[:200]}): free memory; if no save wrote so much, "
-            f"the file is damaged, {_AGAIN}"
-        ) from error
-
-
-def _check_file(path: Path) -> None:
-    if not path.is_file():
-        raise FileNotFoundError(f"no saved cache in {path.parent}: {path.name} is missing")
 
 
 @contextmanager

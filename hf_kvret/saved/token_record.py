@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
 import torch
 
 from hf_kvret.contracts.signals import SIGNALS_WAIT
-from hf_kvret.contracts.state import State, part
-from hf_kvret.contracts.token_buffer import TokenBuffer
+from hf_kvret.contracts.state import Field, State, Tensors
+from hf_kvret.contracts.token_buffer import TokenBuffer, TokensField
 
 UNKNOWN = -1
 """In place of the id of a token that came as something else."""
@@ -57,6 +58,40 @@ class InputDigest(NamedTuple):
         return cls(start, end, digest.hexdigest())
 
 
+@dataclass(eq=False, kw_only=True)
+class _DigestsField(Field):
+    """Digests of passes, in their order; a crop forgets those of passes that had its tokens."""
+
+    saved: bool = False
+
+    def initial(self) -> list[InputDigest]:
+        return []
+
+    def crop(self, value: list[InputDigest], length: int) -> None:
+        value[:] = [one for one in value if one.end <= length]
+
+    def forked(self, value: list[InputDigest]) -> list[InputDigest]:
+        return list(value)
+
+
+class _IdsField(TokensField):
+    """A ``TokenBuffer`` of ids ``[B, 1, n]``, as buffers have heads, saved as ``[B, n]``."""
+
+    def to_save(self, value: Any) -> Tensors:
+        return {self.key: value.rows[:, 0].contiguous()} if value.is_allocated else {}
+
+    def loaded(self, value: Any, state: Tensors, device: torch.device | None) -> Any:
+        if self.key in state:
+            # As in `TokenRecord.write_pending`.
+            with torch.inference_mode(False):
+                value.append(state[self.key][:, None].to(device))
+        return value
+
+
+_digests: Callable[..., Any] = _DigestsField
+_token_ids: Callable[..., Any] = _IdsField
+
+
 class TokenRecord(State):
     """Ids of the tokens in a cache, as far as it saw them, and digests of its other inputs.
 
@@ -73,12 +108,11 @@ class TokenRecord(State):
         start: index of the first token of that pass.
     """
 
-    # [B, 1, n] int32, as a token buffer has heads.
-    _ids: TokenBuffer = part(TokenBuffer)
+    _ids: TokenBuffer = _token_ids()
+    passes: list[InputDigest] = _digests()
 
     def __init__(self) -> None:
         self.pending: list[tuple[int, torch.Tensor | None]] = []
-        self.passes: tuple[InputDigest, ...] = ()
         self.owner: Any = None
         self.checked_owner: Callable[[], Any] = _nobody
         self.start = 0
@@ -94,7 +128,7 @@ class TokenRecord(State):
 
     def reset(self) -> None:
         super().reset()
-        self.pending, self.passes, self.checked_owner = [], (), _nobody
+        self.pending, self.checked_owner = [], _nobody
 
     def fork(self) -> Self:
         self.write_pending()
@@ -103,10 +137,8 @@ class TokenRecord(State):
         return twin
 
     def crop(self, length: int) -> None:
-        """Forget tokens from ``length`` on, and digests of passes that had some of them."""
         self.write_pending()
         super().crop(length)
-        self.passes = tuple(one for one in self.passes if one.end <= length)
 
     def reorder(self, rows: torch.Tensor) -> None:
         """As every state; digests are forgotten where the number of rows changes."""
@@ -114,10 +146,14 @@ class TokenRecord(State):
         if not self._ids.is_allocated:
             return
         if len(rows) != len(self._ids.rows):
-            self.passes = ()
+            self.passes = []
         # As in `write`.
         with torch.inference_mode(False):
             super().reorder(rows.to(self._ids.rows.device))
+
+    def state_dict(self) -> Tensors:
+        self.write_pending()
+        return super().state_dict()
 
     def write(self, ids: torch.Tensor, start: int) -> None:
         """Write ``ids`` ``[B, n]`` of the tokens from ``start`` on; earlier gaps are unknown."""
@@ -142,7 +178,7 @@ class TokenRecord(State):
         if self._ids.is_allocated and len(self._ids.rows) != len(ids):
             # Another batch: what is known of the old one counts no more.
             self._ids.reset()
-            self.passes = tuple(one for one in self.passes if one.start >= start)
+            self.passes = [one for one in self.passes if one.start >= start]
             self.checked_owner = _nobody
         like = ids.new_empty((len(ids), 1, 0), dtype=torch.int32)
         gap = start - len(self._ids)

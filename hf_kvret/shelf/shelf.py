@@ -7,7 +7,6 @@ there as a whole or not at all.
 from __future__ import annotations
 
 import dataclasses
-import errno
 import hashlib
 import json
 import logging
@@ -18,7 +17,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import Any
 
 import torch
@@ -31,7 +29,6 @@ from hf_kvret.methods.known import METHODS
 from hf_kvret.models.exact_chunks import depends_on_length, why_whole
 from hf_kvret.models.ranks import is_split
 from hf_kvret.options.config import LOAD_OPTIONS, byte_count
-from hf_kvret.saved.description import DESCRIPTION as CACHE_DESCRIPTION
 from hf_kvret.saved.description import verify_cache
 from hf_kvret.saved.folder import replace_file
 from hf_kvret.saved.identity import identity_of, printable
@@ -56,8 +53,6 @@ _UNFINISHED = ".unfinished-"
 _ABANDONED_SECONDS = 24 * 3600
 # Kinds of inputs that stand in a text as tokens of their own.
 _OTHER_INPUTS = ("image", "video", "audio")
-# A place that fails with one of these may work another time.
-_PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EMFILE, errno.ENFILE)
 
 
 class Shelf:
@@ -94,24 +89,22 @@ class Shelf:
         return room // 2 if self._max_bytes is None else min(self._max_bytes, room)
 
     def check_writable(self) -> None:
-        """Make the folder, and try a file in it; `put` and ``generate`` do so by themselves.
+        """Make the folder; ValueError for a place where nothing can be put.
 
-        Raises:
-            ValueError: a place where nothing can be put, now or later.
-            OSError: the disk is full, for instance.
+        `put` and ``generate`` do so by themselves.
         """
-        why = "others may write there, take their right away (chmod go-w)"
+        why = ""
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with TemporaryFile(dir=self.folder) as file:
-                file.write(bytes(4096))
-            if is_own(self.folder):
-                return
         except OSError as error:
-            if error.errno in _PASSING:
-                raise
-            why = f"nothing can be written there ({error.strerror or error})"
-        raise ValueError(f"the shelf {self.folder}: {why}, or give another folder")
+            why = f"it can't be made ({error.strerror})"
+        else:
+            if not os.access(self.folder, os.W_OK):
+                why = "nothing can be written there"
+            elif not is_own(self.folder):
+                why = "others may write there, take their right away (chmod go-w)"
+        if why:
+            raise ValueError(f"the shelf {self.folder}: {why}, or give another folder")
 
     def find(
         self, input_ids: torch.Tensor, model: PreTrainedModel, method: str, **options: Any
@@ -153,15 +146,15 @@ class Shelf:
                     path, model.config, model.device, model=model, **changes
                 )
             except (OSError, ValueError) as error:
-                _log.warning("%s is left out (shelf.remove takes it away): %s", path, error)
-                if isinstance(error, ValueError):
+                # Another process may have taken it away in the meantime.
+                if path.exists():
+                    _log.warning("%s is left out (shelf.remove takes it away): %s", path, error)
                     self._damaged.add(entry.name)
                 continue
             if common < entry.tokens:
                 cache.crop(common - entry.tokens)
             cache.from_shelf = common
-            with suppress(OSError):
-                os.utime(path / DESCRIPTION)
+            self._use(entry)
             return cache
         return None
 
@@ -176,7 +169,17 @@ class Shelf:
         ids = _one_sequence(input_ids)
         _check_model(model)
         key = _key(_method(method)(model.config, **options), model)
-        return self._whole_entry(name_of(key, len(ids), chain_of(ids)))
+        entry = self._entry_named(name_of(key, len(ids), chain_of(ids)))
+        if entry is None:
+            return None
+        try:
+            verify_cache(self.folder / entry.name)
+        except (OSError, ValueError) as error:
+            _log.warning("%s is damaged, and is left out: %s", self.folder / entry.name, error)
+            self._damaged.add(entry.name)
+            return None
+        self._use(entry)
+        return entry
 
     def load(self, name: str, model: PreTrainedModel, **changes: Any) -> RetrievalCache:
         """The cache of the entry with that name or title.
@@ -189,8 +192,7 @@ class Shelf:
         entry = self.entry(name)
         path, load = self.folder / entry.name, _method(entry.method).from_pretrained
         cache = load(path, model.config, model.device, model=model, **changes)
-        with suppress(OSError):
-            os.utime(path / DESCRIPTION)
+        self._use(entry)
         cache.from_shelf = entry.tokens
         return cache
 
@@ -230,23 +232,16 @@ class Shelf:
         key, chain = _key(cache, model), chain_of(ids)
         name = name_of(key, len(ids), chain)
         self.check_writable()
-        there = self._whole_entry(name)
-        # Another process may remove it at this moment.
-        with suppress(FileNotFoundError):
-            if there is not None and title in ("", there.title):
-                os.utime(self.folder / name / DESCRIPTION)
-                if title:
-                    self.touch(there)
-                return there
+        there = self._entry_named(name)
+        if there is not None and title in ("", there.title):
+            self._use(there)
+            return there
         most, memory = self.max_bytes, cache.memory()
         entry = ShelfEntry(
             *(name, cache.name, len(ids), memory.device + memory.host, time.time(), key, chain),
             *(can_crop(cache), title, _place_of(model), str(model.dtype).removeprefix("torch.")),
         )
         with self._unfinished() as path:
-            # Where others filled the disk, old entries leave before the new one is written.
-            if shutil.disk_usage(path).free < entry.nbytes <= most:
-                self._make_room(entry, ids, most)
             cache.save_pretrained(path, model=model)
             replace_file(path / DESCRIPTION, description_of(entry, path))
             for file in path.iterdir():
@@ -257,13 +252,13 @@ class Shelf:
                     f"the cache takes {entry.nbytes / 1e9:.2f} GB, and the shelf holds at most "
                     f"{most / 1e9:.2f} GB: give a larger max_size, or free space on its disk"
                 )
-            # A damaged entry may stand there, since a whole one was returned above.
+            # A damaged entry may stand there, or one of another title.
             self._take_away(self.folder / name)
             try:
                 path.rename(self.folder / name)
-            except OSError as error:
-                # Another process has put the same right now.
-                if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+            except OSError:
+                # Another process may have put the same right now.
+                if not (self.folder / name).exists():
                     raise
             self._damaged.discard(name)
             self._make_room(entry, ids, most)
@@ -280,46 +275,30 @@ class Shelf:
         return sorted(filter(None, read), key=lambda entry: entry.used, reverse=True)
 
     def entry(self, name: str) -> ShelfEntry:
-        """The entry with that name, else the last put with that title; ValueError for none."""
-        return self.named(name)[0]
-
-    def named(self, name: str) -> list[ShelfEntry]:
-        """The entry with that name, else all with that title, the last put first.
-
-        A title may be given as it is shown, with its control characters spelled out. ValueError
-        for none.
-        """
+        """The entry with that name, else the last used with that title; ValueError for none."""
         entries = self.entries()
         named = [entry for entry in entries if entry.name == name]
-        named = named or [one for one in entries if name in (one.title, printable(one.title))]
-        if not named or not name:
+        named = named or [entry for entry in entries if name and name == entry.title]
+        if not named:
             known = ", ".join(printable(entry.title or entry.name) for entry in entries)
             raise ValueError(f"{self.folder} has no entry {name!r}, it has {known or 'nothing'}")
-        return sorted(named, key=self._put_time, reverse=True)
-
-    def _put_time(self, entry: ShelfEntry) -> float:
-        # Uses change the time of the description alone.
-        with suppress(FileNotFoundError):
-            return (self.folder / entry.name / CACHE_DESCRIPTION).stat().st_mtime
-        return 0.0
-
-    def touch(self, entry: ShelfEntry) -> None:
-        """Make ``entry`` the last put of its title."""
-        os.utime(self.folder / entry.name / CACHE_DESCRIPTION)
+        return named[0]
 
     def remove(self, name: str) -> None:
-        """Remove the entry with that name or title, whole or damaged.
-
-        ValueError for none, and for several of one title.
-        """
+        """Remove the entry with that name, whole or damaged, or that `entry` gives for a title."""
         if not (NAME.fullmatch(name) and (self.folder / name).is_dir()):
-            name, *others = (entry.name for entry in self.named(name))
-            if others:
-                raise ValueError(
-                    f"{1 + len(others)} entries of {self.folder} have this title: give the name of "
-                    f"one, {', '.join([name, *others])} (the last put first)"
-                )
+            name = self.entry(name).name
         self._take_away(self.folder / name)
+
+    def _entry_named(self, name: str) -> ShelfEntry | None:
+        """The entry of that name; None for none, and for one that is known to be damaged."""
+        entries = (one for one in self.entries() if one.name == name)
+        return None if name in self._damaged else next(entries, None)
+
+    def _use(self, entry: ShelfEntry) -> None:
+        """Make ``entry`` the last used, if it is still there."""
+        with suppress(OSError):
+            os.utime(self.folder / entry.name / DESCRIPTION)
 
     def _take_away(self, path: Path) -> None:
         """Remove an entry at once: a kill leaves a whole one, or what the next put cleans up."""
@@ -327,24 +306,8 @@ class Shelf:
             path = path.rename(self.folder / f"{_UNFINISHED}{secrets.token_hex(8)}")
             shutil.rmtree(path, ignore_errors=True)
 
-    def _whole_entry(self, name: str) -> ShelfEntry | None:
-        """The entry of that name, all of whose files are as they were put; None for none.
-
-        A warning tells of damage.
-        """
-        entry = next((one for one in self.entries() if one.name == name), None)
-        if entry is None or name in self._damaged:
-            return None
-        try:
-            verify_cache(self.folder / name)
-        except (OSError, ValueError) as error:
-            _log.warning("%s is damaged, and is left out: %s", self.folder / name, error)
-            self._damaged.add(name)
-            return None
-        return entry
-
     def _make_room(self, new: ShelfEntry, ids: torch.Tensor, most: int) -> None:
-        """Remove what ``new`` makes superfluous, then what can't be read, then the least used.
+        """Remove what ``new`` makes superfluous, and then the least used.
 
         ``ids [T]``: its tokens; ``most``: bytes of all.
         """
@@ -360,13 +323,6 @@ class Shelf:
                 self._take_away(self.folder / entry.name)
             else:
                 size += entry.nbytes
-        for path in self.folder.iterdir():
-            # Damaged entries are counted last, so they leave before whole ones.
-            with suppress(OSError):
-                if NAME.fullmatch(path.name) and not read_entry(path) and is_own(path):
-                    size += folder_nbytes(path)
-                    if is_full or size > most:
-                        self._take_away(path)
 
     @contextmanager
     def _unfinished(self) -> Iterator[Path]:

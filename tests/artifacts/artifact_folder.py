@@ -40,8 +40,8 @@ def as_of_the_hub(folder: Path) -> None:
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
-    """What an artifact's folder holds, but its card."""
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix != ".md"}
+    """``config.json`` and the tensors of an artifact."""
+    return {path.name: path.read_bytes() for path in (folder / DESCRIPTION, tensor_file(folder))}
 
 
 def save_model(folder: Path, config: PreTrainedConfig) -> Path:

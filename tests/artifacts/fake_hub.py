@@ -23,21 +23,16 @@ import yaml
 
 @dataclass
 class Repository:
-    """Commits by sha, each with the bytes of its files; branches and pull requests by name."""
+    """Commits by sha, each with the bytes of its files; branches by name."""
 
     private: bool = False
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
     refs: dict[str, str] = field(default_factory=dict)
     messages: list[str] = field(default_factory=list)
 
-    def commit(
-        self, ref: str, files: Mapping[str, bytes | None], message: str, parent: str = ""
-    ) -> str:
-        """Put ``files`` on top of ``parent`` (a ref, ``ref`` itself if empty); the new sha.
-
-        None in place of a file's content deletes it.
-        """
-        after = {**self.commits.get(self.refs.get(parent or ref, ""), {}), **files}
+    def commit(self, ref: str, files: Mapping[str, bytes | None], message: str) -> str:
+        """Put ``files`` on top of ``ref``; the new sha. None for a file's content deletes it."""
+        after = {**self.commits.get(self.refs.get(ref, ""), {}), **files}
         sha = hashlib.sha1(f"{id(self)} {len(self.commits)}".encode()).hexdigest()
         self.commits[sha] = {
             name: content for name, content in after.items() if content is not None
@@ -239,9 +234,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._send({"errors": errors, "warnings": []}, 400 if errors else 200)
 
     def preupload(self, user: str | None, repo: str, revision: str) -> None:
-        # Who may read a repository may open a pull request there.
-        pull_request = "create_pr=1" in urlsplit(self.path).query
-        repository = self._repository(user, repo, write=not pull_request)
+        repository = self._repository(user, repo, write=True)
         _, files = self._commit(repository, revision)
         answers = [
             {
@@ -280,8 +273,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._send({})
 
     def commit(self, user: str | None, repo: str, revision: str) -> None:
-        pull_request = "create_pr=1" in urlsplit(self.path).query
-        repository = self._repository(user, repo, write=not pull_request)
+        repository = self._repository(user, repo, write=True)
         self._commit(repository, revision)
         files: dict[str, bytes | None] = {}
         message = ""
@@ -296,12 +288,8 @@ class _Handler(BaseHTTPRequestHandler):
                 files[value["path"]] = None
             else:
                 files[value["path"]] = self.server.blobs[value["oid"]]
-        ref = "refs/pr/1" if pull_request else revision
-        sha = repository.commit(ref, files, message, parent=revision)
-        answer = {"commitUrl": f"{self.server.url}/{repo}/commit/{sha}", "commitOid": sha}
-        if pull_request:
-            answer["pullRequestUrl"] = f"{self.server.url}/{repo}/discussions/1"
-        self._send(answer)
+        sha = repository.commit(revision, files, message)
+        self._send({"commitUrl": f"{self.server.url}/{repo}/commit/{sha}", "commitOid": sha})
 
 
 _REPO, _REVISION = r"(?P<repo>(?:kernels/)?[^/]+/[^/]+)", r"(?P<revision>[^/]+)"

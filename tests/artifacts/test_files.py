@@ -1,8 +1,11 @@
-"""The files of an artifact: written whole or not at all, and read back as they were."""
+"""The files of an artifact: read back as they were written, and refused where they are not."""
 
 from __future__ import annotations
 
-import os
+import json
+import random
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,28 +14,18 @@ import torch
 
 from hf_kvret.artifacts import CalibrationArtifact, ModelIdentity
 
-from .artifact_folder import CARD, DESCRIPTION, FIXED_NAME, as_of_the_hub, tensor_file
+from .artifact_folder import CARD, DESCRIPTION, FIXED_NAME, as_of_the_hub, edit, tensor_file
+
+FIXTURES = Path(__file__).parents[1] / "fixtures" / "saved" / "artifacts"
+Change = Callable[[Path], object]
 
 
-def test_a_saved_artifact_comes_back(
-    artifact: CalibrationArtifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    before = os.umask(0o027)
-    try:
-        artifact.save_pretrained("~/deep/down")
-    finally:
-        os.umask(before)
-    folder = tmp_path / "deep" / "down"
-    assert {path.name for path in folder.iterdir()} == {tensor_file(folder).name, DESCRIPTION, CARD}
-    assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o640}
-    # The card is for people alone.
-    (folder / CARD).unlink()
-    loaded = CalibrationArtifact.from_pretrained("~/deep/down", method="a2ats")
+def test_a_saved_artifact_comes_back(artifact: CalibrationArtifact, tmp_path: Path) -> None:
+    artifact.save_pretrained(tmp_path / "deep" / "down")
+    loaded = CalibrationArtifact.from_pretrained(tmp_path / "deep" / "down", method="a2ats")
     assert loaded.tensors.keys() == artifact.tensors.keys()
     for name, tensor in artifact.tensors.items():
         assert loaded.tensors[name].dtype == tensor.dtype
-        assert loaded.tensors[name].device.type == "cpu"
         assert torch.equal(loaded.tensors[name], tensor)
     for part in ("method", "model", "data", "options", "quality", "nbytes", "sha256"):
         assert getattr(loaded, part) == getattr(artifact, part)
@@ -40,119 +33,52 @@ def test_a_saved_artifact_comes_back(
 
 def test_tensors_of_any_layout_are_saved(identity: ModelIdentity, tmp_path: Path) -> None:
     whole = torch.arange(24.0).reshape(4, 6)
-    tensors = {
-        "whole": whole,
-        "again": whole,
-        "row": whole[1],
-        "turned": whole.T,
-        "learned": torch.nn.Parameter(whole[:2]),
-        "empty": torch.empty(0, 3),
-        "number": torch.tensor(3, dtype=torch.int32),
-    }
+    tensors = {"whole": whole, "again": whole, "row": whole[1], "turned": whole.T}
+    tensors |= {"learned": torch.nn.Parameter(whole[:2]), "empty": torch.empty(0, 3)}
     CalibrationArtifact("a2ats", identity, tensors).save_pretrained(tmp_path)
     loaded = CalibrationArtifact.from_pretrained(tmp_path).tensors
     assert loaded.keys() == tensors.keys()
-    for name, tensor in tensors.items():
-        assert loaded[name].shape == tensor.shape and loaded[name].dtype == tensor.dtype
-        assert torch.equal(loaded[name], tensor)
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
     assert tensor_file(tmp_path).stat().st_size < 4 * (24 * 3 + 6 + 12 + 1) + 1000
 
 
-def test_a_new_artifact_replaces_the_old_one_and_nothing_else(
+def test_parts_are_kept_as_json_has_them(identity: ModelIdentity) -> None:
+    options: dict[str, Any] = {"ranks": (1, 2), "by layer": {3: "three"}}
+    artifact = CalibrationArtifact("a2ats", identity, {}, options=options)
+    options["ranks"] = ()
+    assert artifact.options == {"ranks": [1, 2], "by layer": {"3": "three"}}
+    with pytest.raises(TypeError, match="data is not plain JSON"):
+        CalibrationArtifact("a2ats", identity, {}, data={"x": torch.ones(1)})
+
+
+def test_a_new_artifact_replaces_an_older_one_and_nothing_else(
     artifact: CalibrationArtifact, saved: Path
 ) -> None:
-    names = (FIXED_NAME, "artifact-202411250228.tar", "artifact-2.safetensors", "notes.txt")
-    for name in names:
-        (saved / name).write_text("mine")
+    (saved / "notes.txt").write_text("mine")
     CalibrationArtifact("a2ats", artifact.model, {"x": torch.ones(3)}).save_pretrained(saved)
     assert list(CalibrationArtifact.from_pretrained(saved).tensors) == ["x"]
-    assert [(saved / name).read_text() for name in names] == ["mine"] * 4
-    assert len(list(saved.iterdir())) == 7
+    names = {tensor_file(saved).name, DESCRIPTION, CARD, "notes.txt", f".{DESCRIPTION}.lock"}
+    assert {path.name for path in saved.iterdir()} == names
 
 
-class _Interruption(BaseException):
-    """Ctrl-C, or the machine taking the process away."""
-
-
-@pytest.mark.parametrize("before", ["nothing", "hub", "folder"])
-@pytest.mark.parametrize("call", ["fsync", "replace"])
-def test_a_save_that_breaks_off_leaves_the_old_or_the_new(
-    artifact: CalibrationArtifact,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    before: str,
-    call: str,
+def test_artifacts_of_the_first_release_are_read(
+    artifact: CalibrationArtifact, saved: Path
 ) -> None:
-    tensors = {name: tensor + 1 for name, tensor in artifact.tensors.items()}
-    newer = CalibrationArtifact("a2ats", artifact.model, tensors)
-    original = getattr(os, call)
-    for count in range(20):
-        home = tmp_path / str(count)
-        if before != "nothing":
-            artifact.save_pretrained(home)
-        if before == "hub":
-            as_of_the_hub(home)
-        calls = []
-
-        def some(*arguments: Any, count: int = count, calls: list[Any] = calls) -> None:
-            if len(calls) == count:
-                raise _Interruption
-            calls.append(arguments)
-            original(*arguments)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(os, call, some)
-            try:
-                newer.save_pretrained(home)
-            except _Interruption:
-                pass
-            else:
-                break
-        if before == "nothing" and not (home / DESCRIPTION).exists():
-            assert not list(home.iterdir())
-            continue
-        loaded = CalibrationArtifact.from_pretrained(home)
-        assert loaded.sha256 in (artifact.sha256, newer.sha256)
-        # The next save removes what was left.
-        newer.save_pretrained(home)
-        assert CalibrationArtifact.from_pretrained(home).sha256 == newer.sha256
-        # Nothing says any more that a file of the fixed name was ours.
-        assert len({path.name for path in home.iterdir()} - {FIXED_NAME}) == 3
-    assert count > 2, "nothing was interrupted"
-    assert CalibrationArtifact.from_pretrained(home).sha256 == newer.sha256
-    assert len(list(home.iterdir())) == 3
+    as_of_the_hub(saved)
+    assert (saved / FIXED_NAME).is_file()
+    assert CalibrationArtifact.from_pretrained(saved).sha256 == artifact.sha256
 
 
-def test_an_artifact_is_never_written_through_a_link(
-    artifact: CalibrationArtifact, saved: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "secret").write_text("kept")
-    (saved / CARD).unlink()
-    (saved / CARD).symlink_to(tmp_path / "secret")
-    with pytest.raises(ValueError, match="is a symbolic link"):
-        artifact.save_pretrained(saved)
-    assert (tmp_path / "secret").read_text() == "kept"
-
-
-def test_the_digest_is_of_all_that_is_loaded_and_of_nothing_else(
+def test_the_digest_is_of_all_that_is_loaded(
     artifact: CalibrationArtifact, identity: ModelIdentity, saved: Path
 ) -> None:
-    plain = {name: getattr(artifact, name) for name in ("tensors", "data", "options", "quality")}
-    same = CalibrationArtifact("a2ats", identity, **plain)
-    assert same.sha256 == artifact.sha256 and len(same.sha256) == 64
-    first = next(iter(artifact.tensors))
-    tensors = {**artifact.tensors, first: artifact.tensors[first].clone()}
-    tensors[first].view(-1)[3] += 1
-    shaped = {**artifact.tensors, first: artifact.tensors[first].flatten()}
-    others = [
-        CalibrationArtifact("aqua", identity, **plain),
-        CalibrationArtifact("a2ats", ModelIdentity("x", identity.facts, identity.weights), **plain),
-        CalibrationArtifact("a2ats", identity, **{**plain, "tensors": tensors}),
-        CalibrationArtifact("a2ats", identity, **{**plain, "tensors": shaped}),
-        CalibrationArtifact("a2ats", identity, **{**plain, "data": {}}),
-        CalibrationArtifact("a2ats", identity, **{**plain, "options": {}}),
-        CalibrationArtifact("a2ats", identity, **{**plain, "quality": []}),
-    ]
+    parts = {name: getattr(artifact, name) for name in ("tensors", "data", "options", "quality")}
+    assert CalibrationArtifact("a2ats", identity, **parts).sha256 == artifact.sha256
+    first, rows = next(iter(artifact.tensors.items()))
+    changed = [{"data": {}}, {"options": {}}, {"quality": []}]
+    changed += [{"tensors": parts["tensors"] | {first: x}} for x in (rows + 1, rows.flatten())]
+    others = [CalibrationArtifact("a2ats", identity, **(parts | change)) for change in changed]
+    others.append(CalibrationArtifact("aqua", identity, **parts))
     assert len({one.sha256 for one in (artifact, *others)}) == 1 + len(others)
     # One that is pinned is compared with it.
     assert CalibrationArtifact.from_pretrained(saved, sha256=artifact.sha256).method == "a2ats"
@@ -160,9 +86,76 @@ def test_the_digest_is_of_all_that_is_loaded_and_of_nothing_else(
         CalibrationArtifact.from_pretrained(saved, sha256="0" * 64)
 
 
-def test_a_file_in_the_way_is_named(artifact: CalibrationArtifact, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(FileExistsError, match="file is a file: give a folder"):
-        artifact.save_pretrained(tmp_path / "file")
+def test_a_flip_a_cut_or_an_appendix_is_refused_or_changes_nothing(tmp_path: Path) -> None:
+    chance = random.Random(0)
+    expected = CalibrationArtifact.from_pretrained(FIXTURES / "a2ats").sha256
+    for number in range(45):
+        folder = Path(shutil.copytree(FIXTURES / "a2ats", tmp_path / str(number)))
+        path = chance.choice([tensor_file(folder), folder / DESCRIPTION])
+        content = bytearray(path.read_bytes())
+        place = chance.randrange(len(content) - 2)
+        if number % 3 == 0:
+            content[place] ^= 1 << chance.randrange(8)
+        elif number % 3 == 1:
+            del content[place:]
+        else:
+            content += b"xxxxxxxx"
+        path.write_bytes(content)
+        try:
+            loaded = CalibrationArtifact.from_pretrained(folder)
+        except ValueError as error:
+            assert "artifact again" in str(error) or "format version" in str(error)
+        else:
+            assert loaded.sha256 == expected, number
+
+
+def _written(content: str) -> Change:
+    return lambda folder: (folder / DESCRIPTION).write_text(content)
+
+
+def _edited(change: Callable[[dict[str, Any]], object], seal: bool) -> Change:
+    return lambda folder: edit(folder, change, seal=seal)
+
+
+REFUSED: list[tuple[Change, type[Exception], str]] = [
+    (_edited(lambda d: d["options"].update(codewords=9), False), ValueError, "was changed"),
+    (_written("{"), ValueError, "is no JSON"),
+    (_written('{"model_type": "llama"}'), ValueError, "not of a calibration artifact"),
+    (
+        _edited(lambda d: d["files"].update(tensors="../x.safetensors"), True),
+        ValueError,
+        "as its tensor file",
+    ),
+    (_written('{"format_version": 2}'), ValueError, "calibrate again, or upgrade"),
+    (lambda folder: (folder / DESCRIPTION).unlink(), FileNotFoundError, "json is missing"),
+    (lambda folder: tensor_file(folder).unlink(), FileNotFoundError, "safetensors is missing"),
+    (
+        lambda folder: shutil.copy(tensor_file(FIXTURES / "a2ats"), tensor_file(folder)),
+        ValueError,
+        "damaged, or of another artifact",
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "error", "words"), REFUSED)
+def test_what_is_no_whole_artifact_is_refused(
+    saved: Path, change: Change, error: type[Exception], words: str
+) -> None:
+    change(saved)
+    with pytest.raises(error, match=words):
+        CalibrationArtifact.from_pretrained(saved)
+
+
+def test_another_method_and_files_of_others_are_refused(
+    artifact: CalibrationArtifact, saved: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=r"of 'a2ats', not of 'aqua'.*calibrate aqua"):
+        CalibrationArtifact.from_pretrained(saved, method="aqua")
+    other = CalibrationArtifact("aqua", artifact.model, artifact.tensors)
+    with pytest.raises(ValueError, match="of an artifact of 'a2ats', not of 'aqua'"):
+        other.save_pretrained(saved)
+    (tmp_path / DESCRIPTION).write_text(json.dumps({"model_type": "llama"}))
+    with pytest.raises(ValueError, match=r"of a model, perhaps.*give a new folder"):
+        artifact.save_pretrained(tmp_path)
     with pytest.raises(NotADirectoryError, match="give the folder that holds the artifact"):
-        CalibrationArtifact.from_pretrained(tmp_path / "file")
+        CalibrationArtifact.from_pretrained(tmp_path / DESCRIPTION)

@@ -1,9 +1,11 @@
-"""Which model an artifact belongs to: every fact that matters is told, none that doesn't."""
+"""An artifact knows its model: by facts of the configuration, and by a sample of the weights."""
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,44 +13,28 @@ import pytest
 import torch
 from transformers import Gemma3Config, Gemma3TextConfig, PreTrainedModel
 
-from hf_kvret.artifacts import ModelIdentity
-from hf_kvret.saved.identity import model_facts
+from hf_kvret.artifacts import CalibrationArtifact, ModelIdentity
+from hf_kvret.artifacts.identity import compare_weights, sample_weights
+from hf_kvret.saved.identity import SAMPLED_NUMBERS, SAMPLED_PARAMETERS, model_facts
 from hf_kvret.testing import MODELS
+
+FLOAT, BFLOAT, HALF = torch.float32, torch.bfloat16, torch.float16
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
+        ({"model_type": "mistral"}, "a llama model, this one is mistral"),
         ({"num_hidden_layers": 3}, "2 layers, this model has 3"),
-        ({"hidden_size": 128}, "64 numbers in a hidden state, this model has 128"),
-        ({"num_attention_heads": 8}, "4 query heads, this model has 8"),
         ({"num_key_value_heads": 1}, "2 KV heads, this model has 1"),
         ({"head_dim": 32}, "16 numbers in a head, this model has 32"),
-        ({"vocab_size": 129}, "128 words in its vocabulary, this model has 129"),
-        (
-            {"layer_types": ["sliding_attention", "full_attention"]},
-            "layer_types=none, this model has ['sliding_attention', 'full_attention']",
-        ),
         ({"no_rope_layers": [1, 0]}, "no_rope_layers=none, this model has [1, 0]"),
         ({"rope": {"rope_theta": 5e5}}, "rope.rope_theta=10000.0, this model has 500000.0"),
-        ({"rope": {"factor": 4.0}}, "rope.factor=8.0, this model has 4.0"),
-        ({"rope": {"rope_type": "yarn"}}, "rope.rope_type=llama3, this model has yarn"),
-        (
-            {"rope": {"partial_rotary_factor": 0.5}},
-            "rope.partial_rotary_factor=none, this model has 0.5",
-        ),
         ({"rope": {"low_freq_factor": None}}, "rope.low_freq_factor=1.0, this model has none"),
-        ({"rope": {"short_factor": [1, 2]}}, "rope.short_factor=none, this model has [1.0, 2.0]"),
-        ({"use_cache": False}, ""),
-        ({"dtype": "bfloat16"}, ""),
-        ({"attention_dropout": 0.1}, ""),
-        ({"eos_token_id": 5}, ""),
-        ({"max_position_embeddings": 4096}, ""),
-        ({"_attn_implementation": "eager"}, ""),
+        ({"use_cache": False, "dtype": "bfloat16", "max_position_embeddings": 4096}, ""),
         # Other words for the same.
         ({"layer_types": ["full_attention", "full_attention"]}, ""),
-        ({"rope": {"rope_theta": 10_000, "type": "llama3", "attention_factor": None}}, ""),
-        ({"rope": {"partial_rotary_factor": 1.0}}, ""),
+        ({"rope": {"rope_theta": 10_000, "type": "llama3", "partial_rotary_factor": 1.0}}, ""),
     ],
     ids=str,
 )
@@ -56,53 +42,131 @@ def test_the_first_difference_that_matters_is_named(
     llama: PreTrainedModel, identity: ModelIdentity, changes: dict[str, Any], words: str
 ) -> None:
     config = copy.deepcopy(llama.config)
-    rope = changes.get("rope", {})
-    config.rope_parameters = {**config.rope_parameters, **rope}
-    for name, value in changes.items():
-        if name != "rope":
-            setattr(config, name, value)
+    config.rope_parameters = {**config.rope_parameters, **changes.get("rope", {})}
+    for name in changes.keys() - {"rope"}:
+        setattr(config, name, changes[name])
     assert identity.difference(config) == (f"made for {words}" if words else "")
     is_same = ModelIdentity("other name", model_facts(config)).sha256 == identity.sha256
     assert is_same == (not words)
 
 
-def test_models_are_told_apart() -> None:
-    identities = {
-        name: ModelIdentity(name, model_facts(model.config())) for name, model in MODELS.items()
-    }
-    assert len({identity.sha256 for identity in identities.values()}) == len(MODELS)
-    llama, gemma = identities["llama"], identities["gemma3"]
-    assert llama.difference(MODELS["qwen2"].config()) == "made for a llama model, this one is qwen2"
-    assert "rope.full_attention.rope_theta" in gemma.facts
-    assert identities["gpt2"].facts["num_key_value_heads"] > 0
-    assert not [name for name in identities["gpt2"].facts if name.startswith("rope")]
+def test_layers_of_another_type_are_named_by_their_number() -> None:
     config = MODELS["gemma3"].config()
+    gemma = ModelIdentity("gemma", model_facts(config))
     config.layer_types = ["sliding_attention", "full_attention", "sliding_attention"]
     words = "made for layer_types[2]=full_attention, this model has sliding_attention"
     assert gemma.difference(config) == words
-    with pytest.raises(TypeError, match=r"config is a Linear: pass model\.config"):
-        llama.difference(torch.nn.Linear(2, 2))  # type: ignore[arg-type]
 
 
-def test_a_text_model_inside_another_is_the_same_model() -> None:
-    text = Gemma3TextConfig(num_hidden_layers=2)
-    whole = Gemma3Config(text_config=text.to_dict())
-    assert model_facts(whole) == model_facts(text)
-
-
-def test_facts_are_plain_json_and_come_back(identity: ModelIdentity) -> None:
-    assert ModelIdentity.from_json(json.loads(json.dumps(identity.as_json()))) == identity
-    for model in MODELS.values():
-        facts = model_facts(model.config())
-        assert json.loads(json.dumps(facts)) == facts
-
-
-def test_only_the_name_of_a_local_folder_is_kept(
-    llama: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_facts_are_plain_json_and_those_of_the_text_model(
+    llama: PreTrainedModel, identity: ModelIdentity, tmp_path: Path
 ) -> None:
+    assert ModelIdentity.from_json(json.loads(json.dumps(identity.as_json()))) == identity
+    text = Gemma3TextConfig(num_hidden_layers=2)
+    assert model_facts(Gemma3Config(text_config=text.to_dict())) == model_facts(text)
+    with pytest.raises(TypeError, match=r"config is a Linear: pass model\.config"):
+        model_facts(torch.nn.Linear(2, 2))  # type: ignore[arg-type]
+    # The folder of a model is nobody else's business.
     (tmp_path / "my-llama").mkdir()
     assert ModelIdentity.of(llama, str(tmp_path / "my-llama")).name == "my-llama"
-    monkeypatch.setattr(llama.config, "_name_or_path", "meta/llama")
-    assert ModelIdentity.of(llama).name == "meta/llama"
-    monkeypatch.setattr(llama.config, "_name_or_path", "")
-    assert ModelIdentity.of(llama).name == "llama"
+
+
+def test_another_architecture_and_other_weights_are_refused(
+    artifact: CalibrationArtifact, llama: PreTrainedModel
+) -> None:
+    artifact.check(llama.config)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert artifact.check_weights(llama).compared == len(artifact.model.weights) > 10
+    config = copy.deepcopy(llama.config)
+    config.num_key_value_heads = 4
+    with pytest.raises(ValueError, match=r"of meta/tiny-llama was made for 2 KV heads.*calibrate"):
+        artifact.check(config)
+    tune = copy.deepcopy(llama)
+    with torch.no_grad():
+        tune.model.layers[1].self_attn.k_proj.weight.add_(0.01)
+    words = r"other weights: 1 of \d+ .*layers.1.self_attn.k_proj.weight has .*make an artifact of "
+    with pytest.raises(ValueError, match=words):
+        artifact.check_weights(tune)
+    with torch.device("meta"):
+        offloaded = type(llama)(llama.config)
+    with pytest.warns(UserWarning, match=r"can't be compared .*offloaded"):
+        assert artifact.check_weights(offloaded).compared == 0
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen2_vl", "gpt2", "mixtral"])
+def test_a_sample_is_the_same_at_every_call_and_small(name: str) -> None:
+    model = MODELS[name].build()
+    sample = sample_weights(model)
+    assert sample == sample_weights(MODELS[name].build())
+    assert 10 < len(sample) <= SAMPLED_PARAMETERS
+    assert {len(part.values) for part in sample} == {SAMPLED_NUMBERS}
+    report = compare_weights(sample, model)
+    assert report.compared == len(sample) and not report.differing
+
+
+def _cast(model: PreTrainedModel, *dtypes: torch.dtype) -> PreTrainedModel:
+    model = copy.deepcopy(model)
+    for dtype in dtypes:
+        model = model.to(dtype)
+    return model
+
+
+def _tuned(model: PreTrainedModel, share: float) -> PreTrainedModel:
+    """A copy whose matrices moved by a share of their spread."""
+    tune = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in tune.parameters():
+            if parameter.ndim == 2:
+                noise = torch.randn(parameter.shape, generator=generator)
+                parameter.add_(share * parameter.std() * noise)
+    return tune
+
+
+@pytest.mark.parametrize(
+    ("made_in", "used_in"),
+    [(FLOAT, (HALF,)), (BFLOAT, (FLOAT,)), (HALF, (BFLOAT,)), (BFLOAT, (HALF, BFLOAT))],
+)
+def test_the_same_weights_in_another_dtype_pass(
+    llama: PreTrainedModel, made_in: torch.dtype, used_in: tuple[torch.dtype, ...]
+) -> None:
+    sample = sample_weights(_cast(llama, made_in))
+    report = compare_weights(sample, _cast(llama, *used_in))
+    assert report.compared == len(sample) and report.differing == ()
+
+
+def test_tunes_other_trainings_and_nan_are_found(llama: PreTrainedModel) -> None:
+    sample = sample_weights(llama)
+    matrices = {part.name for part in sample if len(part.shape) == 2}
+    # Half of the numbers move beyond a cast, so a matrix with 16 of them has one.
+    for dtype in (FLOAT, BFLOAT, HALF):
+        assert set(compare_weights(sample, _cast(_tuned(llama, 0.01), dtype)).differing) == matrices
+    assert len(compare_weights(sample, _tuned(llama, 0.001)).differing) >= 5
+    other = dataclasses.replace(MODELS["llama"], seed=77).build()
+    assert len(compare_weights(sample, other).differing) > len(sample) // 2
+    broken = copy.deepcopy(llama)
+    with torch.no_grad():
+        broken.model.norm.weight.fill_(torch.nan)
+    assert compare_weights(sample, broken).differing == ("norm.weight",)
+    with pytest.raises(ValueError, match=r"norm\.weight of the model holds NaN or infinity"):
+        sample_weights(broken)
+
+
+class _Wrapped(torch.Tensor):
+    """A tensor that is more than numbers, as quantized and sharded ones are."""
+
+
+def test_what_cannot_be_read_is_left_out(llama: PreTrainedModel) -> None:
+    sample = sample_weights(llama)
+    model = copy.deepcopy(llama)
+    first, second = (layer.self_attn for layer in model.model.layers)
+    codes = torch.zeros(32, 64, dtype=torch.uint8)
+    first.k_proj.weight = torch.nn.Parameter(codes, requires_grad=False)
+    first.q_proj.weight = torch.nn.Parameter(first.q_proj.weight.detach()[:32])
+    second.k_proj = torch.nn.Identity()
+    wrapped = second.q_proj.weight.detach().as_subclass(_Wrapped)
+    second.q_proj.weight = torch.nn.Parameter(wrapped)
+    second.v_proj.weight = torch.nn.Parameter(second.v_proj.weight.detach().to("meta"))
+    report = compare_weights(sample, model)
+    assert report.compared == len(sample) - 5 and report.differing == ()

@@ -51,8 +51,6 @@ def test_generate_takes_it_and_asks_once(name: str, hub: Any) -> None:
     assert hub.bodies() and all(f"/{name}/" in line or "/blobs/" in line for line in hub.bodies())
     hub.requests.clear()
     assert torch.equal(model.generate(**prompt, **call, do_sample=False), first)
-    # Nor does another process ask for what is cached.
-    shared._folder_on_hub.cache_clear()
     artifact = Path(CACHES[name](model.config).options.artifact)
     assert artifact.name == name and artifact.is_relative_to(constants.HF_HUB_CACHE)
     assert not hub.requests
@@ -76,19 +74,9 @@ def test_offline_the_cache_alone_is_looked_at(
     if cached:
         assert Path(AquaKVCache(model.config).options.artifact).is_dir()
     else:
-        with pytest.raises(
-            ValueError, match=r"aqua needs a .*no folder aqua of .* is cached .*: try once online"
-        ):
+        with pytest.raises(ValueError, match=r"aqua needs a .*try once online"):
             AquaKVCache(model.config)
     assert not hub.requests
-
-
-def test_a_download_that_broke_off_is_finished(model: PreTrainedModel) -> None:
-    folder = Path(AquaKVCache(model.config).options.artifact)
-    shared._folder_on_hub.cache_clear()
-    for path in folder.glob("*.safetensors"):
-        path.unlink()
-    AquaKVCache(model.config).options.load()
 
 
 def test_a_repository_without_one_names_the_ways_out(hub: Any, model: PreTrainedModel) -> None:

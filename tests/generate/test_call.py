@@ -54,13 +54,6 @@ def test_a_call_that_fails_puts_back_what_it_switched(llama: PreTrainedModel, gi
     assert torch.equal(llama.generate(ids, **RUN), plain)
 
 
-def test_a_call_that_fails_leaves_what_was_switched_before(llama: PreTrainedModel) -> None:
-    hf_kvret.attach(llama)
-    with pytest.raises(KeyError):
-        llama.generate(prompt(1, 40), **RUN, **PARIS, logits_processor=[Fails()])
-    assert llama.config._attn_implementation == "hf_kvret"
-
-
 def test_a_call_that_fails_leaves_what_another_thread_uses(llama: PreTrainedModel) -> None:
     entered, failed = threading.Event(), threading.Event()
 
@@ -121,32 +114,17 @@ def test_a_budget_given_to_generate_is_warned_of(
     assert all("cache_config={'top_k': ...}" in text for text in messages)
 
 
-def test_a_cache_that_stayed_dense_says_so_once(
-    llama: PreTrainedModel, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_cache_that_stayed_dense_says_so(llama: PreTrainedModel) -> None:
     cache = hf_kvret.ParisKVCache(llama.config)
     assert cache.stats()["dense"] is None, "nothing was held yet"
-    with caplog.at_level(logging.INFO, "hf_kvret"):
-        ids = llama.generate(prompt(1, 40), **RUN, past_key_values=cache)
-        ids = torch.cat([ids, prompt(1, 3, salt=1)], dim=1)
-        llama.generate(ids, **RUN, past_key_values=cache)
-    told = [text for text in caplog.messages if "retrieved nothing" in text]
-    assert told == [
+    llama.generate(prompt(1, 40), **RUN, past_key_values=cache)
+    assert cache.stats()["dense"] == (
         "ParisKVCache retrieved nothing: it attends to all tokens below "
         "dense_below=2308, and held 43"
-    ]
-    assert "dense_below=2308, and held 50" in cache.stats()["dense"]
-    caplog.clear()
+    )
     cache = hf_kvret.ParisKVCache(llama.config, **COVERING_OPTIONS)
-    with caplog.at_level(logging.INFO, "hf_kvret"):
-        llama.generate(prompt(1, 40), **RUN, past_key_values=cache)
-    assert cache.stats()["dense"] is None and "retrieved nothing" not in caplog.text
-
-
-def test_a_cache_whose_window_was_never_full_says_so(llama: PreTrainedModel) -> None:
-    cache = hf_kvret.FlatKVCache(llama.config, dense_below=0)
     llama.generate(prompt(1, 40), **RUN, past_key_values=cache)
-    assert "43 tokens fit into the window (sink=4, recent=256" in cache.stats()["dense"]
+    assert cache.stats()["dense"] is None
 
 
 @pytest.mark.parametrize("asked", ["cache", "attention"])
@@ -245,7 +223,7 @@ def _phi_config(kind: str) -> PreTrainedConfig:
 
 @pytest.mark.parametrize(
     ("kind", "prompt_len"),
-    [("phimoe", LIMIT - 20), *(("phi3", LIMIT + more) for more in (-20, -1, 0, 1, 40))],
+    [("phimoe", LIMIT - 20), *(("phi3", LIMIT + more) for more in (-1, 0, 1))],
 )
 def test_a_text_that_is_read_anew_at_a_limit_stays_in_the_cache(kind: str, prompt_len: int) -> None:
     ids = prompt(1, prompt_len)
@@ -269,10 +247,8 @@ def test_a_text_that_is_read_anew_at_a_limit_stays_in_the_cache(kind: str, promp
 @pytest.mark.parametrize(
     "mode",
     [
-        {"num_beams": 3},
         {"num_beams": 2, "num_return_sequences": 2},
         {"prompt_lookup_num_tokens": 3},
-        {"repetition_penalty": 1.3},
         {"attention_mask": ragged((LIMIT - 30, LIMIT - 8))[1]},
     ],
     ids=lambda mode: "-".join(mode),
@@ -327,9 +303,14 @@ def _replace(kwargs: dict[str, Any]) -> None:
     kwargs.update(as_argument(DynamicCache()))
 
 
-@pytest.mark.parametrize("change", [_drop, _replace])
-@pytest.mark.parametrize("from_pass", [0, 1, 3])
-@pytest.mark.parametrize("mode", [{}, {"num_beams": 2}, {"prompt_lookup_num_tokens": 2}])
+@pytest.mark.parametrize(
+    ("change", "from_pass", "mode"),
+    [
+        (_drop, 0, {}),
+        (_replace, 1, {"num_beams": 2}),
+        (_replace, 3, {"prompt_lookup_num_tokens": 2}),
+    ],
+)
 def test_a_model_that_takes_another_cache_is_an_error(
     llama: PreTrainedModel, change: Any, from_pass: int, mode: dict[str, Any]
 ) -> None:
@@ -370,17 +351,12 @@ def test_a_model_that_drops_its_cache_in_silence_is_served_or_an_error(
     [
         (44, 0, {"input_ids": 40}, 45, True),
         (43, 0, {"input_ids": 40}, 45, False),
-        (44, 30, {"input_ids": 40}, 45, True),
-        (43, 30, {"input_ids": 40}, 45, False),
         # The new tokens alone, beside a mask of all.
         (44, 30, {"input_ids": 10, "attention_mask": 40}, 15, True),
         (43, 30, {"input_ids": 10, "attention_mask": 40}, 15, False),
-        (44, 0, {"inputs": 40, "attention_mask": 40}, 45, True),
         # Embeddings, without ids in the result.
         (44, 0, {"inputs_embeds": 40}, 5, True),
         (40, 0, {"inputs_embeds": 40}, 5, False),
-        (44, 30, {"inputs_embeds": 40}, 5, True),
-        (44, 0, {"inputs_embeds": 40, "input_ids": 40}, 45, True),
         (43, 0, {"inputs_embeds": 40, "input_ids": 40}, 45, False),
     ],
 )
@@ -458,8 +434,7 @@ def generate(model, inputs=None, **kwargs):
 """
 
 
-@pytest.mark.parametrize("by_name", [False, True])
-@pytest.mark.parametrize("uses", [False, True])
+@pytest.mark.parametrize(("by_name", "uses"), [(False, True), (True, True), (True, False)])
 def test_a_generate_from_a_folder_uses_the_cache_or_is_an_error(
     llama: PreTrainedModel, tmp_path: Path, by_name: bool, uses: bool
 ) -> None:
@@ -479,14 +454,3 @@ def test_a_generate_from_a_folder_uses_the_cache_or_is_an_error(
     else:
         with pytest.raises(ValueError, match="ran without the retrieval cache"):
             llama.generate(prompt(1, 40), **run)
-
-
-def test_a_loop_of_the_callers_may_return_what_it_likes(llama: PreTrainedModel) -> None:
-    def padded(model: Any, input_ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        with torch.no_grad():
-            model(input_ids, **{name: kwargs[name] for name in kwargs if name == CACHE_NAME})
-        return torch.nn.functional.pad(input_ids, (0, 30))
-
-    cache, run = new_cache(llama), {"max_new_tokens": 4, **GREEDY}
-    tokens = llama.generate(prompt(1, 40), past_key_values=cache, custom_generate=padded, **run)
-    assert tokens.shape == (1, 70) and cache.get_seq_length() == 40

@@ -11,22 +11,15 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    ContinuousBatchingConfig,
     DynamicCache,
     GenerationConfig,
     PreTrainedModel,
 )
-from transformers.utils import is_psutil_available
 
 import hf_kvret
 from hf_kvret import FlatKVCache, ParisKVCache, attach
 from hf_kvret.generate.checks import why_not
 from hf_kvret.generate.requests import Request
-from hf_kvret.methods.flat import FlatConfig
-from hf_kvret.methods.paris import ParisConfig
-from hf_kvret.models.versions import CACHE_NAME
 from hf_kvret.stores import store_names
 from hf_kvret.testing import COVERING_OPTIONS, MODELS, REFUSED
 from hf_kvret.testing.scenario import prompt
@@ -72,7 +65,7 @@ def cached(model: PreTrainedModel, ids: torch.Tensor, mask: Any, **more: Any) ->
 
 @pytest.mark.parametrize(
     "mask",
-    [LEFT, LEFT & HOLE, LEFT.bool(), HOLE.float(), LEFT * 0.5, LEFT * 3, masked(1, 0, 119)],
+    [LEFT & HOLE, LEFT.bool(), HOLE.float(), LEFT * 3, masked(1, 0, 119)],
 )
 def test_padding_on_the_left_and_holes_are_served_in_any_dtype(
     mask: torch.Tensor, model: PreTrainedModel
@@ -86,17 +79,9 @@ def test_padding_on_the_left_and_holes_are_served_in_any_dtype(
     ("mask", "message"),
     [
         (masked(1, 0, LEN), EMPTY),
-        (masked(1, 0, LEN).bool(), EMPTY),
-        (masked(1, 0, LEN) & masked(0, 110, LEN), EMPTY),
-        (torch.zeros(2, LEN), "row 0 of the prompt has no token"),
         (masked(1, 110, LEN) & HOLE, RIGHT),
-        (masked(1, 119, LEN).bool(), RIGHT),
         ((LEFT - 1) * 1e9, "negative numbers or NaN, as one that is added to scores"),
-        (LEFT / 0.0, "negative numbers or NaN"),
         (LEFT[:, 5:], SHAPE),
-        (LEFT[1:], SHAPE),
-        (LEFT[1], FORM),
-        (LEFT[:, None], FORM),
         (torch.ones(2, 1, LEN, LEN).tril(), FORM),
     ],
 )
@@ -109,13 +94,7 @@ def test_other_masks_are_refused_by_what_they_are(
         model.generate(prompt(2, LEN), attention_mask=mask, **PARIS, **RUN)
 
 
-def test_a_mask_that_is_no_tensor_is_refused(model: PreTrainedModel) -> None:
-    with pytest.raises(TypeError, match="attention_mask is a list: pass a tensor"):
-        cached(model, prompt(2, LEN), LEFT.tolist())
-
-
-@pytest.mark.parametrize("shape", [(1, 0), (2, 0), (0, 5)])
-@pytest.mark.parametrize("masked_too", [True, False])
+@pytest.mark.parametrize(("shape", "masked_too"), [((1, 0), True), ((2, 0), False), ((0, 5), True)])
 def test_a_prompt_without_tokens_is_refused(
     shape: tuple[int, int], masked_too: bool, model: PreTrainedModel
 ) -> None:
@@ -267,7 +246,6 @@ def test_attention_weights_are_refused(llama: PreTrainedModel) -> None:
     ("options", "words"),
     [
         ({"top_k": 0}, "top_k=0 must be at least 1"),
-        ({"recent": -1}, "recent=-1 must be at least 1"),
         ({"topk": 5}, "no option 'topk': did you mean 'top_k'?"),
         ({"store": "hots"}, f"store='hots': choose one of {store_names()}"),
         ({"subspace_dim": 5}, "subspace_dim=5: choose 4 or 8"),
@@ -283,19 +261,6 @@ def test_bad_options_are_refused_in_every_way_to_give_them(
     llama.generation_config.cache_config = options
     with pytest.raises(ValueError, match=re.escape(words)):
         llama.generate(prompt(1, 30), **RUN, cache_implementation="paris")
-
-
-def test_options_of_another_kind_are_refused(llama: PreTrainedModel) -> None:
-    with pytest.raises(TypeError, match="FlatKVCache takes a FlatConfig, got ParisConfig"):
-        FlatKVCache(llama.config, ParisConfig())
-    with pytest.raises(TypeError, match="config must be the model's config, got FlatConfig"):
-        FlatKVCache(FlatConfig())
-    with pytest.raises(TypeError, match="config must be the model's config, got LlamaForCausalLM"):
-        FlatKVCache(llama)
-    with pytest.raises(TypeError, match="cache_config must be a dict of options, got list"):
-        config = GenerationConfig(cache_implementation="paris", **RUN)
-        config.cache_config = ["top_k"]
-        llama.generate(prompt(1, 30), generation_config=config)
 
 
 REASONS = {
@@ -332,7 +297,6 @@ BATCHED: dict[str, Any] = {
     "generate_batch": lambda model, config: model.generate_batch(
         inputs=[[5, 6, 7]], generation_config=config, progress_bar=False
     ),
-    "init_continuous_batching": lambda model, config: model.init_continuous_batching(config),
     "by name": lambda model, config: model.init_continuous_batching(generation_config=config),
     "context": lambda model, config: model.continuous_batching_context_manager(config).__enter__(),
 }
@@ -353,38 +317,6 @@ def test_continuous_batching_refuses_retrieval(call: str) -> None:
     attach(model)
     with pytest.raises(ValueError, match=words):
         BATCHED[call](model, GenerationConfig(max_new_tokens=2, eos_token_id=-1))
-
-
-def batching_manager(model: PreTrainedModel) -> Any:
-    sizes = ContinuousBatchingConfig(num_blocks=32, max_batch_tokens=128)
-    config = GenerationConfig(max_new_tokens=2, eos_token_id=-1, do_sample=False)
-    return model.init_continuous_batching(config, sizes)
-
-
-def test_a_manager_from_before_a_switch_is_not_started() -> None:
-    model = MODELS["llama"].build()
-    manager = batching_manager(model)
-    attach(model)
-    with pytest.raises(ValueError, match="keeps a paged cache"):
-        manager.start()
-
-
-@pytest.mark.skipif(
-    CACHE_NAME == "past_key_values" and not is_psutil_available(),
-    reason="without psutil transformers before 5.24 takes it that a CPU has no memory",
-)
-def test_the_manager_of_a_restored_model_serves() -> None:
-    model = MODELS["llama"].build()
-    manager = batching_manager(model)
-    attach(model)
-    hf_kvret.restore(model)
-    manager.start()
-    try:
-        name = manager.add_request([5, 6, 7])
-        assert manager.get_result(timeout=60).request_id == name
-    finally:
-        manager.stop(block=True, timeout=60)
-        manager.destroy()
 
 
 def test_embeddings_go_on_where_they_are_of_all_tokens(llama: PreTrainedModel) -> None:
@@ -418,12 +350,3 @@ def test_a_models_own_cache_config_is_left_alone(llama: PreTrainedModel) -> None
 
 def test_options_of_transformers_own_caches_are_theirs(llama: PreTrainedModel) -> None:
     llama.generate(prompt(1, 20), **RUN, cache_implementation="dynamic", cache_config={"nbits": 4})
-
-
-def test_a_models_default_is_no_reason_against_it() -> None:
-    """MPT says use_cache=False by itself; what stands in the way is its attention."""
-    config = AutoConfig.for_model("mpt", d_model=32, n_heads=2, n_layers=1, vocab_size=128)
-    model = AutoModelForCausalLM.from_config(config).eval()
-    assert model.generation_config.use_cache is False
-    with pytest.raises(ValueError, match="MptForCausalLM computes attention by itself"):
-        model.generate(prompt(1, 20), **RUN, cache_implementation="flat")

@@ -48,27 +48,16 @@ def test_a_chunk_of_a_batch_takes_two_gib_but_is_never_tiny(batch: int, chunk: i
     assert auto_chunk(token_bytes(LLAMA_8B, torch.bfloat16), batch) == chunk
 
 
-@pytest.mark.parametrize("max_draft", [1, 6, 32])
-@pytest.mark.parametrize("chunk", [33, 40, 64, 100, 300])
+@pytest.mark.parametrize(("chunk", "max_draft"), [(33, 32), (64, 6), (100, 32), (256, 600)])
 def test_every_chunk_is_longer_than_a_draft(chunk: int, max_draft: int) -> None:
     for length in (*range(1, 400), 1024, 1025, 4097, 5003):
         size = fit_chunk(length, chunk, max_draft)
         if size is None:
             # Short, or there is no way: two chunks or more of more than max_draft tokens.
-            assert length <= chunk or length <= 2 * max_draft + 1
+            assert length <= max(chunk, 2 * max_draft + 1)
             continue
         parts = [len(part) for part in torch.arange(length).split(size)]
         assert min(parts) > max_draft and len(parts) > 1
-
-
-@pytest.mark.parametrize(("length", "chunk"), [(514, 256), (777, 256), (5000, 256), (1200, 300)])
-def test_a_size_that_is_no_longer_than_a_draft_is_made_longer(length: int, chunk: int) -> None:
-    """As ``"auto"`` may take, whose least is 256."""
-    size = fit_chunk(length, chunk, 600)
-    if size is None:
-        assert length <= 1201
-    else:
-        assert min(len(part) for part in torch.arange(length).split(size)) > 600
 
 
 def test_a_chunk_is_changed_as_little_as_whole_pages_allow() -> None:
@@ -79,22 +68,11 @@ def test_a_chunk_is_changed_as_little_as_whole_pages_allow() -> None:
     assert fit_chunk(70, 33, 32) == 35
 
 
-@pytest.mark.parametrize("chunk", [None, "auto", 33, 4096])
-def test_the_option_takes_tokens_auto_or_none(chunk: int | str | None) -> None:
-    assert FlatConfig.from_options(prefill_chunk=chunk).prefill_chunk == chunk
-
-
-@pytest.mark.parametrize("chunk", [0, -5, 32])
+@pytest.mark.parametrize("chunk", [0, 32])
 def test_chunks_that_would_retrieve_are_refused(chunk: int) -> None:
     told = f"prefill_chunk={chunk} with max_draft=32: .* take more than 32, as 1024, or 'auto'"
     with pytest.raises(ValueError, match=told):
         FlatConfig(prefill_chunk=chunk)
-
-
-@pytest.mark.parametrize("chunk", [True, 64.0, "64", "one"])
-def test_what_is_no_count_is_refused(chunk: object) -> None:
-    with pytest.raises(TypeError, match="prefill_chunk must be an int"):
-        FlatConfig.from_options(prefill_chunk=chunk)
 
 
 def test_free_memory_is_only_known_of_a_gpu() -> None:
@@ -116,15 +94,11 @@ def test_what_torch_holds_in_reserve_is_free() -> None:
     ("limits", "context_len", "expected"),
     [
         ({"max_new_tokens": 100}, 30, 100),
-        ({"max_new_tokens": 100}, 30_000, 100),
-        ({"max_new_tokens": LEAST_NEW_TOKENS}, 30, LEAST_NEW_TOKENS),
         ({"max_new_tokens": LEAST_NEW_TOKENS + 1}, 30, LEAST_NEW_TOKENS),
         ({"max_new_tokens": 10**6}, 0, LEAST_NEW_TOKENS),
         ({"max_new_tokens": 10**6}, 30_000, 30_000),
         ({"max_length": 500}, 480, 20),
         ({"max_length": 480}, 480, 0),
-        ({"max_length": 10**6}, 480, LEAST_NEW_TOKENS),
-        ({"max_length": 10**6}, 30_000, 30_000),
         ({"max_new_tokens": 10**6, "min_new_tokens": 50_000}, 480, 50_000),
         ({"max_new_tokens": 10**6, "min_length": 50_000}, 480, 50_000 - 480),
         ({"max_new_tokens": 100, "min_new_tokens": 5}, 480, 100),

@@ -21,7 +21,6 @@ from transformers.generation.streamers import BaseStreamer
 import hf_kvret
 from hf_kvret import Shelf
 from hf_kvret.models.versions import cache_of
-from hf_kvret.shelf import shelf as shelf_checks
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
 from hf_kvret.testing.scenario import prompt, ragged
 
@@ -88,10 +87,8 @@ def test_what_can_not_go_back_is_put_without_its_last_tokens(
 @pytest.mark.parametrize(
     ("name", "method", "length", "chunk"),
     [
-        ("llama", "flat", 65, None),
         ("llama", "h2o", 65, None),
         ("gemma3", "paris", 77, 16),
-        ("qwen3_next", "flat", 71, None),
         ("lfm2", "lrqk", 128, 16),
     ],
 )
@@ -153,7 +150,7 @@ def test_a_prompt_is_kept_where_its_answer_breaks_off(
     assert cache_of(result).from_shelf >= 213
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_next"])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
 @pytest.mark.parametrize(
     "more",
     [{"num_beams": 3, "num_return_sequences": 2}, {"do_sample": True, "num_return_sequences": 3}],
@@ -185,9 +182,6 @@ ELSEWHERE = {
         {"input_ids": prompt(1, 80), "position_ids": torch.arange(5, 85)[None]},
         "position_ids",
     ),
-    "zeros": ({"input_ids": prompt(1, 80), "position_ids": torch.zeros(1, 80).long()}, "position"),
-    # Without a mask, `generate` masks padding tokens.
-    "pad tokens": ({"input_ids": PADDED[:1]}, "padding"),
     "embeddings": ({"inputs_embeds": torch.randn(1, 80, 64)}, "no token ids"),
 }
 
@@ -221,26 +215,17 @@ def test_hidden_states_are_those_of_the_whole_prompt(llama: Any, tmp_path: Path)
     assert lengths == [16, 1, 1]  # 16 tokens are read again, as rows from a file are compared
 
 
-@pytest.mark.parametrize("rotation", ["dynamic", "longrope"])
-def test_rotations_that_depend_on_the_length_are_answered_without_it(
-    rotation: str, tmp_path: Path
-) -> None:
-    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
-    if rotation == "longrope":
-        factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
-        rope = {"rope_type": rotation, "rope_theta": 1e4, **factors}
-        rope["original_max_position_embeddings"] = 100
+def test_rotations_that_depend_on_the_length_are_answered_without_it(tmp_path: Path) -> None:
     config = MODELS["llama"].config()
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     config.update({"rope_parameters": rope, "max_position_embeddings": 2048})
-    model: Any = LlamaForCausalLM(config).eval()
-    for question in (1, 2):
-        _, stats = _ask(model, _asked(question), tmp_path)
-        assert "reads a prompt as a whole" in stats["shelf_note"]
+    _, stats = _ask(LlamaForCausalLM(config).eval(), _asked(1), tmp_path)
+    assert "reads a prompt as a whole" in stats["shelf_note"]
 
 
-@pytest.mark.parametrize("fault", ["others", "a file", errno.EACCES, errno.EROFS])
+@pytest.mark.parametrize("fault", ["others", "a file", "no right"])
 def test_a_place_where_nothing_can_be_put_is_refused_before_the_first_pass(
-    fault: Any, llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fault: str, llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place = tmp_path / "place"
     if fault == "others":
@@ -250,45 +235,39 @@ def test_a_place_where_nothing_can_be_put_is_refused_before_the_first_pass(
         place.write_text("")
         place /= "shelf"
     else:
-        monkeypatch.setattr(shelf_checks, "TemporaryFile", _fails_with(fault))
+        monkeypatch.setattr(os, "access", lambda path, mode: False)
     passes: list[int] = []
     llama.register_forward_pre_hook(lambda *_: passes.append(1))
     options = {**COVERING_OPTIONS, "shelf": place, "shelf_step": 100}
-    with pytest.raises(ValueError, match=r"others may write there|nothing can be written there"):
+    with pytest.raises(ValueError, match=r"others may write|nothing can be written|can.t be made"):
         llama.generate(_asked(1), cache_implementation="paris", cache_config=options, **RUN)
     assert not passes
     # Who only reads from a shelf needs no right to write.
     assert "not put" in _ask(llama, prompt(1, 20), place)[1]["shelf_note"]
 
 
-def _fails_with(number: int) -> Any:
-    def failing(*_: Any, **__: Any) -> None:
-        raise OSError(number, os.strerror(number))
-
-    return failing
-
-
-def test_a_shelf_that_can_not_be_read_costs_no_answer(
-    llama: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Shelf, "find", _fails_with(errno.EIO))
-    _, stats = _ask(llama, _asked(1), tmp_path)
-    assert stats["from_shelf"] == 0 and "Input/output" in stats["shelf_note"]
-
-
 @pytest.mark.parametrize(
-    ("owner", "name"), [(hf_kvret.ParisKVCache, "save_pretrained"), (shelf_checks, "TemporaryFile")]
+    ("owner", "name", "number", "words"),
+    [
+        (Shelf, "find", errno.EIO, "Input/output"),
+        (hf_kvret.ParisKVCache, "save_pretrained", errno.ENOSPC, "No space left"),
+    ],
 )
-def test_a_full_disk_costs_no_answer(
+def test_a_disk_that_fails_costs_no_answer(
     owner: Any,
     name: str,
+    number: int,
+    words: str,
     llama: PreTrainedModel,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(owner, name, _fails_with(errno.ENOSPC))
+    def failing(*_: Any, **__: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(owner, name, failing)
     _, stats = _ask(llama, _asked(1), tmp_path)
-    assert "not put: " in stats["shelf_note"] and "No space left" in stats["shelf_note"]
+    assert stats["from_shelf"] == 0 and words in stats["shelf_note"]
     assert not Shelf(tmp_path).entries()
 
 

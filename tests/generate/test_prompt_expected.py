@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from hf_kvret import FlatKVCache, attach, stores
 from hf_kvret.generate import chunks
@@ -38,8 +38,7 @@ def test_where_rows_live_is_decided_by_the_whole_prompt(
     """Not by the first block to go cold: that of the first chunk, or all that a window held."""
     sizes = sizes_chosen_for(monkeypatch)
     # Our chunks, those of the caller, and the length up to which nothing goes cold.
-    cases = [(None, None, 0), (48, None, 0), (None, 48, 0), (48, None, 49), (48, None, 300)]
-    cases += [(50, None, 460), (200, None, 390), (13, None, 25)]
+    cases = [(None, None, 0), (None, 48, 0), (48, None, 49), (50, None, 460), (13, None, 25)]
     for chunk, callers, dense in cases:
         options = {**COVERING_OPTIONS, "dense_below": dense, "prefill_chunk": chunk}
         request = {"past_key_values": FlatKVCache(llama.config, **options), "max_new_tokens": 1}
@@ -47,8 +46,7 @@ def test_where_rows_live_is_decided_by_the_whole_prompt(
     assert sizes == sizes[:1] * len(cases)
 
 
-@pytest.mark.parametrize("chunk", [None, 48])
-@pytest.mark.parametrize("dense", [0, 100, 170])
+@pytest.mark.parametrize(("chunk", "dense"), [(None, 0), (48, 100), (48, 170)])
 def test_where_rows_live_is_decided_by_what_may_be_generated_too(
     llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, chunk: int | None, dense: int
 ) -> None:
@@ -116,9 +114,8 @@ def test_nothing_is_expected_any_more_once_tokens_are_decoded(
 
 
 @pytest.mark.parametrize(
-    "how", [{"prompt_lookup_num_tokens": 3}, {"assistant_early_exit": 1}, {"assistant_model": None}]
+    ("how", "size"), [({"prompt_lookup_num_tokens": 3}, None), ({"assistant_model": None}, 20)]
 )
-@pytest.mark.parametrize("size", [None, 20])
 def test_decoding_with_drafts_reads_and_expects_one_pass(
     llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, how: dict[str, Any], size: int | None
 ) -> None:
@@ -161,10 +158,8 @@ def test_new_tokens_with_positions_of_their_own_go_in_one_pass(llama: PreTrained
 @pytest.mark.parametrize(
     ("chunk", "length", "advice"),
     [
-        (4, 60, "prefill_chunk_size=10"),
         (20, 60, None),
         (29, 60, "prefill_chunk_size=26"),
-        (80, 60, None),
     ],
 )
 def test_a_callers_chunks_that_would_retrieve_are_warned_of_once(
@@ -187,32 +182,14 @@ def test_a_callers_chunks_that_would_retrieve_are_warned_of_once(
         assert f"max_draft={COVERING_OPTIONS['max_draft']}" in message
 
 
-def test_the_length_of_a_mask_that_was_dropped_counts(llama: PreTrainedModel) -> None:
-    """For a prompt without padding transformers keeps no mask, only its length."""
-    cache = FlatKVCache(llama.config, **COVERING_OPTIONS, prefill_chunk=20)
-    config = GenerationConfig()
-    config._mask_length = 60
-    request = {"attention_mask": None, "position_ids": torch.arange(50)[None]}
-    assert chunks._new_tokens(cache, config, request) == (60, 1)
-    request["attention_mask"] = torch.ones(3, 40)
-    assert chunks._new_tokens(cache, config, request) == (40, 3)
-
-
 def stop_at(length: int) -> list[Any]:
     """Stopping criteria that end a text at ``length`` tokens, long before the limits below."""
     return [lambda ids, *request, **more: torch.full((len(ids),), ids.shape[1] >= length)]
 
 
-HUGE_LIMITS: dict[str, dict[str, Any]] = {
-    "max_new_tokens": {"max_new_tokens": 10**6},
-    "max_length": {"max_length": 10**6},
-    "generation config": {"generation_config": GenerationConfig(max_new_tokens=10**6)},
-}
-
-
-@pytest.mark.parametrize("limit", HUGE_LIMITS)
-@pytest.mark.parametrize("chunk", [None, 48])
-@pytest.mark.parametrize("dense", [0, 300])
+@pytest.mark.parametrize(
+    ("limit", "chunk", "dense"), [("max_new_tokens", None, 0), ("max_length", 48, 300)]
+)
 def test_a_mere_limit_of_new_tokens_decides_nothing(
     llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, limit: str, chunk: int, dense: int
 ) -> None:
@@ -221,7 +198,7 @@ def test_a_mere_limit_of_new_tokens_decides_nothing(
     options = {**COVERING_OPTIONS, "dense_below": dense, "prefill_chunk": chunk}
     cache = FlatKVCache(llama.config, **options)
     request = {"past_key_values": cache, "do_sample": False, "stopping_criteria": stop_at(483)}
-    out = llama.generate(prompt(1, 480), **request, **HUGE_LIMITS[limit])
+    out = llama.generate(prompt(1, 480), **request, **{limit: 10**6})
     assert out.shape[1] == 483
     assert sizes == [(480 + chunks.LEAST_NEW_TOKENS - 8) * 2 * 2 * 2 * 16 * 4]
     assert {layer.final_len for layer in cache.retrieval_layers} == {480 + chunks.LEAST_NEW_TOKENS}
@@ -242,7 +219,7 @@ def test_a_second_turn_counts_the_tokens_that_are_held(
     assert {layer.final_len for layer in cache.retrieval_layers} == {2 * 503}
 
 
-@pytest.mark.parametrize("store", ["device", "host", "higgs", "auto"])
+@pytest.mark.parametrize("store", ["device", "higgs"])
 def test_a_text_that_outgrows_what_was_expected_goes_on(
     llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, store: str
 ) -> None:

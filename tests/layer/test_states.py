@@ -21,6 +21,7 @@ from hf_kvret.layer.layer_kv import LayerKV
 from hf_kvret.layer.retrieved import RetrievedTokens
 from hf_kvret.layer.window import Window
 from hf_kvret.methods.flat import FlatConfig, FlatIndex
+from hf_kvret.models.kept_state import ModelState
 from hf_kvret.saved.token_record import TokenRecord
 from hf_kvret.stores import PagedStore, QuantizedStore
 from hf_kvret.stores.memory import DeviceMemory
@@ -96,6 +97,12 @@ CASES = {
     ),
     "tokens": Case(
         lambda n: TokenRecord(), lambda state, rows: state.write(100 * VALID[rows].long(), 0)
+    ),
+    "model": Case(
+        lambda n: ModelState(),
+        lambda state, rows: state.record(
+            {"rope_deltas": torch.tensor(rows)[:, None]}, 0, TOKENS, len(rows), None
+        ),
     ),
     "buffer": Case(lambda n: TokenBuffer(), fill_buffer),
 }

@@ -113,7 +113,6 @@ def test_an_artifact_compares_what_is_not_coded(
     samples = ModelIdentity.of(models["plain"]).weights
     report = compare_weights(samples, models[bits])
     assert not report.differing and 0 < report.compared < len(samples)
-    assert all(reason.startswith("kept as Int") for reason in report.skipped.values())
     coded = ModelIdentity.of(models[bits])
     assert len(coded.weights) == report.compared
     assert compare_weights(coded.weights, models["plain"]).compared == report.compared

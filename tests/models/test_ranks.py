@@ -10,25 +10,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import LlamaForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
-from hf_kvret import FlatKVCache, ParisKVCache
-from hf_kvret.lab.calibrate.command import run_calibrate
+from hf_kvret import FlatKVCache
 from hf_kvret.lab.calibrate.tiny import tiny_artifact
-from hf_kvret.lab.evaluate.measurement import Outputs, run_measurement
 from hf_kvret.models.ranks import (
     WHOLE,
     Part,
-    agreed,
     check_split,
     group_size,
     is_split,
-    launched_ranks,
     part_of,
     place_to_save,
 )
@@ -87,28 +82,13 @@ def test_a_mesh_without_a_name_divides_heads_where_transformers_says_so(
     assert part_of(model) == Part(0, 2)
 
 
-def test_a_model_that_transformers_split_is_known_by_its_size(model: Any) -> None:
-    for size in (2, 1):
-        model._tp_size = size
-        assert is_split(model) == (size > 1)
-
-
-def test_a_group_is_counted(group: int) -> None:
-    assert group_size() == launched_ranks() == group
-
-
-def test_without_a_group_there_is_one_rank() -> None:
-    assert group_size() == launched_ranks() == 1
-
-
-@pytest.mark.parametrize(
-    ("cls", "group"), [(FlatKVCache, 1), (FlatKVCache, 2), (ParisKVCache, 2)], indirect=["group"]
-)
+@pytest.mark.parametrize("group", [1, 2], indirect=True)
 def test_a_rank_with_a_whole_model_saves_and_loads(
-    cls: Any, group: int, model: PreTrainedModel, tmp_path: Path
+    group: int, model: PreTrainedModel, tmp_path: Path
 ) -> None:
     """As in data parallel processes (accelerate, lm-eval)."""
-    cache = cls(model.config, **COVERING_OPTIONS)
+    assert group_size() == group
+    cls, cache = FlatKVCache, FlatKVCache(model.config, **COVERING_OPTIONS)
     model.generate(prompt(1, 100), past_key_values=cache, **RUN)
     cache.save_pretrained(tmp_path / "out")
     assert cls.from_pretrained(tmp_path / "out", model.config, model=model).get_seq_length() == 101
@@ -188,13 +168,6 @@ def test_steps_of_a_split_model_are_not_replayed(
     assert "split over processes" in str(graph.why_not(split(model), cache))
 
 
-def test_what_one_process_agrees_with_itself_about_costs_nothing(model: PreTrainedModel) -> None:
-    with agreed(model) as facts:
-        facts.append("anything")
-    with pytest.raises(KeyError), agreed(model):
-        raise KeyError
-
-
 def test_weights_in_shards_are_compared_by_their_place(group: int, model: PreTrainedModel) -> None:
     whole = identity_of(model)
     shards = identity_of(split(model))
@@ -203,57 +176,11 @@ def test_weights_in_shards_are_compared_by_their_place(group: int, model: PreTra
     assert "rank 0 of 2" in whole.difference(shards)
 
 
-def test_rows_of_some_heads_are_refused_under_a_group(group: int, model: PreTrainedModel) -> None:
-    """As in a file that a rank saved when it still could."""
-    config = MODELS["llama"].config()
-    config.num_key_value_heads = 1
-    cache = FlatKVCache(config, **COVERING_OPTIONS)
-    LlamaForCausalLM(config).eval().generate(prompt(1, 100), past_key_values=cache, **RUN)
-    rows = cache.retrieval_layers[0].state_dict()
-    layer = FlatKVCache(model.config, **COVERING_OPTIONS).retrieval_layers[0]
-    with pytest.raises(ValueError, match="are of 1 KV heads with 16 numbers, and this model has 2"):
-        layer.load_state_dict(rows, torch.device("cpu"))
-
-
-@pytest.mark.parametrize("method", ["a2ats", "aqua"])
 def test_a_split_model_is_not_calibrated(
-    method: str, group: int, model: PreTrainedModel, tmp_path: Path
+    group: int, model: PreTrainedModel, tmp_path: Path
 ) -> None:
     assert not is_split(model)
     assert is_split(split(model))
     with pytest.raises(ValueError, match="the model is split over processes"):
-        tiny_artifact(model, method, tmp_path / "out")
+        tiny_artifact(model, "a2ats", tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-COMMANDS: dict[str, Any] = {
-    "measurement": lambda: run_measurement(SimpleNamespace(), Outputs()),  # type: ignore[arg-type]
-    "calibrate": lambda: run_calibrate(None),  # type: ignore[arg-type]
-}
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_a_command_is_refused_on_one_of_several_ranks(
-    command: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(ValueError, match=r"one of 4 ranks.* without torchrun"):
-        COMMANDS[command]()
-
-
-@pytest.mark.parametrize(
-    ("variable", "size", "ranks"),
-    [
-        ("WORLD_SIZE", "1", 1),
-        ("WORLD_SIZE", "", 1),
-        ("WORLD_SIZE", "many", 1),
-        ("SLURM_NTASKS", "4", 1),
-        ("SLURM_STEP_NUM_TASKS", "4", 4),
-    ],
-)
-def test_launchers_say_how_many_ranks_there_are(
-    variable: str, size: str, ranks: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Slurm's tasks are those of a step; a batch script outside of one is alone."""
-    monkeypatch.setenv(variable, size)
-    assert launched_ranks() == ranks

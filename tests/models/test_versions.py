@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ast
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -27,18 +25,7 @@ RUN: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
 
 
 @pytest.mark.parametrize("name", CACHE_NAMES)
-@pytest.mark.parametrize(
-    "mode",
-    [
-        {},
-        {"num_beams": 2},
-        {"prompt_lookup_num_tokens": 2},
-        {"prefill_chunk_size": 16},
-        {"return_dict_in_generate": True, "output_hidden_states": True},
-        {"guidance_scale": 1.5},
-    ],
-    ids=lambda mode: "-".join(mode) or "greedy",
-)
+@pytest.mark.parametrize("mode", [{}, {"num_beams": 2}, {"prompt_lookup_num_tokens": 2}])
 def test_a_cache_may_have_either_name_without_a_warning(name: str, mode: dict[str, Any]) -> None:
     model = MODELS["llama"].build()
     cache = hf_kvret.FlatKVCache(model.config, **COVERING_OPTIONS)
@@ -63,13 +50,6 @@ def test_a_loop_may_use_either_name_without_a_warning(name: str) -> None:
     assert cache.get_seq_length() == 41
 
 
-def test_the_name_of_a_method_gives_no_warning() -> None:
-    model = MODELS["llama"].build()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", FutureWarning)
-        model.generate(prompt(1, 80), **RUN, cache_implementation="paris")
-
-
 def test_a_cache_under_both_names_is_refused() -> None:
     model = MODELS["llama"].build()
     caches = {name: hf_kvret.FlatKVCache(model.config) for name in CACHE_NAMES}
@@ -90,14 +70,6 @@ def test_a_name_without_a_value_is_left_out() -> None:
         with torch.no_grad():
             model(prompt(1, 40), **{given: cache, empty: None})
         assert cache.get_seq_length() == 40
-
-
-def test_only_a_cache_is_renamed() -> None:
-    """A model may have an argument ``cache`` of its own."""
-    for name in CACHE_NAMES:
-        arguments: dict[str, Any] = {name: "on disk"}
-        versions.name_cache(arguments)
-        assert arguments == {name: "on disk"}
 
 
 def test_a_forward_that_knows_one_name_gets_that() -> None:
@@ -121,9 +93,7 @@ def test_a_forward_that_knows_one_name_gets_that() -> None:
     [
         ("transformers", "5.16.1", True),
         ("transformers", "5.17.0", False),
-        ("transformers", "5.24.3", False),
         ("transformers", "5.25.0.dev0", True),
-        ("torch", "2.10.0", True),
         ("torch", "2.11.0+cu130", False),
         ("torch", "3.0.0", True),
     ],
@@ -145,20 +115,6 @@ def test_an_untested_version_is_warned_of_with_the_way_out(
         assert Requirement(command).specifier.contains(versions.TESTED[package][1] + ".0")
 
 
-def test_the_import_warns_once() -> None:
-    """A second import of a module does nothing in Python."""
-    code = (
-        "import transformers, torch\n"
-        "torch.__version__ = '3.0.0'\n"
-        "from hf_kvret.models import versions\n"
-        "import hf_kvret\n"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
-    )
-    assert result.stderr.count("hf_kvret was tested with torch") == 1, result.stderr
-
-
 def test_the_range_is_that_of_the_package_and_holds_this_version() -> None:
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     oldest, newest = versions.TESTED["transformers"]
@@ -173,9 +129,10 @@ def test_no_other_file_looks_at_a_version() -> None:
     notes = {"cli.py", "description.py", "recorders.py"}
     wrong = []
     for path in (ROOT / "hf_kvret").rglob("*.py"):
-        if path.name in notes or path.parent.name == "models":
+        text = path.read_text(encoding="utf-8")
+        if path.name in notes or path.parent.name == "models" or "__version__" not in text:
             continue
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.Attribute) and ast.unparse(node) in VERSIONS:
                 wrong.append(f"{path.name}: {ast.unparse(node)}")
     assert not wrong

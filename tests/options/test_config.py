@@ -23,24 +23,14 @@ BUDGET = "device_budget=.* is not a memory size: write '80GB', '75GiB', or bytes
         ({"top_k": 1.5}, r"top_k=1.5 must be above 0 and at most 1 \(a share of the cold tokens"),
         ({"recent": -8}, "recent=-8 must be at least 1"),
         ({"bits": True}, "bits=True: choose 2, 3, 4 or 16"),
-        ({"bits": None}, "bits=None: choose"),
         ({"top_k": 64, "slots": 63}, "slots=63 is less than top_k=64"),
         ({"top_k": 0.5, "slots": 64}, r"slots=2\.0"),
         ({"prefill_chunk": 32}, "prefill_chunk=32 with max_draft=32: .* as 1024, or 'auto'"),
         ({"store": "disk"}, "disk=None with store='disk'"),
         ({"store": "disk", "disk": ""}, "disk='' must not be empty"),
         ({"disk": "/tmp"}, "disk='/tmp' with store='auto'"),
-        ({"store": "disk", "disk": 3}, "disk must be a text"),
-        *(({"device_budget": size}, BUDGET) for size in (0, -1, "much", "90TB")),
-        ({"device_budget": 1e9}, "device_budget must be an int .* got 1000000000.0"),
-        ({"device_budget": True}, "device_budget must be an int .* got True"),
-        *(
-            (
-                {"device_budget": "1GB", "store": store},
-                f"'1GB' with store='{store}': it is of store='split', .* leave device_budget out",
-            )
-            for store in ("host", "device", "higgs")
-        ),
+        ({"device_budget": "90TB"}, BUDGET),
+        ({"device_budget": "1GB", "store": "host"}, "'1GB' with store='host': it is of store='sp"),
         ({"topk": 3}, r"no option 'topk': did you mean 'top_k'\?"),
         ({"zzzzzz": 3}, r"no option 'zzzzzz': The options are top_k, sink"),
     ],
@@ -76,9 +66,8 @@ def test_sizes_are_read(size: int | str, count: int) -> None:
 @pytest.mark.parametrize(
     ("size", "error"),
     [
-        *((size, ValueError) for size in ("", "GB", "-1GB", "0", "0.4", "80 TBx", "5GBGB")),
-        *((size, ValueError) for size in ("nan", "inf", "1e999GB", 0, -5)),
-        *((size, TypeError) for size in (True, None, 1.5, b"1GB")),
+        *((size, ValueError) for size in ("", "-1GB", "0.4", "80 TBx", "inf", 0)),
+        *((size, TypeError) for size in (True, 1.5)),
     ],
 )
 def test_what_is_no_size_is_refused(size: Any, error: type[Exception]) -> None:
@@ -90,10 +79,8 @@ def test_what_is_no_size_is_refused(size: Any, error: type[Exception]) -> None:
     ("options", "splits"),
     [
         ({}, False),
-        ({"store": "host"}, False),
         ({"store": "split"}, True),
         ({"device_budget": "9GB"}, True),
-        ({"device_budget": 10**9}, True),
     ],
 )
 def test_a_device_budget_asks_for_a_split(options: dict[str, Any], splits: bool) -> None:
@@ -126,7 +113,6 @@ def test_replace_validates_and_leaves_the_original() -> None:
     [
         (8, 100, 8),
         (8, 5, 5),
-        (8, 8, 8),
         (0.5, 100, 50),
         (0.25, 3, 1),
         (0.1, 15, 2),

@@ -36,14 +36,6 @@ def test_a_preset_is_its_options_written_out(method: str) -> None:
     assert config.from_options(**json.loads(json.dumps(dataclasses.asdict(paper)))) == paper
 
 
-@pytest.mark.parametrize("method", PUBLISHED)
-def test_what_is_named_beside_a_preset_wins(method: str) -> None:
-    config = hf_kvret.registered_methods()[method].Config
-    changed = config.preset("paper", recent=77)
-    assert changed == config.preset("paper").replace(recent=77)
-    assert config(sink=9, max_draft=5).replace(preset="paper").max_draft == 5
-
-
 @pytest.mark.parametrize(
     ("method", "options", "words"),
     [

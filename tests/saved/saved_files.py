@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hf_kvret.saved import description, shards
+from hf_kvret.saved.folder import SUFFIX
 
-NAME = f"{description.STEM}-0123456789ab{shards.SUFFIX}"
+NAME = f"{description.STEM}-0123456789ab{SUFFIX}"
 """The file of tensors that ``write_saved`` writes."""
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import random
 import runpy
 import shutil
@@ -26,11 +25,10 @@ make = SimpleNamespace(
 )
 CACHES = make.SAVED / "caches"
 METHODS = sorted(path.name for path in CACHES.iterdir())
-# Five of each damage by default.
-COUNT, SAMPLE = 800, 55
+# Three of each damage by default.
+COUNT, SAMPLE = 450, 27
 DESCRIPTION = "cache.json"
 Damage = Callable[[random.Random, Path, Path], None]
-VALUES = [None, 0, -1, 10**9, 2**70, 0.5, True, "x", "../../x", [], {}, [1], {"a": 1}, float("inf")]
 
 
 def truncated(chance: random.Random, folder: Path, other: Path) -> None:
@@ -77,13 +75,6 @@ def longer(chance: random.Random, folder: Path, other: Path) -> None:
     path.write_bytes(path.read_bytes() + chance.randbytes(chance.choice([1, 8, 4096])))
 
 
-def header_length(chance: random.Random, folder: Path, other: Path) -> None:
-    path = saved_file(folder)
-    content = path.read_bytes()
-    lengths = [0, 1, 2**31, 2**63, 2**64 - 1, len(content), len(content) - 8, 99_999_999]
-    path.write_bytes(chance.choice(lengths).to_bytes(8, "little") + content[8:])
-
-
 def tensors_of_another(chance: random.Random, folder: Path, other: Path) -> None:
     shutil.copy(saved_file(other), saved_file(folder))
 
@@ -95,28 +86,13 @@ def description_of_another(chance: random.Random, folder: Path, other: Path) -> 
 def no_file(chance: random.Random, folder: Path, other: Path) -> None:
     path = chance.choice([saved_file(folder), folder / DESCRIPTION])
     path.unlink()
-    kind = chance.randrange(4)
-    if kind == 0:
-        path.mkdir()
-    elif kind == 1:
-        path.symlink_to(path)
-    elif kind == 2:
+    if chance.randrange(2):
         path.write_bytes(chance.randbytes(chance.choice([0, 5000])))
-
-
-def edited_description(chance: random.Random, folder: Path, other: Path) -> None:
-    """As by hand: a value is another one, the checksum is not."""
-    path = folder / DESCRIPTION
-    content = json.loads(path.read_text())
-    place = chance.choice([content["options"], content["model"], content["library"], content])
-    name = chance.choice([name for name in place if name != "checksum"])
-    place[name] = chance.choice([value for value in VALUES if value != place[name]])
-    path.write_text(json.dumps(content))
 
 
 DAMAGES: list[Damage] = [
     *(truncated, flipped_header, flipped_body, flipped_description, zeroed, longer),
-    *(header_length, tensors_of_another, description_of_another, no_file, edited_description),
+    *(tensors_of_another, description_of_another, no_file),
 ]
 
 

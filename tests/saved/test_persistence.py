@@ -1,10 +1,9 @@
-"""Filled caches: saved, loaded here or in another process, and continued."""
+"""Filled caches: saved, loaded and continued."""
 
 from __future__ import annotations
 
+import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,13 +22,12 @@ from hf_kvret import (
     registered_methods,
 )
 from hf_kvret.models.versions import INDEXED_MODELS_CACHE_LATENTS
-from hf_kvret.saved.description import is_of_cache
 from hf_kvret.testing import COVERING_OPTIONS, INDEXED_MODELS, LATENT_MODELS, MODELS
 
 from .saved_files import read_saved, saved_file, write_saved
 
 SMALL: dict[str, Any] = {**COVERING_OPTIONS, "top_k": 1.0}
-RUN = {"max_new_tokens": 10, "do_sample": False}
+RUN = {"max_new_tokens": 6, "do_sample": False}
 DESCRIPTION = "cache.json"
 Damage = Callable[[Path], object]
 
@@ -41,10 +39,16 @@ def _document(batch: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
     return ids, mask
 
 
-def _continue(model: PreTrainedModel, cache: RetrievalCache, batch: int = 2) -> torch.Tensor:
+def _prefill(model: PreTrainedModel, cache: RetrievalCache) -> RetrievalCache:
+    ids, mask = _document()
+    model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=1)
+    return cache
+
+
+def _continue(model: PreTrainedModel, cache: RetrievalCache) -> torch.Tensor:
     """Tokens of a second turn."""
-    ids, mask = _document(batch)
-    more = torch.arange(20, 20 + 7).repeat(batch, 1)
+    ids, mask = _document()
+    more = torch.arange(20, 20 + 7).repeat(2, 1)
     ids, mask = torch.cat([ids, more], dim=1), torch.cat([mask, torch.ones_like(more)], dim=1)
     return model.generate(ids, attention_mask=mask, past_key_values=cache, **RUN)
 
@@ -63,27 +67,10 @@ def saved(original: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(original, tmp_path / "saved"))
 
 
-def _prefill(model: PreTrainedModel, cache: RetrievalCache, batch: int = 2) -> RetrievalCache:
-    ids, mask = _document(batch)
-    model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=1)
-    return cache
-
-
-PASSES = {
-    "dense": [5],
-    "prompt": [90],
-    "question": [90, 1, 6],
-    "drafts": [90, *[3] * 9],
-    "second prompt": [90, 1, 60],
-}
-
-
-@pytest.mark.parametrize("state", PASSES)
 @pytest.mark.parametrize("name", list(registered_methods()))
-def test_every_method_is_saved_in_every_state(
+def test_every_method_goes_on_from_a_save(
     llama: PreTrainedModel,
     name: str,
-    state: str,
     tmp_path: Path,
     artifact_options: Callable[[str, str], dict[str, str]],
 ) -> None:
@@ -101,17 +88,19 @@ def test_every_method_is_saved_in_every_state(
     cache = cls(model.config, **{key: x for key, x in options.items() if takes(key, x)})
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for count in PASSES[state]:
+        # A prompt, a step, drafts and a second prompt.
+        for count in (90, 1, 6, 3, 3, 60):
             model(torch.randint(3, 128, (2, count), generator=generator), past_key_values=cache)
         cache.save_pretrained(tmp_path)
-        twin = type(cache).from_pretrained(tmp_path, model.config, **place)
+        twin = cls.from_pretrained(tmp_path, model.config, **place)
+        assert twin.options == cache.options
         for _ in range(4):
             ids = torch.randint(3, 128, (2, 1), generator=generator)
             logits = [model(ids, past_key_values=one).logits for one in (cache, twin)]
             assert torch.equal(*logits)
 
 
-@pytest.mark.parametrize("cls", [FlatKVCache, ParisKVCache, CTkvrCache, LRQKCache])
+@pytest.mark.parametrize("cls", [ParisKVCache, LRQKCache])
 def test_a_cache_that_was_cropped_to_nothing_is_as_new(
     llama: PreTrainedModel, cls: type[RetrievalCache], tmp_path: Path
 ) -> None:
@@ -133,11 +122,10 @@ def test_a_cache_that_was_cropped_to_nothing_is_as_new(
 @pytest.mark.parametrize(
     ("name", "cls", "store"),
     [
-        ("llama", ParisKVCache, "device"),
         ("llama", FlatKVCache, "host"),
         ("gemma3", ParisKVCache, "host"),
         ("qwen3_next", FlatKVCache, "device"),
-        ("gpt_oss", FlatKVCache, "host"),
+        # It has a KV head for each query head, whatever its configuration says.
         ("gpt_neox", FlatKVCache, "device"),
     ],
 )
@@ -153,36 +141,37 @@ def test_a_loaded_cache_goes_on_with_the_same_tokens(
     assert loaded.get_seq_length() == cache.get_seq_length() == 40
     assert torch.equal(_continue(model, loaded), expected)
     assert torch.equal(_continue(model, cache), expected), "saving leaves a cache as it was"
-    for layer in loaded.stats()["layers"]:
-        assert layer["selected"] > 0 and layer["steps"] == cache.stats()["layers"][0]["steps"]
-    assert loaded.stats()["store"] == store
+    assert all(layer["selected"] > 0 for layer in loaded.stats()["layers"])
     assert (loaded.memory().host > 0) == (store == "host")
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_a_cache_without_tokens_or_without_cold_ones_comes_back(
+    llama: PreTrainedModel, tmp_path: Path
+) -> None:
+    FlatKVCache(llama.config, **SMALL).save_pretrained(tmp_path / "empty")
+    empty = FlatKVCache.from_pretrained(tmp_path / "empty", llama.config)
+    assert empty.get_seq_length() == 0
+    fresh = _continue(llama, FlatKVCache(llama.config, **SMALL))
+    assert torch.equal(_continue(llama, empty), fresh)
+    dense = _prefill(llama, FlatKVCache(llama.config, **{**SMALL, "dense_below": 45}))
+    dense.save_pretrained(tmp_path / "dense")
+    loaded = FlatKVCache.from_pretrained(tmp_path / "dense", llama.config)
+    assert torch.equal(_continue(llama, loaded), fresh)
+
+
 @pytest.mark.parametrize(("before", "after"), [("higgs", "higgs-host"), ("higgs-host", "higgs")])
 def test_coded_rows_come_back_as_they_were(
-    llama: PreTrainedModel, before: str, after: str, bits: int, tmp_path: Path
+    llama: PreTrainedModel, before: str, after: str, tmp_path: Path
 ) -> None:
-    cache = _prefill(llama, ParisKVCache(llama.config, store=before, bits=bits, **SMALL))
+    cache = _prefill(llama, ParisKVCache(llama.config, store=before, bits=3, **SMALL))
     cache.save_pretrained(tmp_path)
     loaded = ParisKVCache.from_pretrained(tmp_path, llama.config, store=after)
-    assert (loaded.options.store, loaded.options.bits) == (after, bits)
+    assert (loaded.options.store, loaded.options.bits) == (after, 3)
     names = [name for name in read_saved(tmp_path)[1] if name.startswith("layers.0.store.")]
-    assert {"codes", "scales"} <= {name.rpartition(".")[2] for name in names}
     assert not any(name.endswith(("keys", "values")) for name in names), "nothing is kept twice"
     assert torch.equal(_continue(llama, loaded), _continue(llama, cache))
-    assert (loaded.memory().store_host > 0) == (after == "higgs-host")
-
-
-def test_coded_rows_stay_in_stores_for_coded_rows(llama: PreTrainedModel, tmp_path: Path) -> None:
-    cache = _prefill(llama, FlatKVCache(llama.config, store="higgs", bits=4, **SMALL))
-    cache.save_pretrained(tmp_path)
-    for store in ("device", "host", "resident", "cpu"):
-        with pytest.raises(ValueError, match="saved with coded rows, which other stores can't"):
-            FlatKVCache.from_pretrained(tmp_path, llama.config, store=store)
-    with pytest.raises(ValueError, match="bits: not an option that a filled cache can change"):
-        cache.fork(bits=2)
+    with pytest.raises(ValueError, match="saved with coded rows, which other stores can't"):
+        ParisKVCache.from_pretrained(tmp_path, llama.config, store="host")
 
 
 def test_plain_rows_are_coded_by_a_store_for_coded_rows(
@@ -201,101 +190,28 @@ def test_plain_rows_are_coded_by_a_store_for_coded_rows(
     assert torch.equal(_continue(llama, plain), _continue(llama, whole))
 
 
-def test_options_come_back_and_a_filled_cache_keeps_them(
-    llama: PreTrainedModel, tmp_path: Path
-) -> None:
-    cache = _prefill(llama, CTkvrCache(llama.config, **SMALL, nprobe=2))
-    cache.save_pretrained(tmp_path)
-    description, _ = read_saved(tmp_path)
-    assert description["format_version"] == 3
-    assert description["options"]["nprobe"] == 2
-    loaded = CTkvrCache.from_pretrained(tmp_path, llama.config)
-    assert loaded.options == cache.options
-    with pytest.raises(ValueError, match="nprobe: not an option that"):
-        loaded.fork(nprobe=3)
-    with pytest.raises(ValueError, match="nprobe: not an option that"):
-        CTkvrCache.from_pretrained(tmp_path, llama.config, nprobe=3)
-
-
-def test_a_cache_without_tokens_or_without_cold_ones_comes_back(
-    llama: PreTrainedModel, tmp_path: Path
-) -> None:
-    FlatKVCache(llama.config, **SMALL).save_pretrained(tmp_path / "empty")
-    empty = FlatKVCache.from_pretrained(tmp_path / "empty", llama.config)
-    assert empty.get_seq_length() == 0
-    fresh = _continue(llama, FlatKVCache(llama.config, **SMALL))
-    assert torch.equal(_continue(llama, empty), fresh)
-    dense = _prefill(llama, FlatKVCache(llama.config, **{**SMALL, "dense_below": 45}))
-    dense.save_pretrained(tmp_path / "dense")
-    loaded = FlatKVCache.from_pretrained(tmp_path / "dense", llama.config)
-    assert torch.equal(_continue(llama, loaded), fresh)
-
-
-_OTHER_PROCESS = """
-import sys, torch
-from hf_kvret import ParisKVCache
-from hf_kvret.testing import COVERING_OPTIONS, LATENT_MODELS, MODELS
-directory, name = sys.argv[1:]
-torch.set_num_threads(1)
-model = MODELS[name].build()
-cache = ParisKVCache.from_pretrained(directory, model.config)
-prompt = torch.load(f"{directory}/prompt.pt")
-out = model.generate(**prompt, past_key_values=cache, max_new_tokens=10, do_sample=False)
-assert cache.stats()["layers"][0]["selected"] > 0
-torch.save(out, f"{directory}/out.pt")
-"""
-
-
-def test_another_process_goes_on_with_the_same_tokens(tmp_path: Path) -> None:
-    model = MODELS["gemma3"].build()
-    cache = _prefill(model, ParisKVCache(model.config, **SMALL))
-    cache.save_pretrained(tmp_path)
-    ids, mask = _document()
-    more = torch.arange(20, 27).repeat(2, 1)
-    prompt = {
-        "input_ids": torch.cat([ids, more], dim=1),
-        "attention_mask": torch.cat([mask, torch.ones_like(more)], dim=1),
-    }
-    torch.save(prompt, tmp_path / "prompt.pt")
-    command = [sys.executable, "-c", _OTHER_PROCESS, str(tmp_path), "gemma3"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert torch.equal(torch.load(tmp_path / "out.pt"), _continue(model, cache))
-
-
-def test_options_that_the_tokens_depend_on_cannot_change(
+def test_a_load_changes_only_options_that_no_tokens_depend_on(
     llama: PreTrainedModel, saved: Path
 ) -> None:
-    changed = FlatKVCache.from_pretrained(
-        saved, llama.config, top_k=3, track_recall=True, flush=9, max_draft=2, store="host"
-    )
-    assert changed.options.top_k == 3
+    free = {"top_k": 3, "track_recall": True, "flush": 9, "max_draft": 2, "store": "host"}
+    changed = FlatKVCache.from_pretrained(saved, llama.config, **free)
+    assert free.items() <= vars(changed.options).items()
     assert changed.retrieval_layers[0].config.top_k == 3
-    for bound in ({"sink": 3}, {"recent": 4}, {"dense_below": 1}, {"topk": 3}):
+    for bound in ({"sink": 3}, {"dense_below": 1}, {"topk": 3}):
         words = f"{next(iter(bound))}: not an option that a filled cache can change"
         with pytest.raises(ValueError, match=words):
             FlatKVCache.from_pretrained(saved, llama.config, **bound)
-    with pytest.raises(ValueError, match="top_k=0"):
-        FlatKVCache.from_pretrained(saved, llama.config, top_k=0)
+    with pytest.raises(ValueError, match="bits: not an option that a filled cache can change"):
+        changed.fork(bits=2)
 
 
-def test_a_missing_cache_is_named(llama: PreTrainedModel, saved: Path, tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"no saved cache in .*cache\.json is missing"):
-        FlatKVCache.from_pretrained(tmp_path / "nowhere", llama.config)
-    saved_file(saved).unlink()
-    with pytest.raises(FileNotFoundError, match=r"cache-[0-9a-f]{12}\.safetensors is missing"):
-        FlatKVCache.from_pretrained(saved, llama.config)
-
-
-def test_another_method_is_refused(llama: PreTrainedModel, saved: Path) -> None:
-    with pytest.raises(ValueError, match="holds a 'flat' cache, not 'paris': load it with the"):
-        ParisKVCache.from_pretrained(saved, llama.config)
-
-
-@pytest.mark.parametrize("name", ["qwen3", "gpt_neox", "gemma3", "smollm3"])
-def test_another_models_shape_is_refused(saved: Path, name: str) -> None:
-    with pytest.raises(ValueError, match=rf"saved from another model: made for a llama .* {name}"):
-        FlatKVCache.from_pretrained(saved, MODELS[name].config())
+def test_a_save_says_what_it_holds(llama: PreTrainedModel, tmp_path: Path) -> None:
+    cache = _prefill(llama, CTkvrCache(llama.config, **SMALL, nprobe=2))
+    cache.save_pretrained(tmp_path)
+    content, tensors = read_saved(tmp_path)
+    assert (content["format_version"], content["method"]) == (3, "ctkvr")
+    assert content["options"]["nprobe"] == 2
+    assert tensors["tokens.ids"].tolist() == _document()[0].tolist()
 
 
 def truncated(kept: int) -> Damage:
@@ -304,8 +220,7 @@ def truncated(kept: int) -> Damage:
 
 
 def described_as(text: str) -> Damage:
-    content = text.encode(errors="surrogatepass")
-    return lambda folder: (folder / DESCRIPTION).write_bytes(content)
+    return lambda folder: (folder / DESCRIPTION).write_text(text)
 
 
 def with_values(**values: Any) -> Damage:
@@ -335,34 +250,23 @@ def with_windows(change: Callable[[torch.Tensor], torch.Tensor]) -> Damage:
     return damage
 
 
-REFUSED: list[tuple[Damage, str]] = [
-    *((truncated(kept), r"safetensors is corrupt or truncated") for kept in (0, 4, 100, -1)),
-    *(
-        (described_as(text), r"cache\.json is corrupt")
-        for text in ("", "{", "[]", "7", "{}", '{"format_version": 3}', "[" * 200_000, "\ud800")
-    ),
-    *(
-        (
-            with_values(format_version=version),
-            f"has format version {version}, this hf_kvret reads 3",
-        )
-        for version in (0, 2, 99)
-    ),
-    *(
-        (with_values(files=[name]), "names files that are not of tensors")
-        for name in ("../x", "/etc/passwd", "cache-.safetensors", "cache-0123456789ab.x")
-    ),
-    *((without(name), rf"layers\.1\.{name}") for name in ("window.keys", "store.length", "built")),
-    (
-        with_windows(lambda x: x[:, :1]),
-        "of 1 KV heads with 16 numbers, and this model has 2 with 16",
-    ),
-    (with_windows(lambda x: x[..., :8]), "of 2 KV heads with 8 numbers, and this model has 2 with"),
-    (with_windows(lambda x: x.half()), r"index\.keys is float32 .*, not float16 .*save the cache"),
-]
-
-
-@pytest.mark.parametrize(("damage", "words"), REFUSED)
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (truncated(100), "safetensors is corrupt or truncated"),
+        (truncated(-1), "safetensors is corrupt or truncated"),
+        (described_as("{"), r"cache\.json is corrupt"),
+        (described_as("[]"), r"cache\.json is corrupt"),
+        (described_as(json.dumps({"format_version": 3})), r"cache\.json is corrupt"),
+        (with_values(format_version=2), "has format version 2, this hf_kvret reads 3"),
+        (with_values(files=["../x"]), "names files that are not of tensors"),
+        (without("window.keys"), r"layers\.1\.window\.keys"),
+        (without("built"), r"layers\.1\.built"),
+        (with_windows(lambda x: x[:, :1]), "of 1 KV heads with 16 numbers, and this model has 2"),
+        (with_windows(lambda x: x[..., :8]), "of 2 KV heads with 8 numbers, and this model has 2"),
+        (with_windows(lambda x: x.half()), r"index\.keys is float32 .*, not float16"),
+    ],
+)
 def test_what_is_damaged_or_of_another_form_is_refused(
     llama: PreTrainedModel, saved: Path, damage: Damage, words: str
 ) -> None:
@@ -371,23 +275,15 @@ def test_what_is_damaged_or_of_another_form_is_refused(
         FlatKVCache.from_pretrained(saved, llama.config)
 
 
-def test_a_cache_of_another_format_may_be_replaced(llama: PreTrainedModel, saved: Path) -> None:
-    with_values(format_version=2)(saved)
-    FlatKVCache(llama.config, **SMALL).save_pretrained(saved, overwrite=True)
-    assert FlatKVCache.from_pretrained(saved, llama.config).get_seq_length() == 0
-    assert len(list(saved.iterdir())) == 2
-
-
-def test_only_a_cache_is_taken_for_one(saved: Path) -> None:
-    assert is_of_cache(saved)
-    described_as('{"method": "flat", "layers": []}')(saved)
-    assert not is_of_cache(saved)
-
-
-def test_a_model_with_a_kv_head_for_each_query_head_is_served(tmp_path: Path) -> None:
-    """Whatever its configuration says: GPT-NeoX does not look at it."""
-    model = MODELS["gpt_neox"].build()
-    assert model.config.num_key_value_heads == 2
-    _prefill(model, FlatKVCache(model.config, **SMALL)).save_pretrained(tmp_path)
-    loaded = FlatKVCache.from_pretrained(tmp_path, model.config)
-    assert loaded.retrieval_layers[0].kv.window.keys.shape[1] == 4
+def test_a_missing_cache_another_method_and_another_model_are_named(
+    llama: PreTrainedModel, saved: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(FileNotFoundError, match=r"no saved cache in .*cache\.json is missing"):
+        FlatKVCache.from_pretrained(tmp_path / "nowhere", llama.config)
+    with pytest.raises(ValueError, match="holds a 'flat' cache, not 'paris': load it with the"):
+        ParisKVCache.from_pretrained(saved, llama.config)
+    with pytest.raises(ValueError, match=r"saved from another model: made for a llama .* gemma3"):
+        FlatKVCache.from_pretrained(saved, MODELS["gemma3"].config())
+    saved_file(saved).unlink()
+    with pytest.raises(FileNotFoundError, match=r"cache-[0-9a-f]{12}\.safetensors is missing"):
+        FlatKVCache.from_pretrained(saved, llama.config)

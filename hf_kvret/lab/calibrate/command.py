@@ -10,7 +10,7 @@ import torch
 
 from hf_kvret.artifacts.artifact import CalibrationArtifact
 from hf_kvret.artifacts.files import check_no_foreign_artifact
-from hf_kvret.artifacts.hub import check_repository, find_folder, is_hub_id
+from hf_kvret.artifacts.hub import find_folder, is_hub_id
 from hf_kvret.lab.calibrate.command_options import METHODS, CalibrateOptions
 from hf_kvret.lab.calibrate.corpus import Corpus
 from hf_kvret.lab.calibrate.inspection import describe, quality_table, verify
@@ -29,7 +29,6 @@ from hf_kvret.lab.program.arguments import DTYPES, check_device
 from hf_kvret.lab.program.options import add_options, option, read_options
 from hf_kvret.lab.program.program import example_lines
 from hf_kvret.lab.report import outputs
-from hf_kvret.models.ranks import check_one_process
 from hf_kvret.saved.identity import printable
 
 _EXAMPLE = "--model MODEL --text novel.txt --out MODEL/"
@@ -75,7 +74,6 @@ class InspectOptions:
 
 def run_calibrate(options: CalibrateOptions) -> int:
     """Calibrate as the command line says; print what was made."""
-    check_one_process()
     calibration = options.calibration()
     _check_outputs(options, calibration.method)
     check_sources(options)
@@ -175,8 +173,6 @@ def _check_outputs(options: CalibrateOptions, method: str) -> None:
         raise ValueError(f"--push-to-hub {options.push_to_hub}: no hub id, write user/name")
     if options.private and not options.push_to_hub:
         raise ValueError("--private is of what --push-to-hub uploads: give that too")
-    if options.push_to_hub:
-        check_repository(options.push_to_hub, method)
 
 
 def run_inspect(options: InspectOptions) -> int:

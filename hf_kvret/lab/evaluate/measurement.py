@@ -29,7 +29,6 @@ from hf_kvret.lab.report.environment import program
 from hf_kvret.lab.report.outputs import check_file, check_picture
 from hf_kvret.lab.report.plots import require_matplotlib
 from hf_kvret.lab.report.results import FAILED, Cell, Results, read_results
-from hf_kvret.models.ranks import check_one_process
 from hf_kvret.saved.identity import printable
 
 Row = dict[str, Any]
@@ -223,7 +222,6 @@ def run_measurement(measurement: Measurement, outputs: Outputs) -> int:
     That is 1 when cells failed: the table or a line says why, and the others were measured. The
     same command tries them again.
     """
-    check_one_process()
     outputs.check(measurement.title())
     measurement.check()
     with measurement.surroundings():

@@ -19,7 +19,6 @@ from hf_kvret.lab.calibrate.study import LayerFindings
 
 SMALL = A2ATSCalibration(codewords=8, distance=32, rounds=3)
 TEXTS = Corpus(list(torch.arange(1, 101).view(2, 50)), 0, {"text": "numbers"})
-REPO = "alice/river"
 TEXT = ["--text", __file__]
 MODELS_CONFIG = b'{"model_type": "llama"}'
 FOREIGN = {"model": MODELS_CONFIG, "no JSON": b"\xff{"}
@@ -91,11 +90,6 @@ def test_only_an_artifact_of_the_same_method_is_replaced(
             "a new folder, for instance MODEL/a2ats",
         ),
         ("aqua", [*TEXT, "--out", "FOREIGN"], "a new folder, for instance MODEL/aqua"),
-        (
-            "aqua",
-            [*TEXT, "--push-to-hub", REPO],
-            "a new repository, for instance USER/",
-        ),
         ("a2ats", ["--text", "no.txt"], "--text no.txt: no such file"),
         ("a2ats", [], "give one of --text FILE and --dataset ID"),
         ("a2ats", ["--dataset", "a/b"], "--dataset a/b needs datasets: pip install datasets"),
@@ -105,14 +99,11 @@ def test_the_command_looks_at_its_options_before_the_model(
     method: str,
     more: list[str],
     words: str,
-    hub: Any,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setenv("HF_TOKEN", "hf_alice")
     monkeypatch.setitem(sys.modules, "datasets", None)
-    hub.add(REPO, {"config.json": MODELS_CONFIG})
     (tmp_path / "config.json").write_bytes(MODELS_CONFIG)
     more = [word.replace("FOREIGN", str(tmp_path)) for word in more]
     # A model that is not there: it would be missed if it were looked for.
@@ -120,31 +111,6 @@ def test_the_command_looks_at_its_options_before_the_model(
     assert main(["calibrate", method, *where, *more]) == 2
     assert words in capsys.readouterr().err
     assert (tmp_path / "config.json").read_bytes() == MODELS_CONFIG
-
-
-@pytest.mark.parametrize("content", FOREIGN.values(), ids=FOREIGN)
-def test_a_repository_of_something_else_is_left_alone(
-    hub: Any, artifact: CalibrationArtifact, content: bytes
-) -> None:
-    sha = hub.add(REPO, {"config.json": content, "README.md": b"my model"})
-    words = rf"config\.json of alice/river on http.* {FOREIGN_WORDS}ed: give a new repository"
-    for more in ({}, {"revision": "v2"}, {"create_pr": True}):
-        with pytest.raises(ValueError, match=words):
-            artifact.push_to_hub(REPO, token="hf_alice", **more)
-    assert hub.repositories[REPO].refs == {"main": sha}
-
-
-def test_a_repository_of_another_method_is_left_alone(
-    hub: Any, artifact: CalibrationArtifact
-) -> None:
-    hub.add(REPO, {"README.md": b"nothing yet"})
-    other = CalibrationArtifact("aqua", artifact.model, {"x": torch.ones(3)})
-    other.push_to_hub(REPO, token="hf_alice", revision="aqua")
-    with pytest.raises(ValueError, match=r"of an artifact of 'aqua', not of 'a2ats'"):
-        artifact.push_to_hub(REPO, token="hf_alice", revision="aqua")
-    # Nothing is replaced on main.
-    artifact.push_to_hub(REPO, token="hf_alice")
-    assert CalibrationArtifact.from_pretrained(REPO).method == "a2ats"
 
 
 def test_more_codewords_than_tokens_are_refused_and_fewer_go_on(
