@@ -140,23 +140,15 @@ def _modules_with_tables(place: Place) -> list:
 def test_what_does_not_fit_a_recall_is_refused_by_name() -> None:
     query, norms = torch.zeros(2, 2, 7, 2, 16), torch.zeros(2, 2, 7, 2)
     refused("third dimension", centroid.similarity, query, query[:, :1], norms[:, :1])
-    for wrong in (query, norms.double()):
-        words = r"inverse_norms is .* pass fp32 \[2, 2, 7, 2\]"
-        refused(words, centroid.similarity, query, query, wrong)
+    refused(r"pass fp32 \[2, 2, 7, 2\]", centroid.similarity, query, query, norms.double())
     refused("centroids is on meta", centroid.similarity, query, query.to("meta"), norms)
-    refused("requires gradients", centroid.similarity, query.clone().requires_grad_(), query, norms)
-    refused("backend='cpp'", centroid.similarity, query, query, norms, backend="cpp")
     low, index = torch.zeros(2, 2, 5, 3, dtype=torch.int16), torch.zeros(2, 2, 1, 4).long()
     refused(r"low is torch\.int32", centroid.take_lists, low.int(), None, index)
-    for high in (low, low[:, :, :4].byte()):
-        refused(r"pass uint8 \[2, 2, 5, 3\]", centroid.take_lists, low, high, index)
-    for wrong in (index.int(), index[:, :1]):
-        refused(r"pass int64 \[2, 2, any, any\]", centroid.take_lists, low, None, wrong)
-    refused(r"index is .* on meta", centroid.take_lists, low, None, index.to("meta"))
+    refused(r"pass uint8 \[2, 2, 5, 3\]", centroid.take_lists, low, low, index)
+    refused(r"pass int64 \[2, 2, any, any\]", centroid.take_lists, low, None, index.int())
     valid = torch.ones(2, 5, dtype=torch.bool)
     refused("ids", centroid.unite, torch.zeros(2, 3), valid)
     refused("no token", centroid.unite, torch.zeros(2, 1, 1, 3, dtype=torch.int32), valid[:, :0])
-    refused("valid is .* on meta", centroid.unite, torch.zeros(2, 1, 1, 3).int(), valid.to("meta"))
 
 
 NAN = float("nan")
@@ -315,8 +307,7 @@ def test_chunks_do_not_change_the_lists(
     check(place, queries, keys, 9, valid, chunk=chunk)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("count", [1, 9, 60])
+@pytest.mark.parametrize(("count", "causal"), [(1, True), (9, False), (60, True)])
 def test_few_lists_at_a_time_are_those_of_all_together(
     count: int, causal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -334,9 +325,9 @@ def test_few_lists_at_a_time_are_those_of_all_together(
     )
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("group", [1, 3])
-@pytest.mark.parametrize("count", [1, 9, 60])
+@pytest.mark.parametrize(
+    ("count", "group", "causal"), [(1, 3, True), (9, 1, False), (60, 1, True), (60, 3, False)]
+)
 def test_lists_of_few_centroids_are_made_at_once(
     count: int, group: int, causal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -178,21 +178,18 @@ def test_views_of_a_growing_buffer_are_read_in_place(place: Place) -> None:
 
 def test_arguments_that_do_not_fit_are_named() -> None:
     table, codes = torch.zeros(1, 4, 1, 6), torch.zeros(1, 2, 5, dtype=torch.int16)
+    x, words = torch.zeros(1, 2, 5, 8), torch.zeros(2, 6, 8)
     for scores in (book.lookup, book.lookup_scores):
-        for wrong in (table.double(), table[0], table[..., :0]):
-            refused(r"table is .*: pass fp32 \[B, Hq, Q, C\]", scores, wrong, codes)
-        refused("table has C=40000", scores, torch.zeros(1, 4, 1, 40000), codes)
-        for unfit in (codes.int(), codes[0], codes.expand(2, 2, 5)):
-            refused(r"codes is .*: pass int16 \[1, any, any\]", scores, table, unfit)
-        three = codes[:, :1].expand(1, 3, 5)
-        refused("codes have 3 heads: must divide the 4", scores, table, three)
-        refused(r"pass bool \[1, 5\]", scores, table, codes, valid=torch.ones(1, 5))
+        refused(r"table is .*: pass fp32 \[B, Hq, Q, C\]", scores, table.double(), codes)
+        refused(r"codes is .*: pass int16 \[1, any, any\]", scores, table, codes.int())
         refused(r"codes is .* on meta", scores, table, codes.to("meta"))
-        far = torch.ones(1, 5, dtype=torch.bool, device="meta")
-        refused("valid is .* on meta", scores, table, codes, valid=far)
-    for counts in (torch.zeros(1, 2, 5).int(), torch.zeros(1, 2, 6)):
-        words = r"counts is .* pass int32 \[1, 2, 6\]"
-        refused(words, book.lookup_scores, table, codes, counts=counts)
+    refused(
+        "codebook has 3 heads", book.score_table, torch.zeros(1, 4, 1, 8), words[:1].repeat(3, 1, 1)
+    )
+    refused("softcap=-1", book.score_table, torch.zeros(1, 4, 1, 8), words, softcap=-1.0)
+    refused("C=32769 codewords: pass 1 to 32768", book.encode, x, torch.zeros(2, 32769, 8))
+    refused(r"codebook is .*: pass fp32 or bf16 \[2, any, 8\]", book.encode, x, words.half())
+    refused("codewords=0: 1 to 32768", book.code_counts, codes, 0)
 
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)

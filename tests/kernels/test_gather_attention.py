@@ -363,24 +363,21 @@ def test_mistakes_in_paged_rows_are_refused(
         PagedRows(chunks, table, key_dim)
 
 
-@pytest.mark.parametrize("operation", [gather_attention, gather_scores])
 @pytest.mark.parametrize(
     ("query", "ids", "options", "message"),
     [
         (torch.zeros(2, 4, 1, 16), torch.zeros(2, 2, 1, 3).long(), {}, "pass int32"),
-        (torch.zeros(2, 4, 1, 16), torch.zeros(2, 3, 1, 3).int(), {}, "multiple"),
-        (torch.zeros(2, 8, 1, 16), torch.zeros(2, 4, 1, 3).int(), {}, "2 or 8"),
         (torch.zeros(2, 4, 2, 16), torch.zeros(2, 2, 1, 3).int(), {}, r"pass \[2, 2 or 4, 2, K\]"),
         (torch.zeros(2, 5, 1, 16), torch.zeros(2, 2, 1, 3).int(), {}, "no multiple"),
-        (torch.zeros(3, 4, 1, 16), torch.zeros(3, 2, 1, 3).int(), {}, "batch must be 2"),
         (torch.zeros(2, 4, 1, 12), torch.zeros(2, 2, 1, 3).int(), {}, "must agree"),
-        (torch.zeros(2, 4, 1, 16).half(), torch.zeros(2, 2, 1, 3).int(), {}, "must agree"),
         (torch.zeros(2, 4, 1, 16), torch.zeros(2, 2, 1, 3).int(), {"softcap": -1.0}, "softcap"),
         (torch.zeros(2, 4, 1, 16), torch.zeros(2, 2, 1, 3).int(), {"backend": "x"}, "choose one"),
     ],
 )
 def test_mistakes_are_refused_with_the_remedy(
-    operation: Any, query: torch.Tensor, ids: torch.Tensor, options: dict[str, Any], message: str
+    query: torch.Tensor, ids: torch.Tensor, options: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ValueError, match=message):
-        operation(query, PagedRows([CHUNK], TABLE, 16), ids, **{"scale": 1.0, **options})
+    rows = PagedRows([CHUNK], TABLE, 16)
+    for operation in (gather_attention, gather_scores):
+        with pytest.raises(ValueError, match=message):
+            operation(query, rows, ids, **{"scale": 1.0, **options})

@@ -313,9 +313,7 @@ def test_what_does_not_fit_is_named() -> None:
     counts = paris.count_centroids(sign)
     q_rot = torch.zeros(1, 2, 1, 1, 128, device=DEVICE)
     options = {"rho": 0.5, "tiers": TIERS}
-    refused("rho=0", paris.collisions, q_rot, counts, sign, rho=0, tiers=TIERS)
     refused("rho=2", paris.collisions, q_rot, counts, sign, rho=2, tiers=TIERS)
-    refused("tiers=\\(\\)", paris.collisions, q_rot, counts, sign, rho=0.5, tiers=())
     refused("at most 15 tiers", paris.collisions, q_rot, counts, sign, rho=0.5, tiers=(0.5,) * 16)
     refused("counts is ", paris.collisions, q_rot, counts[:, :1], sign, **options)
     refused("no power of two", paris.collisions, q_rot[..., :96], counts, sign, **options)
@@ -323,20 +321,7 @@ def test_what_does_not_fit_is_named() -> None:
         long = torch.zeros(1, 2, 1, 1, 576, device=DEVICE)
         room = torch.zeros(1, 2, 72, 256, dtype=torch.int32, device=DEVICE)
         paris.collisions(long, room, random_sign(1, 2, 6, 72), rho=0.5, tiers=(0.2, 0.4, 0.6, 1.0))
-    with pytest.raises(ValueError, match="use at most 1 tier or larger"):
-        room = torch.zeros(1, 2, 144, 16, dtype=torch.int32, device=DEVICE)
-        few = {"rho": 0.5, "tiers": (0.5, 1.0), "m": 4}
-        paris.collisions(long, room, random_sign(1, 2, 6, 72), **few)
-    for wrong in (torch.ones(1, 6, device=DEVICE).byte(), torch.ones(1, 5, device=DEVICE).bool()):
-        refused(
-            f"valid is {wrong.dtype}", paris.collisions, q_rot, counts, sign, valid=wrong, **options
-        )
-    refused(
-        "tokens must be contiguous", paris.collisions, q_rot, counts, sign[:, :, ::2], **options
-    )
-    refused("must be the same", paris.collisions, q_rot, counts, sign[:, :1], **options)
-    half = sign[..., :8].contiguous()
-    refused("must be the same", paris.collisions, q_rot, counts, half, **options)
-    refused("G = 0", paris.collisions, q_rot[:, :, :, :0], counts, sign, **options)
+    mask = torch.ones(1, 6, device=DEVICE).byte()
+    refused("valid is torch.uint8", paris.collisions, q_rot, counts, sign, valid=mask, **options)
     refused("count=-1", paris.candidates, q_rot, counts, sign, -1, **options)
     refused("backend='cuda'", paris.candidates, q_rot, counts, sign, 1, backend="cuda", **options)

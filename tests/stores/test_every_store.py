@@ -63,7 +63,7 @@ class Case(NamedTuple):
     dims: tuple[int, int] = (4, 6)
     codec: HiggsCodec | None = None
     most: int = 9
-    steps: int = 60
+    steps: int = 40
     most_ids: int = 10**6
 
 
@@ -89,7 +89,7 @@ CASES = {
         f"resident-{slots}": Case(
             lambda slots=slots: ResidentStore(CPU, slots), most_ids=16
         )
-        for slots in (1.0, 2.0, 17)
+        for slots in (1.0, 17)
     },
     **{
         f"higgs-{bits}-{name}-{group}": Case(
@@ -99,16 +99,17 @@ CASES = {
             most=70,
             steps=18,
         )
-        for bits, name in (
-            (2, "device"), (3, "host"), (4, "device"), (4, "host"), (3, "split"),
+        for (bits, name), (*dims, group) in zip(
+            ((4, "device"), (2, "host"), (3, "split"), (2, "device"), (4, "split"), (3, "host")),
+            DIMS * 2,
+            strict=True,
         )
-        for *dims, group in DIMS
     },
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_no_operation_changes_what_another_sequence_or_fork_reads(name: str, seed: int) -> None:
     case, choose = CASES[name], random.Random(seed)
     pairs: list[tuple[Store, Rows]] = [(case.make(), draw(2, 0, case.dims))]
