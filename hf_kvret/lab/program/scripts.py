@@ -20,6 +20,7 @@ FOLDER = Path(__file__).parents[3] / "examples"
 SCRIPTS = {
     "eval aqua-ablation": "studies/aqua_ablation.py",
     "eval assumptions": "studies/assumptions.py",
+    "eval exact-answers": "studies/exact_answers.py",
     "bench host-attention": "benchmarks/bench_host_attention.py",
     "bench kernels": "benchmarks/bench_kernels.py",
     "bench machine-code": "benchmarks/bench_machine_code.py",
