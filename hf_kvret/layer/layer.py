@@ -87,6 +87,7 @@ class RetrievalLayer(CacheLayerMixin):
     Attributes:
         below: the retrieval layer before this one in the model; see ``stand_on``.
         edits: goes up with everything that is done to the layer, but for a replayed step.
+        moves: as edits, but for what ``lossless`` does in a round, which only fills the window.
         final_len: tokens that were announced, held ones included; 0: none.
         past_len: tokens before those of the pass at hand, from its attention on.
         prompt_end: length at which the announced prompt ends; 0: none was announced.
@@ -119,7 +120,8 @@ class RetrievalLayer(CacheLayerMixin):
         self.round: DraftRound | None = None
         self.pending_attention = False
         self.below: RetrievalLayer | None = None
-        self.edits = self.past_len = self.final_len = self.prompt_end = 0
+        self.edits = self.moves = 0
+        self.past_len = self.final_len = self.prompt_end = 0
         self.layer_info = LayerInfo()
         self._update_key: tuple[int, torch.Size, torch.Size] | None = None
         self._scoring: Scoring | None = None
@@ -160,11 +162,16 @@ class RetrievalLayer(CacheLayerMixin):
             self.kv.check_tokens(key_states, value_states)
             self.kv.torn = False
         self.pending_attention, self.past_len = True, sys.maxsize
-        self.edits += 1
+        self.edited()
         self._update_key = (value_states.data_ptr(), key_states.shape, value_states.shape)
         handle = key_states.detach()
         setattr(handle, HANDLE, self)
         return handle, value_states
+
+    def edited(self) -> None:
+        """Count that something is done to the layer."""
+        self.edits += 1
+        self.moves += self.round is None
 
     def rows_of(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values ``[B, Hkv, n, D]`` to be held, of what ``update`` was given."""
@@ -411,14 +418,14 @@ class RetrievalLayer(CacheLayerMixin):
             return
         if -tokens_to_remove > self.kv.length:
             raise ValueError(f"crop({tokens_to_remove}): only {self.kv.length} tokens held")
-        self.edits += 1
+        self.edited()
         self.kv.crop(self.kv.length + tokens_to_remove)
         self.prompt_end = 0
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Row b of the batch becomes the old row ``beam_idx[b]``."""
         if self.kv is not None:
-            self.edits += 1
+            self.edited()
             rows = beam_idx.to(self.kv.window.keys.device)
             self.kv.reorder(rows)
             if self._scoring is not None:
@@ -426,7 +433,7 @@ class RetrievalLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Forget all tokens and counts."""
-        self.edits += 1
+        self.edited()
         self.kv = self._scoring = self.round = None
         self.is_initialized = self.pending_attention = False
         self.final_len = self.prompt_end = self.exact_rows = 0
@@ -467,7 +474,7 @@ class RetrievalLayer(CacheLayerMixin):
         kv, scoring = self.kv, self._scoring
         assert kv is not None and scoring is not None, "drafts follow a prompt"
         if kv.step_flushes():
-            self.edits += 1
+            self.edited()
             kv.flush(scoring.valid)
         cold = kv.cold(scoring)
         if cold is not None:
@@ -498,7 +505,7 @@ class RetrievalLayer(CacheLayerMixin):
         """Go on with other options, which must fit the tokens held."""
         if self.kv is not None:
             self.kv.set_options(config)
-        self.edits += 1
+        self.edited()
         self.config, self._make_index = config, make_index
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

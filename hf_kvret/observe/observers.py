@@ -199,7 +199,7 @@ def observe(cache: Cache, observer: Observer) -> Iterator[None]:
     for layer in layers:
         layer.subscribers = (*layer.subscribers, entry)
         # An edit makes steps that were captured before invalid.
-        layer.edits += 1
+        layer.edited()
     try:
         yield
     finally:

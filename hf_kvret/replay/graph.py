@@ -17,7 +17,7 @@ from hf_kvret.layer.layer import RetrievalLayer
 from hf_kvret.layer.window import Capture, Window, wide_mask
 from hf_kvret.models.ranks import is_split
 from hf_kvret.models.versions import CACHE_NAMES, DummyLayer, cache_argument
-from hf_kvret.replay.layer_step import LayerStep, SlidingStep
+from hf_kvret.replay.layer_step import LayerStep, Layout, SlidingStep
 from hf_kvret.replay.recorders import RECORDERS, Recorder
 from hf_kvret.replay.replayable import untested
 
@@ -47,7 +47,7 @@ class Frame:
         inputs: the same with the frame's own tensors, and without the mask, which ``capture`` has.
         capture: where the layers put the token.
         shape: sizes and flags that the captured work depends on.
-        edits: sum of the layers' edit counts at the time of capture.
+        layouts: of the layers, at the time of capture.
         output: the model's output from the capture.
         replay: runs the captured work again; None before the capture.
     """
@@ -69,7 +69,7 @@ class Frame:
         # Tensors made in inference mode can't be written to outside.
         self._inference = inference
         self.shape = (batch, window.capacity, padded, inference)
-        self.edits = -1
+        self.layouts: list[Layout] = []
         self.output: Any = None
         self.replay: Callable[[], None] | None = None
         self._next_column = -1
@@ -225,7 +225,7 @@ class DecodeGraph:
 
     def _step(self, inputs: dict[str, Any]) -> Any:
         frame, window = self._frame, self._window
-        if frame is None or frame.edits != self._edits() or not frame.fits(inputs):
+        if frame is None or frame.layouts != self._layouts() or not frame.fits(inputs):
             self._frame = None
             frame = Frame(inputs, window)
         frame.fill(inputs, window)
@@ -309,7 +309,10 @@ class DecodeGraph:
         return [*self._layers, *self._others]
 
     def _keep(self, frame: Frame) -> None:
-        frame.edits, self._frame = self._edits(), frame
+        frame.layouts, self._frame = self._layouts(), frame
+
+    def _layouts(self) -> list[Layout]:
+        return [step.layout for step in self._layers]
 
     def _edits(self) -> int:
         return sum(step.layer.edits for step in self._layers)

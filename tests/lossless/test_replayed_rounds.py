@@ -1,0 +1,58 @@
+"""Rounds whose drafts are replayed from captured steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hf_kvret import DecodeGraph, LosslessSteps
+from hf_kvret.cache import RetrievalCache
+from hf_kvret.lossless.pace import GivenPace
+from hf_kvret.testing.tape import taped
+from hf_kvret_kernels._dispatch import interpreted
+
+from ..replay.steps import small_cache, small_llama
+
+pytestmark = pytest.mark.skipif(not interpreted(), reason="the tape needs Triton's interpreter")
+_PROMPT, _NEW = 40, 24
+
+
+@torch.inference_mode()
+def _text(model: Any, cache: RetrievalCache, graph: DecodeGraph | None) -> list[int]:
+    """Greedy tokens in rounds of three drafts."""
+    prompt = torch.arange(_PROMPT)[None] * 7 % 50 + 10
+    logits = model(input_ids=prompt, past_key_values=cache).logits
+    tokens = []
+    with LosslessSteps(model, cache, pace=GivenPace(3, None), step=graph) as step:
+        for index in range(_NEW):
+            token = logits[:, -1:].argmax(-1)
+            tokens.append(int(token))
+            position = torch.full((1, 1), _PROMPT + index)
+            logits = step(input_ids=token, position_ids=position, past_key_values=cache).logits
+    return tokens
+
+
+@pytest.mark.parametrize(("method", "store"), [("flat", "host"), ("paris", "device")])
+def test_a_captured_step_serves_many_rounds(method: str, store: str) -> None:
+    """It is captured anew behind a flush, but not behind an exact pass or dropped drafts."""
+    model = small_llama(layers=1)
+    with taped():
+        caches = [
+            small_cache(model, method, store=store, lossless=True, recent=8, flush=8)
+            for _ in range(2)
+        ]
+        graph = DecodeGraph(model, caches[0])
+        assert _text(model, caches[0], graph) == _text(model, caches[1], None)
+    assert graph.reason is None and caches[0].rounds.rounds > 9
+    assert graph.captures == 3 and graph.replays == caches[0].rounds.drafted - 3
+
+
+def test_drafts_of_an_index_that_learns_are_captured_in_each_round() -> None:
+    model = small_llama(layers=1)
+    with taped():
+        caches = [small_cache(model, "lrqk", lossless=True) for _ in range(2)]
+        graph = DecodeGraph(model, caches[0])
+        assert _text(model, caches[0], graph) == _text(model, caches[1], None)
+    assert graph.reason is None and graph.captures == caches[0].rounds.rounds
