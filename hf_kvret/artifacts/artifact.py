@@ -8,18 +8,22 @@ import os
 import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
-from huggingface_hub import HfApi
+from huggingface_hub import HfApi, hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError
 
 from hf_kvret.artifacts.card import model_card
 from hf_kvret.artifacts.files import (
+    DESCRIPTION,
     PATTERNS,
     TENSORS,
+    check_no_foreign_artifact,
     read_description,
     read_tensors,
     write_folder,
@@ -185,7 +189,7 @@ class CalibrationArtifact:
         """Upload the artifact in one commit; returns the commit's URL.
 
         The repository, and the branch ``revision``, are made where they don't exist. An artifact
-        and a model card there are replaced.
+        of the same method and a model card there are replaced.
 
         Args:
             repo_id: ``user/name``, or ``name`` for the user who is logged in.
@@ -195,12 +199,16 @@ class CalibrationArtifact:
 
         Raises:
             OSError: of the hub's client: offline, not logged in, or no right to write there.
-            ValueError: no hub id.
+            ValueError: no hub id, or a repository of a model, or of another method's artifact.
         """
         api = HfApi(token=token)
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
         if revision is not None:
             api.create_branch(repo_id, branch=revision, exist_ok=True)
+        # A cached copy may be older than the file that would be replaced, so none is taken.
+        with tempfile.TemporaryDirectory() as folder, suppress(EntryNotFoundError):
+            hf_hub_download(repo_id, DESCRIPTION, revision=revision, local_dir=folder, token=token)
+            check_no_foreign_artifact(Path(folder), self.method, repo_id)
         with tempfile.TemporaryDirectory() as folder:
             self._write(Path(folder), repo_id)
             commit = api.upload_folder(

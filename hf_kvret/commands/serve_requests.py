@@ -20,6 +20,7 @@ from unittest.mock import patch
 
 from fastapi import HTTPException
 from fastapi.responses import JSONResponse
+from jinja2 import TemplateError
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -41,8 +42,18 @@ BUDGETS = ("top_k", "rest", "prompt")
 _MEMORY = ("store", "disk", "device_budget", "slots", "bits", "prefill_chunk", "graph")
 # Options that name folders and repositories: a model's own config does not decide on them.
 _PLACES = ("disk", "artifact", "revision", "artifact_sha256", SHELF, STEP)
-# Routes that take a body.
-_ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/load_model")
+# Routes that take a body, and the field that each of them needs.
+_ROUTES = {
+    "/v1/chat/completions": "messages",
+    "/v1/completions": "prompt",
+    "/v1/responses": "input",
+    "/load_model": "model",
+}
+# A body can raise these before the model reads: by a type, by a chat template, by a picture.
+_MISTAKES = (
+    *(ArithmeticError, AttributeError, LookupError, OSError, RecursionError),
+    *(TemplateError, TypeError, ValueError),
+)
 # What a request's own generation config may set.
 _SETTINGS = {
     *("max_new_tokens", "min_new_tokens", "top_k", "no_repeat_ngram_size", "bos_token_id"),
@@ -53,9 +64,15 @@ _SETTINGS = {
 
 @dataclass
 class Client:
-    """Who sent a request; ``left`` is set when it leaves."""
+    """Who sent a request.
+
+    Attributes:
+        left: set when it leaves.
+        is_read: its prompt was taken, so that what fails is the server's fault.
+    """
 
     left: Event = field(default_factory=Event)
+    is_read: bool = False
 
 
 CLIENT: ContextVar[Client] = ContextVar("client")
@@ -78,7 +95,7 @@ def _parsed(text: Any, name: str) -> dict[str, Any]:
     """The JSON object ``text``; HTTPException 400 for anything else."""
     try:
         value = json.loads(text)
-    except (TypeError, ValueError) as error:
+    except (RecursionError, TypeError, ValueError) as error:
         raise HTTPException(400, f"{name} is no JSON text ({error})") from error
     if not isinstance(value, dict):
         raise HTTPException(400, f"{name} is no JSON object")
@@ -117,17 +134,26 @@ class BodyCheck:
         except (ClientDisconnect, serving._GenerationCancelled):
             return None
         except HTTPException as error:
-            refusal = JSONResponse({"detail": error.detail}, error.status_code)
+            status, reason = error.status_code, error.detail
+        except _MISTAKES as error:
+            if client.is_read:
+                raise
+            _log.warning("a request could not be read", exc_info=True)
+            reason = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+            status, reason = 400, f"the request can't be read: {reason}"
         finally:
             if watcher is not None:
                 watcher.cancel()
-        await refusal(scope, receive, send)
+        await JSONResponse({"detail": reason}, status)(scope, receive, send)
 
     def _check(self, path: str, body: bytes) -> None:
         """HTTPException for a route that uses no cache of ours, or another model."""
         if path not in _ROUTES:
             raise HTTPException(404, f"this server answers {', '.join(_ROUTES)} alone")
-        if _parsed(body, "the body").get("model") not in (None, self.model):
+        values = _parsed(body, "the body")
+        if values.get(_ROUTES[path]) is None:
+            raise HTTPException(400, f"{_ROUTES[path]} is missing")
+        if values.get("model") not in (None, self.model):
             raise HTTPException(400, f"this server answers with {self.model} alone")
 
 
@@ -256,6 +282,7 @@ class CheckedManager(serving.GenerateManager):
         if positions is not None and config.max_new_tokens is not None:
             # The last token of an answer takes no position.
             config.max_new_tokens = min(config.max_new_tokens, positions - length + 1)
+        CLIENT.get().is_read = True
 
 
 @contextmanager

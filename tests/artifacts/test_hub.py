@@ -160,6 +160,19 @@ def test_an_upload_to_a_branch_leaves_main_alone(hub: Any, artifact: Calibration
         CalibrationArtifact.from_pretrained(REPO)
 
 
+@pytest.mark.parametrize(
+    ("content", "owner"),
+    [(b'{"model_type": "llama"}', "a model"), (b'{"format_version": 1, "method": "aqua"}', "aqua")],
+)
+def test_a_repository_of_something_else_is_not_written_to(
+    hub: Any, artifact: CalibrationArtifact, content: bytes, owner: str
+) -> None:
+    hub.add(REPO, {"config.json": content})
+    with pytest.raises(ValueError, match=f"config.json of {REPO} is .*{owner}.*a new repo"):
+        artifact.push_to_hub(REPO, token="hf_alice")
+    assert len(hub.repositories[REPO].commits) == 1
+
+
 def test_a_name_that_is_no_hub_id_is_refused(hub: Any, artifact: CalibrationArtifact) -> None:
     with pytest.raises(ValueError, match="alice/a/b"):
         artifact.push_to_hub("alice/a/b", token="hf_alice")

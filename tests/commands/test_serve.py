@@ -289,13 +289,18 @@ BODIES: list[tuple[Any, str]] = [
 ]
 MORE: list[tuple[str, Any, str]] = [
     (COMPLETIONS, {"prompt": ""}, "the prompt has 0 tokens"),
+    (CHAT, {"messages": None}, "messages is missing"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"text": "Hi"}]}]}, "it lacks 'type'"),
+    (CHAT, {"max_tokens": "many"}, "many"),
+    (CHAT, {"tools": 5}, "not iterable"),
+    (RESPONSES, {"input": 5}, "must be a string or list"),
     ("/load_model", {"model": "other"}, "this server answers with"),
     ("/v1/audio/transcriptions", b"", "this server answers /v1/chat/completions"),
 ]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_a_request_may_not_set_is_answered_with_4xx(stream: bool, served: Served) -> None:
+def test_a_mistake_is_answered_with_4xx_and_a_sentence(stream: bool, served: Served) -> None:
     for route, body, message in (*((route, *one) for route in GOOD for one in BODIES), *MORE):
         if not isinstance(body, bytes):
             body = GOOD.get(route, {}) | {"stream": stream} | body
