@@ -294,6 +294,11 @@ def test_what_has_a_title_stays_and_is_found_by_it(llama: PreTrainedModel, shelf
     (shelf.folder / short.name / "shelf.json").write_text("{")
     shelf.remove(short.name)
     assert [entry.tokens for entry in shelf.entries()] == [300]
+    twins = [shelf.put(cache, ids[:, :length], llama, title="twin") for length in (192, 256)]
+    with pytest.raises(ValueError, match=f"2 entries .* give the name of one, {twins[1].name}, "):
+        shelf.remove("twin")
+    for twin in twins:
+        shelf.remove(twin.name)
     for name in ("", "../elsewhere"):
         with pytest.raises(ValueError, match=f"no entry '{name}'"):
             shelf.remove(name)

@@ -265,6 +265,13 @@ def run_ask(options: AskOptions) -> int:
     """Answer a question as the command line says."""
     shelf = Shelf(options.shelf)
     entry = shelf.entry(options.name)
+    twins = [one.name for one in shelf.entries() if one.title == entry.title != ""]
+    if len(twins) > 1:
+        print(
+            f"{len(twins)} documents are called {printable(entry.title)}: this is {entry.name}, "
+            f"the last that was read or asked, of {', '.join(twins)}",
+            file=sys.stderr,
+        )
     check_device(options.device)
     if options.model is None and not entry.model:
         raise ValueError(

@@ -285,8 +285,17 @@ class Shelf:
         return named[0]
 
     def remove(self, name: str) -> None:
-        """Remove the entry with that name, whole or damaged, or that `entry` gives for a title."""
+        """Remove the entry with that name, whole or damaged, or with that title.
+
+        ValueError for none, and for several of one title.
+        """
         if not (NAME.fullmatch(name) and (self.folder / name).is_dir()):
+            twins = [one.name for one in self.entries() if name and name == one.title]
+            if len(twins) > 1:
+                raise ValueError(
+                    f"{len(twins)} entries of {self.folder} have this title: give the name of one, "
+                    f"{', '.join(twins)} (the last used first)"
+                )
             name = self.entry(name).name
         self._take_away(self.folder / name)
 

@@ -238,6 +238,9 @@ def test_ask_takes_the_newest_document_of_a_name(
     assert newest == again != other
     report = program("ask", "kings", QUESTION, *place, "--json", "--new-tokens", 2)
     assert json.loads(report.out)["entry"] == newest
+    assert f"2 documents are called kings: this is {newest}" in report.err
+    error = program("shelf", "remove", "--name", "kings", *place, status=2).err
+    assert f"give the name of one, {newest}, {other}" in error
     program("shelf", "remove", "--name", other, *place)
     program("shelf", "remove", "--name", "kings", *place)
     assert not shelf.entries()
