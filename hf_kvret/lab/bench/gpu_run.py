@@ -13,6 +13,7 @@ import json
 import os
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from hf_kvret.lab.evaluate.measurement import attempt
 from hf_kvret.lab.program.arguments import check_device, file_path, seconds_at_most
 from hf_kvret.lab.program.options import add_options, option, read_options
 from hf_kvret.lab.program.program import example_lines
-from hf_kvret.lab.report.outputs import check_folder
+from hf_kvret.lab.report.outputs import check_folder, replace_page
 from hf_kvret.lab.report.results import Cell
 from hf_kvret.lab.selftest.command import describe
 from hf_kvret.saved.folder import replace_file
@@ -84,15 +85,22 @@ def run_all(options: BenchAll) -> int:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file: finished cells, and environments; none where there is no file."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    return [json.loads(line) for line in lines]
+    """The rows of a file: finished cells, and environments; none where there is no file.
+
+    What a kill or a full disk left of a line is no row.
+    """
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
+        with suppress(json.JSONDecodeError):
+            rows.append(json.loads(line))
+    return rows
 
 
 def add_row(path: Path, row: dict[str, Any]) -> None:
     """Append a row; it is on the disk when this returns."""
+    is_torn = path.is_file() and not path.read_bytes().endswith(b"\n")
     with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(row) + "\n")
+        file.write("\n" * is_torn + json.dumps(row) + "\n")
         file.flush()
         os.fsync(file.fileno())
 
@@ -203,7 +211,7 @@ def write_page(page: Path, files: Sequence[Path]) -> Path:
     """Write the page of these row files; the text of ``gpu.notes.txt`` beside it comes first.
 
     Raises:
-        ValueError: there are no rows.
+        ValueError: there are no rows, or another text stands at ``page``.
     """
     rows = [row for file in files for row in read_rows(file)]
     cards = list(dict.fromkeys(row["card"] for row in rows))
@@ -222,8 +230,7 @@ def write_page(page: Path, files: Sequence[Path]) -> Path:
         for card in cards:
             texts += _section(stage, card, [row for row in rows if row["card"] == card])
     texts += ["## How was it measured?", *(_environment(row) for row in rows if "cell" not in row)]
-    texts.append("This page is made by `hf-kvret bench all`.")
-    replace_file(page, ("\n\n".join(texts) + "\n").encode())
+    replace_page(page, texts, "bench all")
     return page
 
 

@@ -16,11 +16,10 @@ from hf_kvret.lab.evaluate.measurement import Measurement
 from hf_kvret.lab.program.arguments import file_path
 from hf_kvret.lab.program.progress import tqdm
 from hf_kvret.lab.program.scripts import SCRIPTS, command_line, load_measurement
-from hf_kvret.lab.report.outputs import check_folder
+from hf_kvret.lab.report.outputs import check_folder, replace_page
 from hf_kvret.lab.report.plots import require_matplotlib
 from hf_kvret.lab.report.results import Results, is_results
 from hf_kvret.lab.report.tables import markdown_table
-from hf_kvret.saved.folder import replace_file
 from hf_kvret.saved.identity import printable
 
 PAGES_FILE = "pages.toml"
@@ -74,8 +73,8 @@ def write_report(folder: Path, measurements: _Known) -> list[Path]:
 
     Raises:
         FileNotFoundError: no such folder, or no result file in it.
-        ValueError: a folder that can't be written to; a ``pages.toml`` that names what is not
-            there.
+        ValueError: a folder that can't be written to; a page of somebody else where ours would be;
+            a ``pages.toml`` that names what is not there.
     """
     if not folder.is_dir():
         raise FileNotFoundError(f"no folder {folder}: give the one that holds the result files")
@@ -132,9 +131,8 @@ def _write_page(
             f"Set-up: {setup}." if page.has_setup else "",
             f"All numbers are in [{part.result}.json]({part.result}.json).",
         ]
-    texts.append("This page is made by `hf-kvret report`.")
     path = folder / f"{name}.md"
-    replace_file(path, ("\n\n".join(filter(None, texts)) + "\n").encode())
+    replace_page(path, texts, "report")
     return path
 
 

@@ -39,6 +39,8 @@ class Results:
         self.name, self.setup, self.path = name, json.loads(json.dumps(setup)), path
         self.environments: list[dict[str, Any]] = []
         self._results: dict[str, tuple[Cell, dict[str, Any]]] = {}
+        # The file as it was read or written last.
+        self._content = None if path is None else _bytes_of(path)
         if path is not None and path.is_file():
             self._take(read_results(path, name))
         environment = describe_environment()
@@ -65,10 +67,17 @@ class Results:
         Raises:
             OSError: the file can't be written, because the disk is full for instance; it is as it
                 was.
+            ValueError: another process has written the file meanwhile; it is as it was.
         """
         self._results[_key(cell)] = (dict(cell), result)
         if self.path is not None:
+            if _bytes_of(self.path) not in (None, self._content):
+                raise ValueError(
+                    f"another process writes its results to {self.path}, and this one would drop "
+                    "them: give another --json, or call this again when that has ended"
+                )
             self.save(self.path)
+            self._content = _bytes_of(self.path)
 
     def save(self, path: Path) -> None:
         """Replace ``path`` by these results; OSError as of ``add``."""
@@ -132,6 +141,10 @@ def is_results(path: Path) -> bool:
     except ValueError:
         return False
     return isinstance(content, dict) and content.get("format") == FORMAT and "cells" in content
+
+
+def _bytes_of(path: Path) -> bytes | None:
+    return path.read_bytes() if path.is_file() else None
 
 
 def _key(cell: Cell) -> str:

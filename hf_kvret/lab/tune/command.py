@@ -180,7 +180,12 @@ class Tune(Measurement):
         return sum(results.find(cell) is None for cell in cells)
 
     def plan(self, results: Results) -> Iterator[Sequence[Cell]]:
-        """Window by window, one by one; the choice is written at the end."""
+        """Window by window, one by one; the choice is written at the end.
+
+        ValueError where it would replace the results.
+        """
+        if self.out and results.path and self.out.resolve() == results.path.resolve():
+            raise ValueError(f"--json and --out are both {self.out}: give each its own file")
         for base in {one.base.name: one.base for one in self.variants.values()}.values():
             Reader(self.subject.model, base, 0)
         check_positions(self.subject.model, self.context + self._new)

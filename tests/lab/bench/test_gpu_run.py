@@ -86,6 +86,9 @@ def test_a_call_without_time_says_what_is_missing(
     fake: dict[int, Exception], tmp_path: Path
 ) -> None:
     assert run(tmp_path, "--minutes", "0.01") == 1
+    with (tmp_path / ROWS).open("a") as file:
+        # A full disk, or a power cut, left a part of a line.
+        file.write('{"stage": "fa')
     add_row(tmp_path / ROWS, _row(0, "CPU (dry)"))
     assert run(tmp_path, "--minutes", "0.01") == 1
     page = (tmp_path / PAGE).read_text()

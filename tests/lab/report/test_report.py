@@ -52,6 +52,11 @@ def test_mistakes_are_named_and_nothing_is_written(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="has no result file"):
         write_report(tmp_path, MEASUREMENTS)
     assert not list(tmp_path.iterdir())
+    _ruler(tmp_path)
+    (tmp_path / "mine.md").write_text("Notes of my own.")
+    with pytest.raises(ValueError, match=r"mine\.md holds something else"):
+        write_report(tmp_path, MEASUREMENTS)
+    assert (tmp_path / "mine.md").read_text() == "Notes of my own."
 
 
 def _listed(folder: Path, text: str) -> Path:

@@ -52,6 +52,20 @@ def test_another_setup_task_or_file_is_refused_and_nothing_is_lost(tmp_path: Pat
         assert file.read_text() == content
 
 
+def test_of_two_processes_that_write_one_file_none_drops_what_the_other_finished(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "results.json"
+    one, other = (Results("eval x", {}, file) for _ in range(2))
+    one.add(CELL, {"score": 1})
+    before = file.read_bytes()
+    with pytest.raises(ValueError, match="another process writes its results"):
+        other.add({"cache": "other"}, {"score": 2})
+    assert file.read_bytes() == before
+    one.add({"cache": "third"}, {"score": 3})
+    assert len(Results.load(file)) == 2
+
+
 def test_published_results_are_read_as_they_are() -> None:
     cells = 0
     for path in sorted(PUBLISHED.rglob("*.json")):

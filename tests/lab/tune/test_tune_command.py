@@ -212,6 +212,7 @@ def test_artifacts_bring_their_methods(tmp_path: Path, capsys: pytest.CaptureFix
         (["--methods", "full"], "unknown: full; choose among flat, paris"),
         (["--methods", "a2ats"], "--artifact FOLDER"),
         (["--out", "FOLDER"], "is a folder: give a file in it"),
+        (["--out", "FOLDER/a", "--json", "FOLDER/a"], "a: give each its own file"),
     ],
 )
 def test_mistakes_are_one_line_each(
