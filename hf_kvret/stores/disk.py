@@ -27,7 +27,7 @@ class DiskMemory(PageMemory):
 
     def __init__(self, folder: str) -> None:
         super().__init__(CPU)
-        self._folder = folder
+        self._folder, self._process = folder, os.getpid()
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, least: int = 1) -> torch.Tensor:
         size = math.prod(shape) * dtype.itemsize
@@ -53,6 +53,11 @@ class DiskMemory(PageMemory):
         return is_mapped(pages)
 
     def write(self, target: torch.Tensor, rows: torch.Tensor) -> None:
+        if self._process != os.getpid():
+            raise RuntimeError(
+                f"rows of store='disk' are those of process {self._process}, which would see what "
+                "its child writes: fill or load a cache in the child"
+            )
         target.copy_(rows)
 
 

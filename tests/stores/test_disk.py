@@ -140,6 +140,13 @@ def test_a_missing_folder_is_named_when_the_cache_is_made(
         FlatKVCache(llama.config, store="disk", disk=str(tmp_path / "none"))
 
 
+def test_a_forked_process_writes_to_no_file_of_its_parent(tmp_path: Path) -> None:
+    store = DiskStore(CPU, str(tmp_path))
+    store.append(TokenBlock(*draw(1, 40, (32, 32)), start=0))
+    with mock.patch.object(os, "getpid", lambda: -1), pytest.raises(RuntimeError, match="child"):
+        store.append(TokenBlock(*draw(1, 3, (32, 32)), start=40))
+
+
 def test_a_saved_cache_names_no_folder_and_loads_into_one(
     llama: PreTrainedModel, tmp_path: Path
 ) -> None:
