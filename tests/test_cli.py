@@ -145,9 +145,10 @@ def test_a_device_is_a_cpu_or_a_gpu_that_is_there(
 ) -> None:
     for device in ("cpu", "cuda", "cuda:0", "cuda:1"):
         assert device_name(device) == device
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    (line,) = program("demo", "--device", "cuda:7", status=2).err.splitlines()
-    assert "--device cuda:7: no CUDA device here" in line
+    for count, says in ((0, "no CUDA device here"), (2, "the last CUDA device here is cuda:1")):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
+        (line,) = program("demo", "--device", "cuda:7", status=2).err.splitlines()
+        assert f"--device cuda:7: {says}" in line
     line = program("demo", "--device", "mps", status=2).err.splitlines()[-1]
     assert "write cpu, cuda, or one of several as cuda:1" in line
 

@@ -18,6 +18,7 @@ from transformers.cache_utils import LinearAttentionLayer
 from transformers.models.auto import modeling_auto
 from transformers.utils import logging as transformers_logging
 
+from hf_kvret.artifacts.hub import is_hub_id
 from hf_kvret.generate.chunks import recurs
 from hf_kvret.lab.program.program import example_lines
 from hf_kvret.lab.report.tables import markdown_table
@@ -158,7 +159,7 @@ def find_type(model: str) -> ModelType:
     path = Path(model)
     if model in CONFIG_MAPPING and not path.exists():
         return default_type(model)
-    if "/" not in model and not path.exists():
+    if not path.exists() and not ("/" in model and is_hub_id(model)):
         raise ValueError(
             f"this transformers does not know the type {model!r}, and it is "
             "no folder and no hub id (owner/name)"

@@ -59,5 +59,7 @@ def test_a_folder_with_a_configuration_is_read(
 
 
 def test_an_unknown_type_and_one_without_text_say_so(program: Any) -> None:
-    assert "does not know the type 'qwen33'" in program("models", "qwen33", status=2).err
+    for name in ("qwen33", "./qwen3", "a/folder/of/mine"):
+        error = program("models", name, status=2).err
+        assert f"does not know the type {name!r}, and it is no folder" in error
     assert "refused: " in program("models", "clip_vision_model").out

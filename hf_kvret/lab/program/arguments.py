@@ -31,9 +31,13 @@ def device_name(text: str) -> str:
 
 
 def check_device(device: str) -> None:
-    """ValueError for a CUDA device on a machine without one."""
-    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+    """ValueError for a CUDA device that this machine lacks."""
+    place, count = torch.device(device), torch.cuda.device_count()
+    if place.type != "cuda" or (place.index or 0) < count:
+        return
+    if not count:
         raise ValueError(f"--device {device}: no CUDA device here; use --device cpu")
+    raise ValueError(f"--device {device}: the last CUDA device here is cuda:{count - 1}")
 
 
 def file_path(text: str) -> Path:
