@@ -10,9 +10,6 @@ import torch
 from hf_kvret.contracts.state import State, Tensors
 from hf_kvret.options.config import RetrievalConfig
 
-SPANS = "prompt.spans"
-"""Tensor of a saved layer: where the spans begin, and where they end."""
-
 
 class RetrievedTokens(State):
     """Tokens whose layer attended to a part of what came before them.

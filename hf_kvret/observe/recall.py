@@ -79,11 +79,6 @@ class RecallMeter(Subscriber):
         }
 
 
-def exact_relevance(query: torch.Tensor, cold: ColdTokens, heads: int) -> torch.Tensor:
-    """``[B, H, Q, n]`` fp32, see ``group_relevance``. Reads every key of the store."""
-    return group_relevance(_all_scores(query, cold), heads)
-
-
 def _all_scores(query: torch.Tensor, cold: ColdTokens) -> torch.Tensor:
     """``exact_scores`` of all cold tokens, -inf for those that are never to be selected."""
     chunks = [
