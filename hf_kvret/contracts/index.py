@@ -246,7 +246,7 @@ class CapturableIndex:
     ``after_search`` must launch the same work on the same memory each time: no host
     synchronization, no dependence on host numbers that change from step to step (such as ``start``
     of ``on_forward``), state changed in place. They run once, during capture; for every later step
-    ``replayed`` is called instead.
+    ``before_replay`` is called instead.
     """
 
     def before_capture(self) -> None:
@@ -258,8 +258,11 @@ class CapturableIndex:
         Undo the changes of host state made since then.
         """
 
-    def replayed(self) -> None:
-        """A captured step was replayed: update host state as its Python code would have."""
+    def before_replay(self) -> None:
+        """A captured step is about to be replayed: do what its Python code would on the host.
+
+        Not called for the first replay after a capture, whose Python code has just run.
+        """
 
 
 def blamed_on(index: Index, method: str, error: WrongIdError) -> WrongIdError:

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from hf_kvret.cache import RetrievalCache
+from hf_kvret.contracts.signals import SIGNALS_WAIT
 from hf_kvret.layer.layer import RetrievalLayer
 from hf_kvret.layer.window import Capture, Window, wide_mask
 from hf_kvret.models.ranks import is_split
@@ -230,9 +231,11 @@ class DecodeGraph:
             frame = Frame(inputs, window)
         frame.fill(inputs, window)
         if frame.replay is not None:
-            frame.replay()
-            for layer in self._steps:
-                layer.replayed()
+            # The host counts a token that the device has not written yet.
+            with SIGNALS_WAIT:
+                for layer in self._steps:
+                    layer.before_replay()
+                frame.replay()
         elif self._rehearsal_shape != frame.shape or self._plain_edits != self._edits():
             return self._rehearse(frame)
         elif (why := self._capture(frame)) is not None:

@@ -34,8 +34,8 @@ class Layout(NamedTuple):
 class LayerStep:
     """Keeps the host state of one layer right when its step is replayed or its capture fails.
 
-    Python code runs once, during capture, and updates host state for the first replay; after each
-    later replay ``replayed`` does.
+    Python code runs once, during capture, and updates host state for the first replay; before each
+    later replay ``before_replay`` does.
     """
 
     def __init__(self, layer: RetrievalLayer) -> None:
@@ -106,11 +106,11 @@ class LayerStep:
         self.kv.window.length = self._length
         counters_of(self.layer).set(self._before)
 
-    def replayed(self) -> None:
-        """The captured step was replayed."""
+    def before_replay(self) -> None:
+        """The captured step is about to be replayed."""
         self.kv.window.length += 1
         if isinstance(self.kv.index, CapturableIndex):
-            self.kv.index.replayed()
+            self.kv.index.before_replay()
         counters = counters_of(self.layer)
         counters.set(tuple(map(add, counters.numbers(), self._counts)))
 
@@ -167,6 +167,6 @@ class SlidingStep:
         self.layer.cumulative_length = self._length
         self._buffers = None
 
-    def replayed(self) -> None:
-        """The captured step was replayed."""
+    def before_replay(self) -> None:
+        """The captured step is about to be replayed."""
         self.layer.cumulative_length += 1

@@ -87,16 +87,20 @@ def test_an_error_of_another_kind_passes_and_leaves_the_cache_as_it_was() -> Non
 
 
 def test_lrqk_sums_the_same_queries_in_the_same_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through several folds, with a new token that counts as padding."""
-    monkeypatch.setattr(factors, "_PENDING", 6)
+    """Through several folds, with a new token that counts as padding.
+
+    A step is captured at the last place of the buffer, too.
+    """
+    monkeypatch.setattr(factors, "_PENDING", 3)
 
     def act(loop: DecodeLoop) -> torch.Tensor:
         first = loop.run(3)
         loop.mask[0, -1] = 0
         logits = torch.cat([first, loop.run(13)])
-        index = loop.cache.retrieval_layers[0].kv.index
-        index._queries.fold()
-        return torch.cat([logits.flatten(), index._queries.steady.flatten()])
+        queries = loop.cache.retrieval_layers[0].kv.index._queries
+        count = torch.tensor([queries._buffer.count])
+        queries.fold()
+        return torch.cat([logits.flatten(), queries.steady.flatten(), count])
 
     step = compare(act, "lrqk", padded=True, flush=6)
     assert step.replays >= 8

@@ -106,7 +106,7 @@ class QueryBuffer(State):
     """At most ``_PENDING`` queries ``[B, Hq, q, D]`` in the order in which they came.
 
     The next position is on the device, too, so that a decode step can be captured once and replayed
-    (then ``count`` is raised on the host).
+    (``count`` is raised on the host before).
 
     Attributes:
         count: queries in the buffer.
@@ -177,8 +177,7 @@ class QueryGrams(State):
 
     def add(self, queries: torch.Tensor, valid: torch.Tensor | None) -> None:
         """Add the newest ``queries [B, Hq, q, D]``; ``valid [B, q]`` bool or None."""
-        if self._buffer.count + queries.shape[2] > _PENDING:
-            self.fold()
+        self._make_room(queries.shape[2])
         if queries.shape[2] > _PENDING:
             # A prompt is not copied.
             self._fold(queries, valid)
@@ -187,25 +186,27 @@ class QueryGrams(State):
 
     def before_capture(self) -> None:
         """Make room for the token of a step that will be captured."""
-        if self._buffer.count == _PENDING:
-            self.fold()
+        self._make_room(1)
         self._count_before = self._buffer.count
 
     def capture_failed(self) -> None:
         """The captured step did nothing: restore the count."""
         self._buffer.count = self._count_before
 
-    def replayed(self) -> None:
-        """A captured ``add`` of one token was replayed."""
+    def before_replay(self) -> None:
+        """A captured ``add`` of one token is about to be replayed."""
+        self._make_room(1)
         self._buffer.count += 1
-        if self._buffer.count == _PENDING:
-            self.fold()
 
     def fold(self) -> None:
         """Add buffered queries to the matrices."""
         batch = self._buffer.take()
         if batch is not None:
             self._fold(*batch)
+
+    def _make_room(self, count: int) -> None:
+        if self._buffer.count + count > _PENDING:
+            self.fold()
 
     def _fold(self, queries: torch.Tensor, valid: torch.Tensor | None) -> None:
         later = queries.shape[2]

@@ -168,9 +168,9 @@ class LRQKIndex(CapturableIndex, Index):
         self._check, self._flushed, self._queries_since_projection = self._before
         self._queries.capture_failed()
 
-    def replayed(self) -> None:
+    def before_replay(self) -> None:
         self._queries_since_projection += 1
-        self._queries.replayed()
+        self._queries.before_replay()
 
     def cost(self, n: int, budget: int) -> SearchCost:
         """No candidates: proxies alone decide."""
