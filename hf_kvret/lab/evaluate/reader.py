@@ -17,6 +17,7 @@ from hf_kvret.lab.evaluate.caches import CacheChoice
 from hf_kvret.lab.program.progress import prompt_bar
 from hf_kvret.layer.indexed import indexer_nbytes
 from hf_kvret.layer.layer import RetrievalLayer
+from hf_kvret.lossless.steps import LosslessSteps
 from hf_kvret.models.compatibility import layer_shapes
 from hf_kvret.models.versions import as_argument
 
@@ -116,6 +117,7 @@ class Reader:
             self.cache.check_model(model)
         self.length = 0
         self.seconds = 0.0
+        self._call: Callable[..., Any] = model
 
     def prefill(self, tokens: torch.Tensor) -> torch.Tensor:
         """Read a context ``[n]``: as ``feed``, with a bar, and presses compress at its end."""
@@ -139,8 +141,8 @@ class Reader:
         device = self.model.device
         positions = torch.arange(self.length, self.length + count, device=device)
         started = time.perf_counter()
-        logits = self.model(
-            tokens.to(device)[None],
+        logits = self._call(
+            input_ids=tokens.to(device)[None],
             **as_argument(self.cache),
             position_ids=positions[None],
             # kvpress reads it; transformers takes it as a spare keyword.
@@ -219,8 +221,24 @@ class Reader:
         """Up to ``count`` greedy tokens, the first one from ``logits [n, vocab]``' last row.
 
         Ends before one of ``stop``. Each token but the last is fed, one a pass, as ``generate``
-        does. ``done`` is asked after each token, whether all those given will do.
+        does; in rounds where answers are exact. ``done`` is asked after each token, whether all
+        those given will do.
         """
+        cache = self.cache
+        if not (isinstance(cache, RetrievalCache) and cache.options.lossless):
+            return self._answer(logits, count, stop, done)
+        with LosslessSteps(self.model, cache) as self._call:
+            answer = self._answer(logits, count, stop, done)
+        self._call = self.model
+        return answer
+
+    def _answer(
+        self,
+        logits: torch.Tensor,
+        count: int,
+        stop: Collection[int],
+        done: Callable[[list[int]], bool],
+    ) -> list[int]:
         answer: list[int] = []
         while len(answer) < count:
             best = int(logits[-1].argmax())

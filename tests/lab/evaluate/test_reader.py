@@ -54,6 +54,16 @@ def test_an_answer_ends_before_a_stop_token(subject: Subject, text: torch.Tensor
     assert done == answer[:2]
 
 
+def test_exact_answers_come_in_rounds(subject: Subject, text: torch.Tensor) -> None:
+    options = "top_k=8:recent=16:flush=8:dense_below=0:lossless=true"
+    reader = Reader(subject.model, choose_cache(f"paris:{options}"), len(text) + 20)
+    answer = reader.answer(reader.prefill(text), 12)
+    assert answer == greedy(subject.model, text, 12) and reader.length == len(text) + 11
+    assert isinstance(reader.cache, ParisKVCache) and reader.cache.rounds.drafted > 0
+    # The cache is free again.
+    assert reader.fork().feed(text[:3]).isfinite().all()
+
+
 @pytest.mark.parametrize("whole", [True, False], ids=["inside", "after"])
 def test_a_question_comes_in_the_passes_of_generate(
     whole: bool, subject: Subject, text: torch.Tensor
