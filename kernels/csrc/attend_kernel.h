@@ -268,7 +268,7 @@ bool attend_in_panels(const hfk_request &request, const hfk_window *window, cons
 template <class I, class T>
 bool attend(const hfk_request &request, const hfk_window *window, const Span &span,
             float *scratch, float *out, int64_t out_stride, float *lse, int64_t lse_stride) {
-    if (request.coding == nullptr && request.query_heads >= kManyHeads * request.id_heads) {
+    if (goes_in_panels(request)) {
         return attend_in_panels<I, T>(request, window, span, scratch, out, out_stride, lse,
                                       lse_stride);
     }
@@ -317,14 +317,19 @@ bool score_rows(const hfk_request &request, Workspace &space, Stream &stream, fl
 template <class I, class T>
 bool score(const hfk_request &request, const Span &span, float *scratch, float *out,
            int64_t out_stride) {
+    for (int64_t g = 0; g < request.query_heads / request.id_heads; ++g) {
+        std::fill(out + g * out_stride + span.first, out + g * out_stride + span.last,
+                  -__builtin_inff());
+    }
+    if (goes_in_panels(request)) {
+        ManyHeads<I, T> work(request, span, scratch);
+        RowStream stream(request, span, sizeof(T), false);
+        work.write_scores(stream, out, out_stride);
+        return stream.is_whole();
+    }
     Workspace space(request, scratch);
     load_query<I, T>(request, span, space);
-    for (int64_t g = 0; g < space.heads; ++g) {
-        space.mean_scores[g] = 0.0f;
-        for (int64_t k = span.first; k < span.last; ++k) {
-            out[g * out_stride + k] = -__builtin_inff();
-        }
-    }
+    std::fill(space.mean_scores, space.mean_scores + space.heads, 0.0f);
     if (request.coding != nullptr) {
         turn_queries<I, T>(request, span, space);
         CodedStream<I> stream(request, span, space.coded, false);

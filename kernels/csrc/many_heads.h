@@ -22,6 +22,10 @@ constexpr int kKeyRows = 8;
 // Columns of values that are converted at once: a cache line of halves.
 constexpr int64_t kColumns = 32;
 
+inline bool goes_in_panels(const hfk_request &request) {
+    return request.coding == nullptr && request.query_heads >= kManyHeads * request.id_heads;
+}
+
 // Floats that ManyHeads works in.
 inline int64_t many_heads_floats(const hfk_request &request) {
     const int64_t heads = padded(request.query_heads / request.id_heads);
@@ -64,17 +68,30 @@ template <class I, class T> class ManyHeads {
     template <class Stream> void absorb(Stream &stream) {
         Block block;
         for (stream.take(block); block.count > 0; stream.take(block)) {
-            for (int r = 0; r < block.count; r += kKeyRows) score(block, r);
+            score(block);
             for_panels([&](auto panel, int64_t first) {
                 typedef decltype(panel) P;
                 float *scores = scores_ + first * kBlock;
-                finish_scores<I>(scores, block.count * P::kQueries,
-                                 static_cast<float>(request_.scale),
-                                 static_cast<float>(request_.softcap));
                 P::update_softmax(scores, block.count, top_ + first, sum_ + first,
                                   out_ + first * value_dim_, value_dim_);
             });
             for (int64_t d = 0; d < value_dim_; d += kColumns) add_values(block, d);
+        }
+    }
+
+    // Scores go to out + head * out_stride, at the places of their rows.
+    template <class Stream> void write_scores(Stream &stream, float *out, int64_t out_stride) {
+        Block block;
+        for (stream.take(block); block.count > 0; stream.take(block)) {
+            score(block);
+            for_panels([&](auto panel, int64_t first) {
+                constexpr int64_t kQueries = decltype(panel)::kQueries;
+                for (int64_t g = first; g < std::min(first + kQueries, heads_); ++g) {
+                    const float *scores = scores_ + first * kBlock + g - first;
+                    float *to = out + g * out_stride;
+                    for (int r = 0; r < block.count; ++r) to[block.places[r]] = scores[r * kQueries];
+                }
+            });
         }
     }
 
@@ -121,8 +138,19 @@ template <class I, class T> class ManyHeads {
         }
     }
 
+    // Scores of a block, scaled and capped.
+    void score(const Block &block) {
+        for (int r = 0; r < block.count; r += kKeyRows) multiply_keys(block, r);
+        const auto scale = static_cast<float>(request_.scale);
+        const auto softcap = static_cast<float>(request_.softcap);
+        for_panels([&](auto panel, int64_t first) {
+            finish_scores<I>(scores_ + first * kBlock, block.count * decltype(panel)::kQueries,
+                             scale, softcap);
+        });
+    }
+
     // Products of all queries with kKeyRows keys from `r` on; behind the last one it is taken again.
-    void score(const Block &block, int r) {
+    void multiply_keys(const Block &block, int r) {
         for (int i = 0; i < kKeyRows; ++i) {
             const int row = std::min(r + i, block.count - 1);
             const int64_t bytes = request_.key_dim * static_cast<int64_t>(sizeof(T));
