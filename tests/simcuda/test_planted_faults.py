@@ -157,7 +157,7 @@ FAULTS = {
     ),
     "rows are read ahead before they are there": Fault(
         Case("ctkvr", "host"),
-        within(chunks._Reader, "start", streams.Stream, "wait_stream", nothing),
+        within(chunks, "_read_on", streams.Stream, "wait_stream", nothing),
         "race",
     ),
     # Memory that goes back to the allocator too early.

@@ -189,10 +189,10 @@ class Simulation:
 
         None for an address in neither.
         """
-        spans = [(first, end, log) for first, (end, log) in list(self.registered.items())]
+        spans = [(first, end, log) for first, (end, log) in self.registered.copy().items()]
         spans += [
             (first, end, log)
-            for first, (end, own, log) in list(self._on_devices.items())
+            for first, (end, own, log) in self._on_devices.copy().items()
             if own == device
         ]
         # They don't overlap.
@@ -249,12 +249,12 @@ class Simulation:
         if getattr(tensor.untyped_storage(), "simulated_pin", False):
             return True
         address = tensor.data_ptr()
-        return any(first <= address < end for first, (end, _) in list(self.registered.items()))
+        return any(first <= address < end for first, (end, _) in self.registered.copy().items())
 
     def _register(self, tensor: torch.Tensor, log: MemoryLog) -> None:
         """Kernels find rows in host memory by their addresses, so note whose these are."""
         address = tensor.data_ptr() if self.registered else 0
-        for first, (end, _) in list(self.registered.items()):
+        for first, (end, _) in self.registered.copy().items():
             if first <= address < end:
                 self.registered[first] = end, log
 
