@@ -48,7 +48,7 @@ def tuning_text(results: Results) -> str:
         return f"Nothing was compared with full attention{next((f': {x}' for x in why), '')}."
     full, choice = measured[FULL], choice_of(results)
     best = front(variants)
-    # A variant that beats the choice was measured on fewer windows.
+    # One that is cheaper and agrees more may have been measured on fewer windows.
     if choice.variant is not None and choice.variant not in best:
         best = sorted([*best, choice.variant], key=lambda one: one.cost)
     rows = [_line(one, full, one == choice.variant) for one in (full, *best)]
