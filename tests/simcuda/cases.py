@@ -156,7 +156,7 @@ def run(case: Case) -> Outcome:
 
 def attempt(case: Case) -> Outcome:
     """Run a case up to its first error, or to its end."""
-    # A new one: a model remembers that its steps could not be captured.
+    # A new one, which moves to the simulated GPU.
     model = _new_model(case.family, case.layers)
     hf_kvret.attach(model)
     if case.method in _WITH_ARTIFACT:
@@ -174,7 +174,6 @@ def attempt(case: Case) -> Outcome:
         try:
             with torch.inference_mode(), _spread_out(model, case):
                 logits = session.run()
-            gpu.phase = "after"
             outcome.logits = [each.float().cpu() for each in logits]
         except Exception as error:  # whatever a planted fault leads to
             outcome.error = error
@@ -301,6 +300,8 @@ class _Session:
             mask = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
             logits.append(self._feed(call, cached, logits[-1].argmax(-1, keepdim=True), mask))
             self.replays = 0 if graph is None else graph.replays
+        # The cache is freed here, and unpins its rows.
+        self._begin("after")
         return logits
 
     def _new_cache(self) -> RetrievalCache:
