@@ -162,7 +162,9 @@ class RetrievalLayer(CacheLayerMixin):
             self.kv.check_tokens(key_states, value_states)
             self.kv.torn = False
         self.pending_attention, self.past_len = True, sys.maxsize
-        self.edited()
+        # As `edited`, of which each step would notice the call.
+        self.edits += 1
+        self.moves += self.round is None
         self._update_key = (value_states.data_ptr(), key_states.shape, value_states.shape)
         handle = key_states.detach()
         setattr(handle, HANDLE, self)
