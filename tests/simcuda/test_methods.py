@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import pytest
 
-from hf_kvret.stores.cpu import CpuStore
-
 from ..simulated_gpu.device import Finding, Wait
 from .cases import Case, cases, check_logits, latent_cases, mean_cases, run
 
@@ -44,16 +42,6 @@ def test_nothing_is_wrong_and_decode_steps_wait_for_nothing(case: Case) -> None:
         assert outcome.replays > 0
     if case.store not in WORK_ON_THE_HOST:
         assert [wait for wait in gpu.waits_in("decode") if not is_due(case, wait)] == []
-
-
-def test_a_rerank_on_the_host_is_no_round_trip_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reranked and attended to in one call, while the device attends to its window."""
-    for rest in (None, "mean"):
-        with monkeypatch.context() as patch:
-            patch.setattr(CpuStore, "best", lambda *_, **__: pytest.fail("waited for the best ids"))
-            outcome = run(Case("ctkvr", "cpu", rest=rest, steps=6, layers=1))
-        assert list(outcome.gpu.findings) == []
-        check_logits(outcome)
 
 
 def is_known(case: Case, finding: Finding) -> bool:

@@ -127,7 +127,7 @@ def test_the_artifact_is_saved_and_belongs_to_the_model(tmp_path: Path) -> None:
         assert loaded.tensors[f"layers.{layer}.metric"].shape == (2, 16, 16)
         assert 0 < loaded.quality[layer]["score_error"] < 1
     named = json.loads((out / "config.json").read_text())["files"]["tensors"]
-    assert {file.name for file in out.iterdir()} == {"README.md", "config.json", named}
+    assert {file.name for file in out.glob("[!.]*")} == {"README.md", "config.json", named}
 
 
 def test_several_calibrations_at_once_learn_what_each_learns_alone(tmp_path: Path) -> None:
