@@ -56,7 +56,9 @@ def check_no_foreign_artifact(directory: Path, method: str, repository: str = ""
     else:
         return
     place = f"{path.name} of {repository}" if repository else path
-    way_out = f"repository, as USER/MODEL-{method}" if repository else f"folder, as MODEL/{method}"
+    way_out = f"repository, for instance USER/MODEL-{method}"
+    if not repository:
+        way_out = f"folder, for instance MODEL/{method}"
     raise ValueError(f"{place} is {owner}, and would be replaced: give a new {way_out}")
 
 
