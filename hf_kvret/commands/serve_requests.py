@@ -54,7 +54,7 @@ _MISTAKES = (
     *(ArithmeticError, AttributeError, LookupError, OSError, RecursionError),
     *(TemplateError, TypeError, ValueError),
 )
-# What a request's own generation config may set.
+# A request's own generation config may set these.
 _SETTINGS = {
     *("max_new_tokens", "min_new_tokens", "top_k", "no_repeat_ngram_size", "bos_token_id"),
     *("pad_token_id", "eos_token_id", "temperature", "repetition_penalty", "top_p", "min_p"),

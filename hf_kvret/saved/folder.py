@@ -69,7 +69,7 @@ class Replacement:
         else:
             path = self._write(content)
         target = self.directory / f"{self._stem}-{version}{SUFFIX}"
-        # What is saved again has the same file as before, which stays where this save fails.
+        # The same content has the same file as before, which stays where this save fails.
         if not target.exists():
             self._written.add(target)
         os.replace(path, target)
@@ -103,7 +103,7 @@ class Replacement:
 
     def explained(self, error: OSError) -> OSError:
         """An error of the system with what is left of the old files, and what to do."""
-        # What Python raises itself, and what comes after the new files count, says enough.
+        # Python's own errors say enough, and so do those behind the naming file.
         if error.errno is None or self._counts:
             return error
         # OSError(number, ...) is of the class for that number, as FileExistsError.
@@ -126,7 +126,7 @@ class Replacement:
         )
         for path in list(self.directory.iterdir()):
             if path.name not in self._named and ours.fullmatch(path.name):
-                # What can't be removed waits for the next save.
+                # A file that can't be removed waits for the next save.
                 with suppress(OSError):
                     path.unlink()
 

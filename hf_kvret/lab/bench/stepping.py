@@ -25,7 +25,7 @@ from hf_kvret.replay import DecodeGraph
 _WARM_STEPS = 3
 
 
-# Of a round: what is drafted, and what its first step is given.
+# Each draft of a round is the first token, and its first step is given the second.
 _DRAFT, _OTHER = 3, 4
 
 
