@@ -112,9 +112,9 @@ class RetrievalCache(Cache):
             ValueError: options that don't fit this model.
         """
         for dim in head_dims(config):
-            options.check_model(dim)
+            options.check_head_dim(dim)
         for rank in {shape.rank for shape in retrieval_shapes(config).values()} - {0}:
-            RetrievalConfig.check_model(options, rank)
+            RetrievalConfig.check_head_dim(options, rank)
         if options.follows_model and not index_budget(config):
             raise ValueError(
                 f"{config.model_type} has no indexer of its own that native can follow: take "
@@ -154,9 +154,6 @@ class RetrievalCache(Cache):
     def make_store(cls, options: Any, layer: int, stores: StoreChoice, first: FirstRows) -> Store:
         """A new, empty store for the model layer number ``layer``; see ``StoreChoice.make``."""
         return stores.make(first)
-
-    def check_options(self, model: PreTrainedModel) -> None:
-        """Hook of ``check_model``: raise for a model that the options don't fit."""
 
     @property
     def states(self) -> dict[str, State]:
@@ -241,7 +238,7 @@ class RetrievalCache(Cache):
         Raises:
             ValueError: another model filled the cache, or the artifact is of another one.
         """
-        self.check_options(model)
+        self.options.check_weights(model)
         current = identity_of(model)
         if not self.get_seq_length():
             self.forget_origin()

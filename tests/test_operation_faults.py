@@ -203,7 +203,7 @@ _PAIRS = [
     (method, store)
     for method in METHODS
     for store in STORES
-    if registered_methods()[method].Config.takes_store(store)
+    if registered_methods()[method].Config.takes("store", store)
 ]
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
 from weakref import WeakKeyDictionary
 
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_kvret.artifacts.artifact import CalibrationArtifact
 from hf_kvret.artifacts.files import DESCRIPTION
@@ -94,6 +94,10 @@ class ArtifactConfig(RetrievalConfig):
                 f"{self.method} --model {home or 'MODEL'} --text FILE --out DIR`{advice}"
             )
         return self.replace(artifact=str(folder.absolute()))
+
+    def check_weights(self, model: PreTrainedModel) -> None:
+        """ValueError for a model with other weights than the artifact was made from."""
+        self.load().check_weights(model)
 
     def load(self) -> CalibrationArtifact:
         """The artifact, one object for all caches of a process.

@@ -118,7 +118,11 @@ class RetrievalConfig:
             raise ValueError(conflict)
 
     def _conflicts(self) -> Iterator[str]:
-        """Options that contradict each other, each time with the way out."""
+        """Options that contradict the method or each other, each time with the way out."""
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            for reason in self.why_not(field.name, value):
+                yield f"{field.name}={value!r}: {reason}"
         slots, top_k = self.slots, self.top_k
         if isinstance(slots, int) and isinstance(top_k, int) and slots < top_k:
             yield (
@@ -150,10 +154,16 @@ class RetrievalConfig:
                 "retrieve like drafted ones, so a prompt's chunks must be longer; take more than "
                 f"{drafts}, as {max(1024, 2 * drafts)}, or 'auto'"
             )
-        if self.rest is not None and self.rest_obstacle:
-            yield f"rest={self.rest!r}: {self.rest_obstacle}; leave it out"
-        if self.lossless and self.lossless_obstacle:
-            yield f"lossless=True: {self.lossless_obstacle}"
+        if self.lossless and self.prompt_recipe is not None:
+            yield (
+                "lossless=True: a prompt read with prompt='retrieve' is not full attention's; take "
+                "'exact'"
+            )
+        if self.lossless and self.row_bits != 16:
+            yield (
+                f"lossless=True: store={self.store!r} keeps rows in codes; take another, as "
+                "'host', or bits=16"
+            )
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> Self:
@@ -234,14 +244,15 @@ class RetrievalConfig:
         return PromptRecipe.of(self.prompt)
 
     @classmethod
-    def takes_store(cls, store: str) -> bool:
-        """Whether the method works with this kind of store."""
-        return True
+    def why_not(cls, name: str, value: Any) -> list[str]:
+        """Why the method can't have the option ``name`` with this value, each time with the way
+        out; empty where it can."""
+        return []
 
     @classmethod
     def takes(cls, name: str, value: Any) -> bool:
-        """Whether the option ``name`` has a meaning for the method, with this value."""
-        return name != "store" or cls.takes_store(value)
+        """Whether the option ``name`` with this value may stand among defaults for all methods."""
+        return not cls.why_not(name, value)
 
     @property
     def splits_rows(self) -> bool:
@@ -254,20 +265,6 @@ class RetrievalConfig:
         return self.bits if self.store.startswith("higgs") else 16
 
     @property
-    def rest_obstacle(self) -> str:
-        """Why nothing can stand for tokens that are not selected; empty where it can."""
-        return ""
-
-    @property
-    def lossless_obstacle(self) -> str:
-        """Why answers can't be full attention's own, and what to do; empty where they can."""
-        if self.prompt_recipe is not None:
-            return "a prompt read with prompt='retrieve' is not full attention's; take 'exact'"
-        if self.row_bits != 16:
-            return f"store={self.store!r} keeps rows in codes; take another, as 'host', or bits=16"
-        return ""
-
-    @property
     def lacks_artifact(self) -> bool:
         """Whether the method needs a calibration artifact and the options name none."""
         return False
@@ -276,13 +273,16 @@ class RetrievalConfig:
         """These options with a budget that covers everything, and rows stored uncoded."""
         return self.replace(top_k=1.0, slots=1.0, bits=16)
 
-    def check_model(self, head_dim: int) -> None:
+    def check_head_dim(self, head_dim: int) -> None:
         """ValueError for options that don't work with this head dim."""
         if self.store.startswith("higgs") and self.bits != 16 and head_dim % 8:
             raise ValueError(
                 f"store={self.store!r} with heads of {head_dim} numbers: coded rows need dims that "
                 "8 divides; use store='device' or 'host'"
             )
+
+    def check_weights(self, model: Any) -> None:
+        """ValueError for a model that what the options name was not made from."""
 
     def budget(self, cold_len: int) -> int:
         """Tokens to select among ``cold_len``: at least 1, at most all of them."""

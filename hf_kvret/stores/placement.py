@@ -67,7 +67,7 @@ def choose(device: torch.device, rows_bytes: int, options: RetrievalConfig) -> C
             "memory",
             store,
             reason,
-            codes if options.takes_store(coded) else "",
+            codes if options.takes("store", coded) else "",
         )
     return Choice(store, reason)
 

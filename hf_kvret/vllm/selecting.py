@@ -130,7 +130,7 @@ class SelectingAttention:
             if there:
                 raise ValueError(f"hf_kvret selects no rows with {what}: {_WITHOUT}")
         if self.selects:
-            self._options.check_model(own.head_size)
+            self._options.check_head_dim(own.head_size)
 
     @cached_property
     def _scale_and_cap(self) -> tuple[float, float | None]:

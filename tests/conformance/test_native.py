@@ -123,8 +123,8 @@ def test_native_and_models_with_an_indexer_refuse_all_others(
     ("options", "message"),
     [
         ({"top_k": 13}, "the indexer of deepseek_v32 names 12 tokens"),
-        ({"rest": "mean"}, "rest='mean' has no meaning"),
-        ({"prompt": "retrieve"}, "prompt='retrieve' has no meaning"),
+        ({"rest": "mean"}, "rest='mean': it has no meaning"),
+        ({"prompt": "retrieve"}, "prompt='retrieve': it has no meaning"),
         ({"store": "higgs"}, "store='higgs': native keeps rows as they are"),
     ],
 )

@@ -166,7 +166,7 @@ def test_bad_options_say_what_to_do(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         Driver(kind, **options)
-    with pytest.raises(ValueError, match="rest='mean' has no meaning"):
+    with pytest.raises(ValueError, match="rest='mean': it has no meaning"):
         LatentConfig(rest="mean")
 
 

@@ -182,7 +182,7 @@ def check_choices(
         if options is None or not options.retrieves:
             continue
         for dim in head_dims(config):
-            options.check_model(dim)
+            options.check_head_dim(dim)
         dense = max(options.dense_len, options.recent + options.flush + 1)
         short = [context for context in contexts if context < dense]
         if short:

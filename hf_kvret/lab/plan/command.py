@@ -184,7 +184,7 @@ class Fits:
         """A cache in ``store``, or in what comes next to it of those that it takes."""
         defaults = {"top_k": self.options.top_k}
         choice = choose_cache(name, defaults | {"store": store})
-        if choice.options is not None and not choice.options.takes_store(store):
+        if choice.options is not None and not choice.options.takes("store", store):
             near = "device" if store == "higgs" else "host"
             choice = choose_cache(name, defaults | {"store": near})
         return choice

@@ -102,7 +102,7 @@ class Bundled:
             Skip: the method can't have the store.
         """
         cls = registered_methods()[method]
-        if not cls.Config.takes_store(store):
+        if not cls.Config.takes("store", store):
             raise Skip(f"{method} has rows of its own, and no store={store!r}")
         options = {**_OPTIONS, **changes, "store": store}
         if store == SPLIT:
@@ -167,7 +167,7 @@ def step_checks(bundled: Bundled) -> Iterator[Check]:
     on_gpu = bundled.device.type == "cuda"
     remedy = "cache_implementation='dynamic'" if on_gpu else "HF_KVRET_CPU_PATH=portable"
     for method, store in itertools.product(METHODS, ("device", "host", "higgs")):
-        if not registered_methods()[method].Config.takes_store(store):
+        if not registered_methods()[method].Config.takes("store", store):
             continue
         name = f"{method}, store={store!r}"
         # torch reads no rows over the bus.
@@ -262,7 +262,7 @@ def cache_checks(bundled: Bundled) -> Iterator[Check]:
     stores = [*STORES, SPLIT, "disk"]
     modes = itertools.cycle(_MODES)
     for store, method in itertools.product(stores, METHODS):
-        if registered_methods()[method].Config.takes_store(store):
+        if registered_methods()[method].Config.takes("store", store):
             mode = next(modes)
             other = "device" if store != "device" else "host"
             yield Check(

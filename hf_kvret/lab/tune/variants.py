@@ -155,7 +155,7 @@ def _names(
     _, words = parse_spec(text)
     fixed = options.written_out(words)
     start = text
-    if store != "auto" and "store" not in fixed and type(options).takes_store(store):
+    if store != "auto" and "store" not in fixed and type(options).takes("store", store):
         start += f":store={store}"
     # With a default budget of all rows nothing is selected, and budgets and rests mean nothing.
     if type(options).top_k == 1.0:
@@ -165,7 +165,7 @@ def _names(
         ends = [
             end + ("" if rest == OFF else f":rest={rest}")
             for rest in rests
-            if rest == OFF or not options.rest_obstacle
+            if rest == OFF or options.takes("rest", rest)
             for end in ends
         ]
     return [start + end for end in ends]

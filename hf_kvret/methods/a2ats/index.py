@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
 from hf_kvret.artifacts.shared import ArtifactConfig
 from hf_kvret.cache import RetrievalCache
@@ -186,12 +186,3 @@ class A2ATSCache(RetrievalCache):
     def make_index(cls, options: A2ATSConfig, layer: int) -> A2ATSIndex:
         """A new, empty index for the model layer number ``layer``."""
         return A2ATSIndex(options, layer)
-
-    def check_options(self, model: PreTrainedModel) -> None:
-        """Refuse a model with other weights than the artifact was made from.
-
-        Raises:
-            ValueError: it has.
-        """
-        assert isinstance(self.options, A2ATSConfig)
-        self.options.load().check_weights(model)

@@ -6,7 +6,7 @@ import logging
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
 from hf_kvret.artifacts import CalibrationArtifact
 from hf_kvret.artifacts.shared import made_once
@@ -17,7 +17,6 @@ from hf_kvret.methods.aqua.config import AquaConfig, layer_plan
 from hf_kvret.methods.aqua.learned import METHOD, check_artifact, learned_options
 from hf_kvret.methods.aqua.store import AquaStore
 from hf_kvret.models.compatibility import retrieval_shapes
-from hf_kvret.models.ranks import part_of
 from hf_kvret.options.config import RetrievalConfig
 from hf_kvret.stores import PagedStore, Store, StoreChoice
 
@@ -79,21 +78,6 @@ class AquaKVCache(RetrievalCache):
         pages = stores.make(replace(first, nbytes=coded_bytes))
         assert isinstance(pages, PagedStore), "AquaConfig refuses the others"
         return AquaStore(layer_plan(options, layer), pages.memory)
-
-    def check_options(self, model: PreTrainedModel) -> None:
-        """Refuse a model with other weights than the artifact was made from.
-
-        Raises:
-            ValueError: it has; a tensor parallel model, whose heads can't predict each other.
-        """
-        assert isinstance(self.options, AquaConfig)
-        if self.options.predictor == "artifact":
-            if not part_of(model).is_whole:
-                raise ValueError(
-                    "all KV heads of a token predict together, and each rank of this tensor "
-                    "parallel model has some of them: pass predictor='none'"
-                )
-            self.options.load().check_weights(model)
 
 
 def _warn_of_sinks(options: AquaConfig, artifact: CalibrationArtifact) -> None:

@@ -10,6 +10,7 @@ from hf_kvret.artifacts import CalibrationArtifact
 from hf_kvret.artifacts.shared import ArtifactConfig
 from hf_kvret.methods.aqua.coding import BITS, GROUPS, NOT_CODED
 from hf_kvret.methods.aqua.learned import METHOD, learned_options, needs_positions
+from hf_kvret.models.ranks import part_of
 from hf_kvret.options.declare import OneOf, option
 
 USUAL_BITS = 2
@@ -57,8 +58,6 @@ class AquaConfig(ArtifactConfig):
     first_bits: int | None = option(None, OneOf(*BITS, None))
     group: int | None = option(None, OneOf(*GROUPS, None))
     predictor: str = option("artifact", OneOf("artifact", "none"))
-    rest_obstacle = "aqua attends to all tokens, nothing is left out"
-    lossless_obstacle = "aqua keeps rows in codes; take a method that retrieves, as 'paris'"
 
     def __post_init__(self) -> None:
         if self.predictor is None:
@@ -71,17 +70,21 @@ class AquaConfig(ArtifactConfig):
                 raise ValueError(
                     f"{name}={value!r} with predictor='none', which uses no artifact: leave one out"
                 )
-        if not self.takes_store(self.store):
-            raise ValueError(
-                f"store={self.store!r}: AQUA-KV reads all cold tokens at each step and rebuilds "
-                "them on the device, with codes of its own, so no store can keep selected rows, "
-                f"attend elsewhere or code them once more; choose {', '.join(map(repr, _STORES))}"
-            )
 
     @classmethod
-    def takes_store(cls, store: str) -> bool:
-        """Only plain stores of bytes."""
-        return store in _STORES
+    def why_not(cls, name: str, value: Any) -> list[str]:
+        """Only plain stores of bytes, and nothing that needs a selection or rows as they were."""
+        if name == "store" and value not in _STORES:
+            return [
+                "AQUA-KV reads all cold tokens at each step and rebuilds them on the device, with "
+                "codes of its own, so no store can keep selected rows, attend elsewhere or code "
+                f"them once more; choose {', '.join(map(repr, _STORES))}"
+            ]
+        if name == "rest" and value is not None:
+            return ["aqua attends to all tokens, nothing is left out; leave it out"]
+        if name == "lossless" and value:
+            return ["aqua keeps rows in codes; take a method that retrieves, as 'paris'"]
+        return []
 
     @property
     def row_bits(self) -> int:
@@ -91,6 +94,17 @@ class AquaConfig(ArtifactConfig):
                 "options of a cache, AquaKVCache(config, options).options, or give bits"
             )
         return self.bits
+
+    def check_weights(self, model: Any) -> None:
+        """ValueError also for a tensor parallel model, whose heads can't predict each other."""
+        if self.predictor == "none":
+            return
+        if not part_of(model).is_whole:
+            raise ValueError(
+                "all KV heads of a token predict together, and each rank of this tensor parallel "
+                "model has some of them: pass predictor='none'"
+            )
+        super().check_weights(model)
 
     @property
     def lacks_artifact(self) -> bool:

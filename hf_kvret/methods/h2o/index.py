@@ -30,11 +30,17 @@ class H2OConfig(RetrievalConfig):
     """
 
     learns_from_queries: ClassVar[bool] = True
-    lossless_obstacle = "h2o gives tokens up for good; take a method that retrieves, as 'paris'"
     evicts_by: ClassVar[frozenset[str]] = frozenset({"top_k", "flush", "max_draft"})
 
     top_k: int | float | None = 0.2
     observed: int | None = option(None, integer(1, "queries"), OneOf(None))
+
+    @classmethod
+    def why_not(cls, name: str, value: Any) -> list[str]:
+        """No exact answers."""
+        if name == "lossless" and value:
+            return ["h2o gives tokens up for good; take a method that retrieves, as 'paris'"]
+        return []
 
 
 # Logits that are in memory at once, over batch and heads.

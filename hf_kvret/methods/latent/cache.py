@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
@@ -29,21 +28,16 @@ class LatentConfig(RetrievalConfig):
 
     retrieves: ClassVar[bool] = False
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if not self.takes(field.name, value):
-                raise ValueError(
-                    f"{field.name}={value!r} has no meaning: latent keeps all tokens on the "
-                    "model's device and attends to all of them; leave it out, or take a method "
-                    "that retrieves, as cache_implementation='flat'"
-                )
-
     @classmethod
-    def takes(cls, name: str, value: Any) -> bool:
+    def why_not(cls, name: str, value: Any) -> list[str]:
         """Only options of passes, and defaults."""
-        return name in _MEANINGFUL or value == getattr(cls, name)
+        if name in _MEANINGFUL or value == getattr(cls, name):
+            return []
+        return [
+            "it has no meaning, as latent keeps all tokens on the model's device and attends to "
+            "all of them; leave it out, or take a method that retrieves, as "
+            "cache_implementation='flat'"
+        ]
 
     @property
     def dense_len(self) -> int:

@@ -81,7 +81,7 @@ class LRQKConfig(RetrievalConfig):
             )
         return self.rank
 
-    def check_model(self, head_dim: int) -> None:
+    def check_head_dim(self, head_dim: int) -> None:
         """ValueError for a rank that heads of this dim do not have."""
-        super().check_model(head_dim)
+        super().check_head_dim(head_dim)
         self.rank_of(head_dim)

@@ -35,30 +35,24 @@ class NativeConfig(RetrievalConfig):
         return self.replace(slots=1.0)
 
     @classmethod
-    def takes_store(cls, store: str) -> bool:
-        """Plain rows: a prompt's own rows are read where they are stored."""
-        return not store.startswith("higgs")
+    def why_not(cls, name: str, value: Any) -> list[str]:
+        """No codes: a prompt's own rows are read where they are stored. No own selection."""
+        if name == "store" and value.startswith("higgs"):
+            return [
+                "native keeps rows as they are, also those of a prompt that is being read; take "
+                "'device', 'host', 'resident', 'cpu', 'disk' or 'split'"
+            ]
+        if name in _MEANINGLESS and value != getattr(cls, name):
+            return [
+                "it has no meaning, as native attends to what the model's own indexer chooses; "
+                "leave it out"
+            ]
+        return []
 
     @classmethod
     def takes(cls, name: str, value: Any) -> bool:
-        """No option of a selection but its default."""
-        meant = name not in (*_MEANINGLESS, "top_k") or value == getattr(cls, name)
-        return meant and super().takes(name, value)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.takes_store(self.store):
-            raise ValueError(
-                f"store={self.store!r}: native keeps rows as they are, also those of a prompt that "
-                "is being read; take 'device', 'host', 'resident', 'cpu', 'disk' or 'split'"
-            )
-        for name in _MEANINGLESS:
-            value = getattr(self, name)
-            if value != getattr(RetrievalConfig, name):
-                raise ValueError(
-                    f"{name}={value!r} has no meaning: native attends to what the model's own "
-                    "indexer chooses; leave it out"
-                )
+        """A budget is the model's own, which a default for all methods rarely is."""
+        return (name != "top_k" or value is None) and super().takes(name, value)
 
 
 class NativeKVCache(RetrievalCache):

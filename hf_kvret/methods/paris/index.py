@@ -99,13 +99,13 @@ class ParisConfig(RetrievalConfig):
         window = self.sink + self.recent + self.flush
         return max(super().even_len, max(changes) + window)
 
-    def check_model(self, head_dim: int) -> None:
+    def check_head_dim(self, head_dim: int) -> None:
         """ValueError for rows of this dim that have no codes, or whose points a byte can't hold."""
-        super().check_model(head_dim)
+        super().check_head_dim(head_dim)
         self.check_dim(head_dim)
 
     def check_dim(self, head_dim: int) -> None:
-        """The checks of ``check_model`` that are ParisKV's own."""
+        """The checks of ``check_head_dim`` that are ParisKV's own."""
         if head_dim > paris.MAX_HEAD_DIM:
             raise ValueError(
                 f"head dim {head_dim}: paris codes exist up to {paris.MAX_HEAD_DIM}; use "

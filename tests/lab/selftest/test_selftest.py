@@ -63,7 +63,9 @@ def test_every_method_and_every_store_is_checked() -> None:
     assert {name.partition(",")[0] for name in names} == set(registered_methods())
     for store in (*STORES, SPLIT, DISK):
         methods = {name.partition(",")[0] for name in names if f"store={store!r}" in name}
-        takes = {each for each in METHODS if registered_methods()[each].Config.takes_store(store)}
+        takes = {
+            each for each in METHODS if registered_methods()[each].Config.takes("store", store)
+        }
         assert methods == takes
     modes = {name.rpartition(" ")[2] for name in names}
     assert {"crop_deep", "prefix_reuse", "beams", "saved"} <= modes

@@ -1,0 +1,69 @@
+"""Sampled tokens of lossless rounds have full attention's distribution."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import hf_kvret
+
+PROMPT_LEN, NEW_TOKENS, TEXTS, BINS = 90, 1000, 10, 64
+
+
+def p_value(text: torch.Tensor, logits: torch.Tensor, temperature: float) -> float:
+    """That of a chi-square test that tokens were drawn by ``logits [n, V]`` at a temperature.
+
+    A token takes a share of the unit interval as wide as its probability is; a uniform point of
+    the shares of drawn tokens is uniform itself.
+    """
+    shares = (logits.double() / temperature).softmax(-1)
+    widths = shares.gather(1, text[:, None])[:, 0]
+    ends = shares.cumsum(-1).gather(1, text[:, None])[:, 0]
+    points = ends - widths * torch.rand(len(text), dtype=torch.float64)
+    counts = torch.histc(points, BINS, 0, 1)
+    expected = len(text) / BINS
+    chi_square = ((counts - expected) ** 2 / expected).sum()
+    freedom = torch.tensor((BINS - 1) / 2, dtype=torch.float64)
+    return float(torch.special.gammaincc(freedom, chi_square / 2))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("method", "temperature"), [("paris", 0.8), ("lrqk", 1.5)])
+def test_draws_follow_full_attention(method: str, temperature: float) -> None:
+    torch.manual_seed(0)
+    size = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 48, "initializer_range": 0.25}
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    ends: dict[str, Any] = {"eos_token_id": None, "pad_token_id": 0}
+    model = LlamaForCausalLM(LlamaConfig(**size, **heads, **ends)).eval()
+    options = {"top_k": 16, "sink": 2, "recent": 8, "flush": 8, "dense_below": 0, "lossless": True}
+    texts, logits, drafted, accepted = [], [], 0, 0
+    for _ in range(TEXTS):
+        ids = torch.randint(2, 32, (1, PROMPT_LEN))
+        result = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=NEW_TOKENS,
+            do_sample=True,
+            temperature=temperature,
+            top_k=0,
+            cache_implementation=method,
+            cache_config=options,
+            return_dict_in_generate=True,
+        )
+        rounds = result.past_key_values.stats()["lossless"]
+        drafted, accepted = drafted + rounds["drafted"], accepted + rounds["accepted"]
+        hf_kvret.restore(model)
+        with torch.no_grad():
+            full = model(result.sequences, use_cache=False).logits[0]
+        texts.append(result.sequences[0, PROMPT_LEN:])
+        logits.append(full[PROMPT_LEN - 1 : -1])
+    text, full = torch.cat(texts), torch.cat(logits)
+    # Drafts are accepted, and others rejected.
+    assert 0 < accepted < drafted
+    assert p_value(text, full, temperature) > 1e-4
+    # The test would see a temperature that is off by a tenth.
+    assert p_value(text, full, 1.1 * temperature) < 1e-4
