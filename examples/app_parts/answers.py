@@ -84,6 +84,7 @@ class Answer:
         seconds: of these passes.
         step_bytes, full_bytes: what the next step reads, and what full attention would.
         dense: why nothing was retrieved; None where it was.
+        exact: full attention's answer; None where the cache can't give it.
     """
 
     prompt: Tokens
@@ -96,6 +97,7 @@ class Answer:
     step_bytes: int = 0
     full_bytes: int = 0
     dense: str | None = None
+    exact: str | None = None
 
     @property
     def text(self) -> str:

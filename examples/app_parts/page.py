@@ -217,4 +217,7 @@ def _summary(session: Session) -> str:
     if not answer.ids:
         return "The model ended its answer before the first word: ask in other words."
     count, method = len(answer.ids), session.reading.method
-    return f"{count} tokens from a fork of the {method} cache. Choose a word of the answer."
+    same = "Full attention gives the same answer. " if answer.exact == answer.text else ""
+    if answer.exact is not None and not same:
+        same = f"Full attention answers: {answer.exact.strip()!r}. "
+    return f"{count} tokens from a fork of the {method} cache. {same}Choose a word of the answer."

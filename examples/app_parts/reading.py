@@ -18,6 +18,7 @@ from hf_kvret.lab.evaluate.caches import choose_cache
 from hf_kvret.lab.evaluate.measurement import out_of_memory
 from hf_kvret.lab.evaluate.reader import Reader
 from hf_kvret.lab.evaluate.subject import Subject
+from hf_kvret.lossless.steps import why_not
 from hf_kvret.observe.observers import Selection, observe
 from hf_kvret.options.config import LOAD_OPTIONS
 
@@ -153,7 +154,7 @@ class Reading:
     def ask(self, prompt: Tokens, top_k: int | float) -> Iterator[Answer]:
         """The answer to a ``prompt`` after every token of it, the same object each time.
 
-        What was retrieved is in it the last time.
+        What was retrieved is in it the last time, with full attention's answer.
         """
         turn = self._reader.fork(top_k=top_k)
         ids = torch.tensor(prompt.ids[len(self.document.tokens) :])
@@ -163,6 +164,20 @@ class Reading:
         # counts the steps of the answer alone.
         answer = Answer(prompt, len(self.document.tokens))
         yield from self._generate(turn.fork(), ids[-1:], answer)
+        answer.exact = self._exact(ids)
+        yield answer
+
+    def _exact(self, ids: torch.Tensor) -> str | None:
+        """Full attention's answer to ``ids`` behind the document; None where it can't be had."""
+        turn = self._reader.fork()
+        if why_not(turn.model, turn.cache) is not None:
+            return None
+        turn = turn.fork(lossless=True)
+        return "".join(
+            self.language.answer(
+                turn.answer(turn.feed(ids), self.limits.answer, self.language.stop)
+            )
+        )
 
     def _generate(self, turn: Reader, token: torch.Tensor, answer: Answer) -> Iterator[Answer]:
         cache, seen = turn.cache, []

@@ -227,10 +227,18 @@ def test_every_cache_that_is_offered_answers(subject: Subject, method: str) -> N
     list(session.ask(QUESTION, method, "0.5"))
     answer = answer_of(session)
     assert answer.text.split() == VALUE.split()
+    assert answer.exact == answer.text
     assert 0.5 < answer.read_ratio < 0.75
     assert answer.step_bytes > 0
     assert answer.rate > 0
     assert answer.dense is None
+
+
+def test_full_attentions_answer_is_beside_one_that_retrieved_too_little(subject: Subject) -> None:
+    answer = answer_of(answered(subject, "ctkvr", "1"))
+    assert answer.exact is not None
+    assert answer.exact.split() == VALUE.split()
+    assert answer.text != answer.exact
 
 
 def shelved(subject: Subject, folder: Path, method: str = "flat") -> tuple[list[str], list[int]]:

@@ -191,7 +191,7 @@ def test_an_answer_shows_what_its_words_retrieved(page: Any) -> None:
     page.run(f"{button('Example')}.click()")
     page.wait(shows("tokens read into paris in"))
     page.run(f"{button('Ask')}.click()")
-    page.wait(shows("tokens from a fork of the paris cache"))
+    page.wait(shows("tokens from a fork of the paris cache. Full attention gives the same answer"))
     page.wait("document.querySelector('#kvret-word label')")
     words = page.run("document.querySelector('#kvret-word').innerText").split("\n")
     words = [word for word in words if word.startswith("v")]
