@@ -135,4 +135,4 @@ struct Avx2 {
 
 } // namespace
 
-HFK_DEFINE_KERNEL(avx2_kernel, Avx2);
+HFK_DEFINE_KERNEL(avx2_kernel, Avx2, ByteScan, rerank<Avx2>);

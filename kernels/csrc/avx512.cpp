@@ -1,4 +1,6 @@
 // Compiled with AVX-512 F, BW, DQ and VL, called where they are.
-#include "avx512.h"
+#include "avx512_rerank.h"
+#include "avx512_scan.h"
 
-HFK_DEFINE_KERNEL(avx512_kernel, Avx512);
+HFK_DEFINE_KERNEL(avx512_kernel, Avx512, NibbleScan<ShuffledTable>,
+                  BlockRerank<ShiftedPlaces>::rerank);

@@ -30,6 +30,54 @@ struct Avx512Bf16 : Avx512 {
     }
 };
 
+// Looks up 64 bytes in a table of 256, which lies in registers.
+class PermutedTable {
+  public:
+    explicit PermutedTable(const char *from) {
+        HFK_UNROLL for (int i = 0; i < 4; ++i) parts_[i] = _mm512_loadu_si512(from + 64 * i);
+    }
+
+    __m512i at(__m512i bytes) const {
+        const __m512i low = _mm512_permutex2var_epi8(parts_[0], bytes, parts_[1]);
+        const __m512i high = _mm512_permutex2var_epi8(parts_[2], bytes, parts_[3]);
+        return _mm512_mask_blend_epi8(_mm512_movepi8_mask(bytes), low, high);
+    }
+
+  private:
+    __m512i parts_[4];
+};
+
+// See ShiftedPlaces: here a lane has a byte for each.
+class PermutedPlaces {
+  public:
+    PermutedPlaces(const uint8_t *magnitude, const uint8_t *sign) {
+        // Eight codes are three bytes: these go to a quadword, which is cut at every third bit.
+        const __m512i spread = _mm512_setr_epi64(0x0000000000020100, 0x0000000000050403,
+                                                 0x0000000000080706, 0x00000000000b0a09,
+                                                 0x00000000000e0d0c, 0x000000000011100f,
+                                                 0x0000000000141312, 0x0000000000171615);
+        const __m512i cuts = _mm512_set1_epi64(0x15120f0c09060300);
+        const __m256i raw = _mm256_maskz_loadu_epi8(0xffffff, magnitude);
+        const __m512i lines = _mm512_permutexvar_epi8(spread, _mm512_castsi256_si512(raw));
+        const __m512i codes = _mm512_multishift_epi64_epi8(cuts, lines);
+        // Each byte takes the eight signs whose fourth is its own.
+        const __m512i turns = _mm512_setr_epi64(
+            0x04030201003f3e3d, 0x0c0b0a0908070605, 0x14131211100f0e0d, 0x1c1b1a1918171615,
+            0x24232221201f1e1d, 0x2c2b2a2928272625, 0x34333231302f2e2d, 0x3c3b3a3938373635);
+        int64_t all;
+        __builtin_memcpy(&all, sign, sizeof all);
+        const __m512i signs = _mm512_multishift_epi64_epi8(turns, _mm512_set1_epi64(all));
+        bytes_ = _mm512_ternarylogic_epi32(_mm512_set1_epi8(8), signs, codes, 0xca);
+    }
+
+    __m512i at(int i) const { return _mm512_srli_epi32(bytes_, 8 * i); }
+
+  private:
+    __m512i bytes_;
+};
+
+typedef NibbleScan<PermutedTable> Scan;
+
 bool attend_any(const hfk_request &request, const hfk_window *window, const Span &span,
                 float *scratch, float *out, int64_t out_stride, float *lse, int64_t lse_stride) {
     auto *run = request.dtype == HFK_BFLOAT16 ? attend<Avx512Bf16, Bf16> : avx512_kernel.attend;
@@ -75,8 +123,8 @@ struct Shared<member, Result (*Kernel::*)(Arguments...)> {
 const Kernel avx512_bf16_kernel = {
     Workspace::floats, attend_any, score_any, dense_scores_any,
     Shared<&Kernel::proxy_scores>::run, Shared<&Kernel::exp>::run,
-    sign_points, NibbleScan::packed_bytes, NibbleScan::pack, NibbleScan::scan,
-    Shared<&Kernel::candidates>::run, BlockRerank::rerank,
+    sign_points, Scan::packed_bytes, Scan::pack, Scan::scan,
+    Shared<&Kernel::candidates>::run, BlockRerank<PermutedPlaces>::rerank,
     Shared<&Kernel::relevance>::run, Shared<&Kernel::best>::run,
     prompt_floats_any, prompt_any,
     Shared<&Kernel::encode>::run, Shared<&Kernel::decode>::run};

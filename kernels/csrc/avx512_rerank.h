@@ -1,15 +1,47 @@
-// ParisKV's estimates with AVX-512 VBMI: 64 coordinates of a candidate at a time.
+// ParisKV's estimates with AVX-512: 64 coordinates of a candidate at a time.
 #pragma once
 
 #include "avx512.h"
 
 namespace {
 
+// The places of 64 coordinates' levels among sixteen, the lower half of them negative: bit 3 of the
+// sign, the others of the code. Lane j of a vector has those of coordinates 4j to 4j + 3.
+class ShiftedPlaces {
+  public:
+    ShiftedPlaces(const uint8_t *magnitude, const uint8_t *sign) {
+        // Four codes are twelve bits, which begin at bit 0, 12, 8 or 4 of a word.
+        const __m512i words = _mm512_setr_epi32(
+            0x00010000, 0x00010000, 0x00020001, 0x00030002, 0x00040003, 0x00040003, 0x00050004,
+            0x00060005, 0x00070006, 0x00070006, 0x00080007, 0x00090008, 0x000a0009, 0x000a0009,
+            0x000b000a, 0x000c000b);
+        const __m512i starts = _mm512_setr_epi32(0, 12, 8, 4, 0, 12, 8, 4, 0, 12, 8, 4, 0, 12, 8, 4);
+        const __m256i raw = _mm256_maskz_loadu_epi8(0xffffff, magnitude);
+        const __m512i lines = _mm512_permutexvar_epi16(words, _mm512_castsi256_si512(raw));
+        codes_ = _mm512_srlv_epi32(lines, starts);
+        int32_t halves[2];
+        __builtin_memcpy(halves, sign, sizeof halves);
+        const __m512i all = _mm512_inserti64x4(_mm512_set1_epi32(halves[0]),
+                                               _mm256_set1_epi32(halves[1]), 1);
+        const __m512i fourths =
+            _mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 0, 4, 8, 12, 16, 20, 24, 28);
+        signs_ = _mm512_srlv_epi32(all, fourths);
+    }
+
+    // Of coordinate `i` of each lane; bits above the low four do not matter.
+    __m512i at(int i) const {
+        const __m512i own = _mm512_slli_epi32(signs_, 3 - i), code = _mm512_srli_epi32(codes_, 3 * i);
+        return _mm512_ternarylogic_epi32(_mm512_set1_epi32(8), own, code, 0xca);
+    }
+
+  private:
+    __m512i codes_, signs_;
+};
+
 // Vectors whose dimension is a multiple of 64, with weights in bfloat16; others go to the code for
-// AVX-512. A byte of `codes()` is the place of a coordinate's level among sixteen, the lower half of
-// them negative. Lane j of a vector holds four of these, of coordinates 4j to 4j + 3, all of one
-// subspace: they are looked up one after the other, and their sum is weighted once.
-class BlockRerank {
+// AVX-512. The four coordinates of a lane are all of one subspace: they are looked up one after the
+// other, and their sum is weighted once.
+template <class Places> class BlockRerank {
   public:
     static void rerank(const Rerank &work) {
         const ParisCodes &codes = work.codes;
@@ -90,13 +122,12 @@ class BlockRerank {
             const uint8_t *magnitude = codes.magnitude + id * codes.magnitude_row;
             const char *weight = codes.weight + id * codes.weight_row;
             const auto add = [&](int64_t b) {
-                const __m512i bytes = places(magnitude + 24 * b, sign + 8 * b);
+                const Places places(magnitude + 24 * b, sign + 8 * b);
                 const __m512 own = weights<M>(weight + kWeightBytes * b);
                 __m512 values[4];
-                values[0] = _mm512_permutexvar_ps(bytes, levels);
-                values[1] = _mm512_permutexvar_ps(_mm512_srli_epi32(bytes, 8), levels);
-                values[2] = _mm512_permutexvar_ps(_mm512_srli_epi32(bytes, 16), levels);
-                values[3] = _mm512_permutexvar_ps(_mm512_srli_epi32(bytes, 24), levels);
+                HFK_UNROLL for (int i = 0; i < 4; ++i) {
+                    values[i] = _mm512_permutexvar_ps(places.at(i), levels);
+                }
                 HFK_UNROLL for (int g = 0; g < Heads; ++g) {
                     const float *query = queries + (g * blocks + b) * kBlock;
                     __m512 sum = _mm512_mul_ps(values[0], _mm512_load_ps(query));
@@ -126,28 +157,6 @@ class BlockRerank {
         } else {
             for (int g = 0; g < Heads; ++g) to[g * stride] = sums[g];
         }
-    }
-
-    // A byte for each of 64 coordinates, from three bits and a sign; high halves do not matter.
-    static __m512i places(const uint8_t *magnitude, const uint8_t *sign) {
-        // Eight codes are three bytes: these go to a quadword, which is cut at every third bit.
-        const __m512i spread = _mm512_setr_epi64(0x0000000000020100, 0x0000000000050403,
-                                                 0x0000000000080706, 0x00000000000b0a09,
-                                                 0x00000000000e0d0c, 0x000000000011100f,
-                                                 0x0000000000141312, 0x0000000000171615);
-        const __m512i cuts = _mm512_set1_epi64(0x15120f0c09060300);
-        const __m256i raw = _mm256_maskz_loadu_epi8(0xffffff, magnitude);
-        const __m512i lines = _mm512_permutexvar_epi8(spread, _mm512_castsi256_si512(raw));
-        const __m512i codes = _mm512_multishift_epi64_epi8(cuts, lines);
-        // Each byte takes the eight signs whose fourth is its own.
-        const __m512i turns = _mm512_setr_epi64(
-            0x04030201003f3e3d, 0x0c0b0a0908070605, 0x14131211100f0e0d, 0x1c1b1a1918171615,
-            0x24232221201f1e1d, 0x2c2b2a2928272625, 0x34333231302f2e2d, 0x3c3b3a3938373635);
-        int64_t all;
-        __builtin_memcpy(&all, sign, sizeof all);
-        const __m512i signs = _mm512_multishift_epi64_epi8(turns, _mm512_set1_epi64(all));
-        // Bit 3 of the sign, the others of the code.
-        return _mm512_ternarylogic_epi32(_mm512_set1_epi8(8), signs, codes, 0xca);
     }
 
     // Weights of the subspaces of 64 coordinates, each for the lanes that it covers.

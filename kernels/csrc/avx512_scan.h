@@ -1,13 +1,47 @@
-// ParisKV's scan with AVX-512 VBMI: tables of points lie in registers.
+// ParisKV's scan with AVX-512: points of two heads share a byte of a table that is looked up.
 #pragma once
 
 #include "avx512.h"
 
 namespace {
 
+// Looks up 64 bytes in a table of 256, by a shuffle for each 16 entries.
+class ShuffledTable {
+  public:
+    explicit ShuffledTable(const char *from) : from_(from) {}
+
+    __m512i at(__m512i bytes) const {
+        const __m512i low = _mm512_and_si512(bytes, _mm512_set1_epi8(15));
+        __mmask64 bit[4]; // the upper four of each byte
+        HFK_UNROLL for (int i = 0; i < 4; ++i) {
+            bit[i] = _mm512_movepi8_mask(_mm512_slli_epi16(bytes, 3 - i));
+        }
+        __m512i parts[8];
+        HFK_UNROLL for (int i = 0; i < 8; ++i) {
+            const __m512i even = _mm512_shuffle_epi8(sixteen(2 * i), low);
+            parts[i] = _mm512_mask_shuffle_epi8(even, bit[0], sixteen(2 * i + 1), low);
+        }
+        HFK_UNROLL for (int step = 1; step < 4; ++step) {
+            HFK_UNROLL for (int i = 0; i < 8 >> step; ++i) {
+                parts[i] = _mm512_mask_blend_epi8(bit[step], parts[2 * i], parts[2 * i + 1]);
+            }
+        }
+        return parts[0];
+    }
+
+  private:
+    // In all lanes.
+    __m512i sixteen(int part) const {
+        return _mm512_broadcast_i32x4(
+            _mm_loadu_si128(reinterpret_cast<const __m128i *>(from_ + 16 * part)));
+    }
+
+    const char *from_;
+};
+
 // The scan where a token's sign has 8, 16 or more bytes and entries are below 8: points of two heads
 // share a byte, and 64 tokens go together. Other tables go to the code for any processor.
-struct NibbleScan {
+template <class Table> struct NibbleScan {
     static constexpr int kBlocks = 4;       // of 64 tokens, at once
     static constexpr int64_t kMost = 128;   // bytes of a token: 1,024 coordinates
 
@@ -42,88 +76,29 @@ struct NibbleScan {
     // Bytes of 64 tokens, subspace by subspace. The first `Width` of `stride` bytes, 8 or 16.
     template <int Width>
     static void transpose(const uint8_t *from, int64_t stride, __m512i *out) {
-        constexpr int tokens = 64 / Width; // in a vector
-        alignas(64) static constexpr auto order = [] {
-            struct {
-                uint8_t at[64];
-            } bytes{};
-            for (int i = 0; i < 64; ++i) bytes.at[i] = i % tokens * Width + i / tokens;
-            return bytes;
-        }();
-        const __m512i side_by_side = _mm512_load_si512(order.at);
-        __m512i rows[Width], half[Width];
-        for (int i = 0; i < Width; ++i) {
-            const uint8_t *first = from + i * tokens * stride;
-            __m512i x;
-            if (stride == Width) {
-                x = _mm512_loadu_si512(first);
-            } else if constexpr (Width == 8) {
-                const __m512i rows = _mm512_setr_epi64(0, 1, 2, 3, 4, 5, 6, 7);
-                const __m512i at = _mm512_mullo_epi64(rows, _mm512_set1_epi64(stride));
-                x = _mm512_i64gather_epi64(at, first, 1);
-            } else {
-                const auto part = [&](int t) {
-                    return _mm_loadu_si128(reinterpret_cast<const __m128i *>(first + t * stride));
-                };
-                x = _mm512_inserti32x4(_mm512_castsi128_si512(part(0)), part(1), 1);
-                x = _mm512_inserti32x4(_mm512_inserti32x4(x, part(2), 2), part(3), 3);
-            }
-            rows[i] = _mm512_permutexvar_epi8(side_by_side, x);
+        constexpr int tokens = 16 / Width; // in a lane of a vector
+        const auto lane = [&](int64_t t) {
+            const auto *first = reinterpret_cast<const __m128i *>(from + t * stride);
+            if constexpr (Width == 16) return _mm_loadu_si128(first);
+            const auto *second = reinterpret_cast<const __m128i *>(from + (t + 1) * stride);
+            return _mm_unpacklo_epi64(_mm_loadl_epi64(first), _mm_loadl_epi64(second));
+        };
+        // Each of the four lanes has 16 tokens, spread over all vectors.
+        HFK_UNROLL for (int i = 0; i < Width; ++i) {
+            const int64_t t = tokens * i;
+            __m512i x = _mm512_inserti32x4(_mm512_castsi128_si512(lane(t)), lane(t + 16), 1);
+            out[i] = _mm512_inserti32x4(_mm512_inserti32x4(x, lane(t + 32), 2), lane(t + 48), 3);
         }
-        if constexpr (Width == 16) {
-            // Words of 4 tokens: a transposition of 16 x 16.
-            for (int i = 0; i < 16; i += 2) {
-                half[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
-                half[i + 1] = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
+        // A round moves the highest bit of a byte's place to the lowest of its vector's number, and
+        // that number's highest bit to the place: after four rounds they are exchanged.
+        HFK_UNROLL for (int round = 0; round < 4; ++round) {
+            __m512i next[Width];
+            HFK_UNROLL for (int i = 0; i < Width / 2; ++i) {
+                next[2 * i] = _mm512_unpacklo_epi8(out[i], out[i + Width / 2]);
+                next[2 * i + 1] = _mm512_unpackhi_epi8(out[i], out[i + Width / 2]);
             }
-            for (int i = 0; i < 16; i += 4) {
-                rows[i] = _mm512_unpacklo_epi64(half[i], half[i + 2]);
-                rows[i + 1] = _mm512_unpackhi_epi64(half[i], half[i + 2]);
-                rows[i + 2] = _mm512_unpacklo_epi64(half[i + 1], half[i + 3]);
-                rows[i + 3] = _mm512_unpackhi_epi64(half[i + 1], half[i + 3]);
-            }
-            lanes(rows, half, out, 4);
-        } else {
-            // Words of 8 tokens: 8 x 8.
-            for (int i = 0; i < 8; i += 2) {
-                half[i] = _mm512_unpacklo_epi64(rows[i], rows[i + 1]);
-                half[i + 1] = _mm512_unpackhi_epi64(rows[i], rows[i + 1]);
-            }
-            for (int i = 0; i < 2; ++i) {
-                const __m512i a = half[i], b = half[i + 2], c = half[i + 4], d = half[i + 6];
-                const __m512i ab = _mm512_shuffle_i32x4(a, b, 0x88);
-                const __m512i ab2 = _mm512_shuffle_i32x4(a, b, 0xdd);
-                const __m512i cd = _mm512_shuffle_i32x4(c, d, 0x88);
-                const __m512i cd2 = _mm512_shuffle_i32x4(c, d, 0xdd);
-                out[i] = _mm512_shuffle_i32x4(ab, cd, 0x88);
-                out[i + 4] = _mm512_shuffle_i32x4(ab, cd, 0xdd);
-                out[i + 2] = _mm512_shuffle_i32x4(ab2, cd2, 0x88);
-                out[i + 6] = _mm512_shuffle_i32x4(ab2, cd2, 0xdd);
-            }
+            HFK_UNROLL for (int i = 0; i < Width; ++i) out[i] = next[i];
         }
-    }
-
-    // The 128-bit lanes of four groups of vectors, transposed.
-    static void lanes(const __m512i *rows, __m512i *half, __m512i *out, int count) {
-        for (int i = 0; i < count; ++i) {
-            half[i] = _mm512_shuffle_i32x4(rows[i], rows[i + 4], 0x88);
-            half[i + 4] = _mm512_shuffle_i32x4(rows[i], rows[i + 4], 0xdd);
-            half[i + 8] = _mm512_shuffle_i32x4(rows[i + 8], rows[i + 12], 0x88);
-            half[i + 12] = _mm512_shuffle_i32x4(rows[i + 8], rows[i + 12], 0xdd);
-        }
-        for (int i = 0; i < count; ++i) {
-            out[i] = _mm512_shuffle_i32x4(half[i], half[i + 8], 0x88);
-            out[i + 8] = _mm512_shuffle_i32x4(half[i], half[i + 8], 0xdd);
-            out[i + 4] = _mm512_shuffle_i32x4(half[i + 4], half[i + 12], 0x88);
-            out[i + 12] = _mm512_shuffle_i32x4(half[i + 4], half[i + 12], 0xdd);
-        }
-    }
-
-    // Entries of a table of 256 for 64 bytes.
-    static __m512i look_up(__m512i bytes, const __m512i *table) {
-        const __m512i low = _mm512_permutex2var_epi8(table[0], bytes, table[1]);
-        const __m512i high = _mm512_permutex2var_epi8(table[2], bytes, table[3]);
-        return _mm512_mask_blend_epi8(_mm512_movepi8_mask(bytes), low, high);
     }
 
     // Sums of `Blocks` blocks of 64 tokens from `token` on.
@@ -148,12 +123,9 @@ struct NibbleScan {
                     __m512i sum[Blocks];
                     // Two entries below 8 stay below 16.
                     HFK_UNROLL for (int e = 0; e < 2; ++e) {
-                        __m512i table[4];
-                        HFK_UNROLL for (int t = 0; t < 4; ++t) {
-                            table[t] = _mm512_loadu_si512(from + (s + e) * 256 + 64 * t);
-                        }
+                        const Table table(from + (s + e) * 256);
                         HFK_UNROLL for (int b = 0; b < Blocks; ++b) {
-                            const __m512i entry = look_up(bytes[b][s + e], table);
+                            const __m512i entry = table.at(bytes[b][s + e]);
                             sum[b] = e == 0 ? entry : _mm512_add_epi8(sum[b], entry);
                         }
                     }
@@ -199,12 +171,9 @@ struct NibbleScan {
             for (int b = 0; b < Blocks; ++b) both[b] = odd[b] = _mm512_setzero_si512();
             const char *from = tables.packed + p * tables.bytes * 256;
             for (int64_t s = 0; s < tables.bytes; ++s) {
-                __m512i table[4];
-                HFK_UNROLL for (int t = 0; t < 4; ++t) {
-                    table[t] = _mm512_loadu_si512(from + s * 256 + 64 * t);
-                }
+                const Table table(from + s * 256);
                 HFK_UNROLL for (int b = 0; b < Blocks; ++b) {
-                    const __m512i entry = look_up(bytes[s][b], table);
+                    const __m512i entry = table.at(bytes[s][b]);
                     both[b] = _mm512_add_epi8(both[b], entry);
                     const __m512i high = _mm512_and_si512(_mm512_srli_epi16(entry, 4), low_half);
                     odd[b] = _mm512_add_epi8(odd[b], high);

@@ -136,4 +136,4 @@ struct Neon {
 
 } // namespace
 
-HFK_DEFINE_KERNEL(neon_kernel, Neon);
+HFK_DEFINE_KERNEL(neon_kernel, Neon, ByteScan, rerank<Neon>);

@@ -328,14 +328,15 @@ template <class I> void rerank(const Rerank &work) {
 
 } // namespace
 
-#define HFK_PARIS_SCAN ByteScan::packed_bytes, ByteScan::pack, ByteScan::scan
-#define HFK_DEFINE_KERNEL(name, I)                                                                 \
+// `Scan` and `rerank` may be those for any instruction set: ByteScan and rerank<I>.
+#define HFK_DEFINE_KERNEL(name, I, Scan, rerank)                                                   \
     const Kernel name = {Workspace::floats,       Entry<I>::attend_any,                            \
                          Entry<I>::score_any,     SelectEntry<I>::dense_scores_any,                \
                          SelectEntry<I>::proxy_scores_any,                                         \
                          Entry<I>::exp_all,       sign_points,                                     \
-                         HFK_PARIS_SCAN,          candidates<I>,                                   \
-                         rerank<I>,               relevance<I>,                                    \
+                         Scan::packed_bytes,      Scan::pack,                                      \
+                         Scan::scan,              candidates<I>,                                   \
+                         rerank,                  relevance<I>,                                    \
                          best<I>,                                                                  \
-                         PromptWork<I>::floats,   PromptWork<I>::attend,                        \
+                         PromptWork<I>::floats,   PromptWork<I>::attend,                           \
                          CodeWork<I>::encode,     CodeWork<I>::decode}

@@ -147,4 +147,4 @@ struct Portable {
 
 } // namespace
 
-HFK_DEFINE_KERNEL(portable_kernel, Portable);
+HFK_DEFINE_KERNEL(portable_kernel, Portable, ByteScan, rerank<Portable>);
