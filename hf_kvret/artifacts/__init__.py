@@ -8,11 +8,10 @@ artifact.check_weights(model)
 """
 
 from hf_kvret.artifacts.artifact import CalibrationArtifact
-from hf_kvret.artifacts.identity import ModelIdentity, WeightSample, WeightsReport
+from hf_kvret.artifacts.identity import ModelIdentity, WeightSample
 
 __all__ = [
     "CalibrationArtifact",
     "ModelIdentity",
     "WeightSample",
-    "WeightsReport",
 ]

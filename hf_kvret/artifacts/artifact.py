@@ -29,7 +29,7 @@ from hf_kvret.artifacts.files import (
     write_folder,
 )
 from hf_kvret.artifacts.hub import find_folder
-from hf_kvret.artifacts.identity import ModelIdentity, WeightsReport, compare_weights
+from hf_kvret.artifacts.identity import ModelIdentity, compare_weights
 from hf_kvret.saved.plain_json import plain_bytes
 from hf_kvret.version import __version__
 
@@ -237,7 +237,7 @@ class CalibrationArtifact:
                 f"artifact of your model, or make it with `hf-kvret calibrate {self.method}`"
             )
 
-    def check_weights(self, model: PreTrainedModel) -> WeightsReport:
+    def check_weights(self, model: PreTrainedModel) -> int:
         """Refuse a model with other weights: another tune of the same base, or another training.
 
         Compares some hundred numbers of up to 32 parameters, with the tolerance of a cast to bf16
@@ -248,27 +248,27 @@ class CalibrationArtifact:
             model: the numbers are read from wherever it is.
 
         Returns:
-            how many were compared.
+            how many parameters were compared.
 
         Raises:
             ValueError: numbers differ.
         """
-        report = compare_weights(self.model.weights, model)
-        if not report.compared:
+        count, differences = compare_weights(self.model.weights, model)
+        if not count:
             warnings.warn(
                 f"the weights of the model can't be compared with those that the {self.method} "
                 f"artifact of {self.model.name} was made from (quantized, in shards or offloaded): "
                 "make sure that it is the same model",
                 stacklevel=2,
             )
-        if report.differing:
+        if differences:
             raise ValueError(
                 f"the {self.method} artifact of {self.model.name} was made from other weights: "
-                f"{len(report.differing)} of {report.compared} sampled parameters differ "
-                f"({report.example}). Another tune of the same base has other keys: make an "
-                f"artifact of your model with `hf-kvret calibrate {self.method}`"
+                f"{len(differences)} of {count} sampled parameters differ "
+                f"({next(iter(differences.values()))}). Another tune of the same base has other "
+                f"keys: make an artifact of your model with `hf-kvret calibrate {self.method}`"
             )
-        return report
+        return count
 
     def _write(self, directory: Path, source: str) -> None:
         """Write the files; ``source`` is what the code in the card loads from."""

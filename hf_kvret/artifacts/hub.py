@@ -8,11 +8,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from huggingface_hub import snapshot_download, try_to_load_from_cache
+from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
-from hf_kvret.artifacts.files import DESCRIPTION, PATTERNS
+from hf_kvret.artifacts.files import PATTERNS
 
 # The base class of the HTTP client's errors without a response; the client differs by version.
 CLIENT_ERROR: type[Exception] = HfHubHTTPError.__bases__[0]
@@ -25,13 +25,11 @@ def find_folder(
     cache_dir: str | os.PathLike[str] | None = None,
     token: str | bool | None = None,
     local_files_only: bool = False,
-    subfolder: str = "",
 ) -> Path:
     """The folder with the files of ``source``: itself if it exists, else downloaded or cached.
 
     All files are of one commit, and those that are in the cache are not downloaded again. A file
-    that the repository lacks is missing in the folder. With ``subfolder`` it is that folder of the
-    repository, which may be missing too. Other arguments and errors as of
+    that the repository lacks is missing in the folder. Other arguments and errors as of
     ``CalibrationArtifact.from_pretrained``.
     """
     path = Path(source).expanduser()
@@ -55,18 +53,9 @@ def find_folder(
         cache_dir=cache_dir,
         token=token,
         local_files_only=local_files_only,
-        allow_patterns=[str(Path(subfolder, pattern)) for pattern in PATTERNS],
+        allow_patterns=list(PATTERNS),
     )
-    return Path(folder, subfolder)
-
-
-def cached_commit(repo_id: str) -> str | None:
-    """The commit of ``main`` that a model is cached of; None where it does not come from the hub.
-
-    The name of a folder that is gone may look like a hub id, and has no model in the cache.
-    """
-    path = try_to_load_from_cache(repo_id, DESCRIPTION) if is_hub_id(repo_id) else None
-    return Path(path).parent.name if isinstance(path, str) else None
+    return Path(folder)
 
 
 def is_hub_id(text: str) -> bool:

@@ -55,21 +55,6 @@ class WeightSample:
 
 
 @dataclass(frozen=True)
-class WeightsReport:
-    """Result of a comparison of weights.
-
-    Attributes:
-        compared: how many sampled parameters could be compared.
-        differing: names of those that are not the same, in the order of the sample.
-        example: the first number that differs, in words; empty where none does.
-    """
-
-    compared: int
-    differing: tuple[str, ...]
-    example: str = ""
-
-
-@dataclass(frozen=True)
 class ModelIdentity:
     """The model that something was learned from.
 
@@ -149,8 +134,15 @@ def sample_weights(model: PreTrainedModel) -> tuple[WeightSample, ...]:
     return tuple(samples)
 
 
-def compare_weights(samples: tuple[WeightSample, ...], model: PreTrainedModel) -> WeightsReport:
-    """Compare ``samples`` with ``model``, in fp32, tolerating casts to bf16 and fp16."""
+def compare_weights(
+    samples: tuple[WeightSample, ...], model: PreTrainedModel
+) -> tuple[int, dict[str, str]]:
+    """Compare ``samples`` with ``model``, in fp32, tolerating casts to bf16 and fp16.
+
+    Returns:
+        how many could be compared; and, by the name of each parameter that is not the same, the
+        first number that differs, in words.
+    """
     shapes = {one.name: one.shape for one in samples}
     readable = {
         name: parameter
@@ -159,9 +151,7 @@ def compare_weights(samples: tuple[WeightSample, ...], model: PreTrainedModel) -
     }
     elements = sample(readable, len(readable))
     pairs = ((one, elements[one.name].float()) for one in samples if one.name in readable)
-    differences = {one.name: why for one, x in pairs if (why := _difference(one, x))}
-    example = next(iter(differences.values()), "")
-    return WeightsReport(len(readable), tuple(differences), example)
+    return len(readable), {one.name: why for one, x in pairs if (why := _difference(one, x))}
 
 
 def _difference(sampled: WeightSample, values: torch.Tensor) -> str:

@@ -15,7 +15,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_kvret.artifacts.artifact import CalibrationArtifact
 from hf_kvret.artifacts.files import DESCRIPTION
-from hf_kvret.artifacts.hub import cached_commit, find_folder
 from hf_kvret.options.config import RetrievalConfig
 from hf_kvret.options.declare import OneOf, option, text
 
@@ -30,7 +29,7 @@ class ArtifactConfig(RetrievalConfig):
 
     Attributes:
         artifact: folder or hub id of the calibration artifact that belongs to the model. ``None``:
-            the folder with the method's name, in the model's folder or its repository on the hub.
+            the folder with the method's name, in the folder that the model was loaded from.
         revision: branch, tag or commit of the artifact on the hub. ``None``: its main branch.
         artifact_sha256: digest that the artifact must have, as ``hf-kvret inspect`` shows it.
             ``None``: any.
@@ -69,29 +68,18 @@ class ArtifactConfig(RetrievalConfig):
         """These options with a hub id as it is, or a folder's absolute path.
 
         Raises:
-            ValueError: the model's own folder or repository has no artifact, or can't be asked; the
-                message says how to make one.
+            ValueError: the model's own folder has no artifact; the message says how to make one.
         """
         if self.artifact is not None:
             folder = Path(self.artifact).expanduser()
             return self.replace(artifact=str(folder.absolute())) if folder.is_dir() else self
         home = getattr(config, "_name_or_path", "")
-        folder, advice = Path(home) / self.method, ""
-        commit = None if Path(home).is_dir() else cached_commit(home)
-        if commit is not None:
-            result = _folder_on_hub(home, commit, self.method)
-            if isinstance(result, Path):
-                folder = result
-            else:
-                advice = (
-                    f". Its repository was looked at, too ({result}): name an artifact that others "
-                    "publish apart from the model, with its revision"
-                )
+        folder = Path(home) / self.method
         if not home or not folder.is_dir():
             raise ValueError(
                 f"{self.method} needs a calibration artifact of the model: pass "
                 "artifact='folder-or-hub-id', or make one with `hf-kvret calibrate "
-                f"{self.method} --model {home or 'MODEL'} --text FILE --out DIR`{advice}"
+                f"{self.method} --model {home or 'MODEL'} --text FILE --out DIR`"
             )
         return self.replace(artifact=str(folder.absolute()))
 
@@ -112,19 +100,6 @@ class ArtifactConfig(RetrievalConfig):
                 f"{self.way_out}, or make a cache of {self.method}, which looks beside the model"
             )
         return shared_artifact(self.artifact, self.revision, self.method, self.artifact_sha256)
-
-
-@functools.cache
-def _folder_on_hub(repo_id: str, commit: str, name: str) -> Path | str:
-    """The folder ``name`` of a repository, or why there is none; looked for once a process."""
-    try:
-        folder = find_folder(repo_id, revision=commit, subfolder=name)
-    except OSError as error:
-        return str(error)
-    if (folder / DESCRIPTION).is_file():
-        return folder
-    # The hub's client gives what is cached where it gets no answer.
-    return f"no folder {name} at commit {commit[:8]}, or no answer: try once online"
 
 
 def shared_artifact(

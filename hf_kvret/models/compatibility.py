@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from importlib import import_module
@@ -172,18 +170,14 @@ def check_class(model_class: type, decoder_class: type | None = None) -> None:
     supports_cache = getattr(model_class, "_supports_default_dynamic_cache", None)
     if supports_cache is not None and not supports_cache():
         raise ValueError(f"{name} keeps its own kind of cache: use it without cache_implementation")
-    for part in {model_class, decoder_class or model_class}:
-        if not issubclass(part, PreTrainedModel) or switches(part):
+    parts: set[Any] = {model_class, decoder_class or model_class}
+    for part in parts:
+        if not issubclass(part, PreTrainedModel) or part._can_set_attn_implementation():
             continue
-        if not knows(part):
-            raise ValueError(
-                f"{part.__name__} was made where there is no source file (a notebook, exec), and "
-                "transformers reads that to see whether attention can be switched: put the class "
-                "into a .py file and import it, or derive it from a model class of transformers"
-            )
         raise ValueError(
             f"{name} computes attention by itself and ignores transformers' attention functions, "
-            f"so a retrieval cache would never be called: {_OWN_CACHE}"
+            f"so a retrieval cache would never be called: {_OWN_CACHE} (where {part.__name__} was "
+            "made in a notebook, put it into a .py file: transformers reads the source)"
         )
 
 
@@ -354,34 +348,3 @@ def one_or_all(values: list) -> Any:
 
 def _layers_differ(text: PreTrainedConfig) -> bool:
     return getattr(text, "is_heterogeneous", False)
-
-
-def switches(model_class: type[PreTrainedModel]) -> bool:
-    """Whether models of this class ask transformers for their attention function.
-
-    transformers reads the source of the class' module to find out. A class of a notebook, of
-    ``python -`` or of ``exec`` has none; its nearest ancestor with a source decides then, and False
-    stands where there is none.
-    """
-    home = next((cls for cls in _models(model_class) if has_source(cls)), None)
-    # transformers keeps the answer on the class, and classes inherit it.
-    return home is not None and bool(home._can_set_attn_implementation())
-
-
-def knows(model_class: type[PreTrainedModel]) -> bool:
-    """Whether transformers can read the source of this class or of an ancestor of it."""
-    return any(map(has_source, _models(model_class)))
-
-
-def has_source(cls: type) -> bool:
-    """Whether the module of a class has a source file."""
-    try:
-        return bool(inspect.getsource(sys.modules[cls.__module__]))
-    except (KeyError, OSError, TypeError):
-        return False
-
-
-def _models(model_class: type[PreTrainedModel]) -> list[Any]:
-    """The class and its ancestors that are of some type of model."""
-    classes = [cls for cls in model_class.__mro__ if issubclass(cls, PreTrainedModel)]
-    return [cls for cls in classes if cls is not PreTrainedModel]

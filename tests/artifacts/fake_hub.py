@@ -1,8 +1,6 @@
 """A hub on 127.0.0.1 that speaks enough of the protocol for the real huggingface_hub client.
 
-Repositories live in memory; ids of kernel repositories begin with ``kernels/``. Files that end in
-``.safetensors`` go through LFS: their download is a redirect to a store of blobs, their upload a
-batch request and a PUT. Every request is written down.
+Repositories live in memory, and no file goes through LFS. Every request is written down.
 """
 
 from __future__ import annotations
@@ -62,13 +60,10 @@ class FakeHub(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.repositories: dict[str, Repository] = {}
-        self.users = {"hf_alice": "alice", "hf_bob": "bob"}
-        self.blobs: dict[str, bytes] = {}
+        self.users = {"hf_alice": "alice"}
         self.requests: list[str] = []
         self.faults: list[BaseException] = []
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
-        # The store of blobs is another host, as a CDN is: the client keeps its token from it.
-        self.store = f"http://localhost:{self.server_address[1]}"
 
     def __enter__(self) -> FakeHub:
         threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
@@ -81,12 +76,11 @@ class FakeHub(ThreadingHTTPServer):
     def add(self, repo_id: str, files: dict[str, bytes], ref: str = "main", **kind: bool) -> str:
         """Commit ``files`` to ``repo_id``, which is made if needed; the commit's sha."""
         repository = self.repositories.setdefault(repo_id, Repository(**kind))
-        self.blobs |= {_sha256(content): content for content in files.values()}
         return repository.commit(ref, files, "added by the test")
 
     def bodies(self) -> list[str]:
         """The downloads so far: requests that sent the content of a file."""
-        return [line for line in self.requests if re.match(r"GET /(blobs/|.*/resolve/)", line)]
+        return [line for line in self.requests if re.match(r"GET .*/resolve/", line)]
 
 
 class _Refusal(Exception):
@@ -168,40 +162,16 @@ class _Handler(BaseHTTPRequestHandler):
         siblings = [{"rfilename": name} for name in files]
         self._send({"id": repo, "sha": sha, "private": repository.private, "siblings": siblings})
 
-    def tree(self, user: str | None, repo: str, revision: str, folder: str = "") -> None:
+    def tree(self, user: str | None, repo: str, revision: str) -> None:
         _, files = self._commit(self._repository(user, repo), revision)
-        if not folder:
-            self._send([_entry(name, content) for name, content in files.items()])
-            return
-        inner = [name.removeprefix(f"{folder}/") for name in files if name.startswith(f"{folder}/")]
-        names = sorted({name.split("/")[0] for name in inner if "/" in name})
-        self._send([{"type": "directory", "path": f"{folder}/{n}", "oid": n} for n in names])
-
-    def refs(self, user: str | None, repo: str) -> None:
-        shas = self._repository(user, repo).refs
-        branches = [
-            {"name": name, "ref": f"refs/heads/{name}", "targetCommit": sha}
-            for name, sha in shas.items()
-        ]
-        self._send({"branches": branches, "converts": [], "tags": []})
+        self._send([_entry(name, content) for name, content in files.items()])
 
     def resolve(self, user: str | None, repo: str, revision: str, name: str) -> None:
         sha, files = self._commit(self._repository(user, repo), revision)
         headers = {"X-Repo-Commit": sha}
         if name not in files:
             raise _Refusal(404, "EntryNotFound", f"{name} does not exist")
-        content = files[name]
-        if not _is_large(name):
-            self._send(content, headers={**headers, "ETag": f'"{_git_id(content)}"'})
-            return
-        digest = _sha256(content)
-        headers |= {"X-Linked-ETag": f'"{digest}"', "X-Linked-Size": str(len(content))}
-        self._send(b"", 302, {**headers, "Location": f"{self.server.store}/blobs/{digest}"})
-
-    def blob(self, user: str | None, digest: str) -> None:
-        if user is not None:
-            raise _Refusal(400, message="the token of the hub was sent to another host")
-        self._send(self.server.blobs[digest], headers={"ETag": f'"{digest}"'})
+        self._send(files[name], headers={**headers, "ETag": f'"{_git_id(files[name])}"'})
 
     # Writing
 
@@ -217,7 +187,7 @@ class _Handler(BaseHTTPRequestHandler):
         if repo in self.server.repositories:
             raise _Refusal(409, message="You already created this model repo", url=url)
         private = bool(wish.get("private")) or wish.get("visibility") == "private"
-        self.server.add(repo, {".gitattributes": b"*.safetensors filter=lfs\n"}, private=private)
+        self.server.add(repo, {".gitattributes": b""}, private=private)
         self._send({"url": url, "name": repo, "id": repo})
 
     def branch(self, user: str | None, repo: str, revision: str) -> None:
@@ -239,38 +209,13 @@ class _Handler(BaseHTTPRequestHandler):
         answers = [
             {
                 "path": wish["path"],
-                "uploadMode": "lfs" if _is_large(wish["path"]) else "regular",
+                "uploadMode": "regular",
                 "shouldIgnore": False,
-                "oid": _entry(wish["path"], files[wish["path"]])["oid"]
-                if wish["path"] in files
-                else None,
+                "oid": _git_id(files[wish["path"]]) if wish["path"] in files else None,
             }
             for wish in json.loads(self.body)["files"]
         ]
         self._send({"files": answers})
-
-    def batch(self, user: str | None, repo: str) -> None:
-        self._repository(user, repo)
-        objects = []
-        for wish in json.loads(self.body)["objects"]:
-            answer = {"oid": wish["oid"], "size": wish["size"]}
-            if wish["oid"] not in self.server.blobs:
-                upload = {"href": f"{self.server.store}/blobs/{wish['oid']}"}
-                verify = {"href": f"{self.server.url}/verify"}
-                answer["actions"] = {"upload": upload, "verify": verify}
-            objects.append(answer)
-        self._send({"transfer": "basic", "objects": objects})
-
-    def put_blob(self, user: str | None, digest: str) -> None:
-        if _sha256(self.body) != digest:
-            raise _Refusal(400, message="content does not have the announced sha256")
-        self.server.blobs[digest] = self.body
-        self._send({})
-
-    def verify(self, user: str | None) -> None:
-        if json.loads(self.body)["oid"] not in self.server.blobs:
-            raise _Refusal(404, message="no such object")
-        self._send({})
 
     def commit(self, user: str | None, repo: str, revision: str) -> None:
         repository = self._repository(user, repo, write=True)
@@ -284,42 +229,25 @@ class _Handler(BaseHTTPRequestHandler):
                 message = value["summary"]
             elif entry["key"] == "file":
                 files[value["path"]] = base64.b64decode(value["content"])
-            elif entry["key"] == "deletedFile":
-                files[value["path"]] = None
             else:
-                files[value["path"]] = self.server.blobs[value["oid"]]
+                assert entry["key"] == "deletedFile"
+                files[value["path"]] = None
         sha = repository.commit(revision, files, message)
         self._send({"commitUrl": f"{self.server.url}/{repo}/commit/{sha}", "commitOid": sha})
 
 
-_REPO, _REVISION = r"(?P<repo>(?:kernels/)?[^/]+/[^/]+)", r"(?P<revision>[^/]+)"
-_KERNEL = r"(?P<repo>kernels/[^/]+/[^/]+)"
+_REPO, _REVISION = r"(?P<repo>[^/]+/[^/]+)", r"(?P<revision>[^/]+)"
 _ROUTES: list[tuple[str, str, Callable[..., None]]] = [
     ("GET", rf"/api/models/{_REPO}", _Handler.info),
     ("GET", rf"/api/models/{_REPO}/revision/{_REVISION}", _Handler.info),
     ("GET", rf"/api/models/{_REPO}/tree/{_REVISION}", _Handler.tree),
-    ("GET", rf"/api/{_KERNEL}/revision/{_REVISION}", _Handler.info),
-    ("GET", rf"/api/{_KERNEL}/tree/{_REVISION}(?:/(?P<folder>.+))?", _Handler.tree),
-    ("GET", rf"/api/{_KERNEL}/refs", _Handler.refs),
     ("HEAD GET", rf"/{_REPO}/resolve/{_REVISION}/(?P<name>.+)", _Handler.resolve),
-    ("HEAD GET", r"/blobs/(?P<digest>\w+)", _Handler.blob),
-    ("PUT", r"/blobs/(?P<digest>\w+)", _Handler.put_blob),
-    ("POST", r"/verify", _Handler.verify),
     ("POST", r"/api/repos/create", _Handler.create),
     ("POST", r"/api/validate-yaml", _Handler.validate_yaml),
     ("POST", rf"/api/models/{_REPO}/branch/{_REVISION}", _Handler.branch),
     ("POST", rf"/api/models/{_REPO}/preupload/{_REVISION}", _Handler.preupload),
     ("POST", rf"/api/models/{_REPO}/commit/{_REVISION}", _Handler.commit),
-    ("POST", rf"/{_REPO}\.git/info/lfs/objects/batch", _Handler.batch),
 ]
-
-
-def _is_large(name: str) -> bool:
-    return name.endswith(".safetensors")
-
-
-def _sha256(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
 
 
 def _git_id(content: bytes) -> str:
@@ -328,12 +256,4 @@ def _git_id(content: bytes) -> str:
 
 def _entry(name: str, content: bytes) -> dict[str, Any]:
     """A file in the listing of a commit."""
-    entry: dict[str, Any] = {"type": "file", "path": name, "size": len(content)}
-    if not _is_large(name):
-        return {**entry, "oid": _git_id(content)}
-    digest = _sha256(content)
-    pointer = (
-        f"version https://git-lfs.github.com/spec/v1\noid sha256:{digest}\nsize {len(content)}\n"
-    )
-    lfs = {"oid": digest, "size": len(content), "pointerSize": len(pointer)}
-    return {**entry, "oid": _git_id(pointer.encode()), "lfs": lfs}
+    return {"type": "file", "path": name, "size": len(content), "oid": _git_id(content)}

