@@ -31,7 +31,7 @@ from hf_kvret.models.compatibility import (
 )
 from hf_kvret.models.compiled import not_compiled
 from hf_kvret.models.kept_state import ModelState
-from hf_kvret.models.ranks import Part, part_of, place_to_save
+from hf_kvret.models.ranks import Part, part_of
 from hf_kvret.observe.observers import RoundCounts, log_missing_kernels, subscribe
 from hf_kvret.observe.reports import MemoryReport, cache_stats, dense_reason, memory_report
 from hf_kvret.options.config import RetrievalConfig, forked
@@ -239,24 +239,25 @@ class RetrievalCache(Cache):
             ValueError: another model filled the cache, or the artifact is of another one.
         """
         self.options.check_weights(model)
-        current = identity_of(model)
+        current, part = identity_of(model), part_of(model)
         if not self.get_seq_length():
             self.forget_origin()
             self.identity = current
+        elif part != self.part:
+            raise ValueError(
+                f"{owner} has other heads than this process, which is rank {part.rank} of "
+                f"{part.ranks}: fill a new cache"
+            )
         elif self.identity is not None and current is not self.last_identity:
             check_filler(self, model, current, owner)
         self.last_identity = current
-        self.set_part(part_of(model))
+        for layer in self.retrieval_layers:
+            layer.layer_info = layer.layer_info._replace(part=part)
 
     @property
     def part(self) -> Part:
         """The part of the model's heads that this process holds."""
         return self.retrieval_layers[0].layer_info.part
-
-    def set_part(self, part: Part) -> None:
-        """Note which heads the tokens of the next pass have; ``check_model`` does it by itself."""
-        for layer in self.retrieval_layers:
-            layer.layer_info = layer.layer_info._replace(part=part)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Sequence b of the batch becomes the old sequence ``beam_idx[b]``."""
@@ -387,8 +388,7 @@ class RetrievalCache(Cache):
         """Write the filled cache to ``directory``: ``cache.json``, and shards that it names.
 
         A crash, a kill or a full disk leaves what was there before, or the new cache as a whole.
-        Other files of the folder stay, but for leftovers of broken saves. Ranks of a tensor
-        parallel model give one folder, in which each makes a folder for the heads that it has.
+        Other files of the folder stay, but for leftovers of broken saves.
 
         Args:
             directory: where to; made if needed.
@@ -399,14 +399,19 @@ class RetrievalCache(Cache):
             RuntimeError: in the middle of a forward pass.
             FileExistsError: a cache is there that may not be replaced.
             OSError: the disk is full, for instance; says which cache is in place.
-            ValueError: ``cache.json`` there is not of a cache; another model filled the cache; a
-                cache of other ranks; some heads, of nobody knows which rank, without ``model``.
+            ValueError: ``cache.json`` there is not of a cache; another model filled the cache; the
+                model is split over processes.
         """
         self.stack.check_pass()
         if model is not None:
             self.identity = self.identity or identity_of(model)
             self.check_model(model, "the cache")
-        persistence.save(self, place_to_save(Path(directory), self.part), overwrite)
+        if not self.part.is_whole:
+            raise ValueError(
+                "the cache has some of the heads of a model that is split over processes, and only "
+                "a cache of all heads is saved: fill one in one process (device_map='auto')"
+            )
+        persistence.save(self, Path(directory), overwrite)
 
     @classmethod
     def from_pretrained(
@@ -436,8 +441,8 @@ class RetrievalCache(Cache):
         Raises:
             FileNotFoundError: no cache there.
             ValueError: a damaged file, another method or model, an artifact that has to be named, a
-                changed option that the saved index depends on; the file of another rank, or of as
-                many as are not here.
+                changed option that the saved index depends on, a model that is split over
+                processes.
         """
         arguments = Path(directory), config, torch.device(device), model
         return persistence.load(cls, *arguments, changes, mapped)

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import distributed, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from hf_kvret.models.compatibility import layer_shapes
-
-_RANK_FOLDER = re.compile("rank-([0-9]+)-of-([0-9]+)")
 
 
 class Part(NamedTuple):
@@ -34,33 +30,8 @@ class Part(NamedTuple):
         first = self.rank * count
         return None if self.is_whole else range(first, first + count)
 
-    def facts(self, config: PreTrainedConfig) -> dict[str, str]:
-        """What a saved cache says of it, by name; empty for all heads."""
-        if self.is_whole:
-            return {}
-        held = []
-        for shape in layer_shapes(config):
-            own = shape.held_by(self.ranks).kv_heads
-            first = 0 if shape.rank else self.rank * own
-            held.append(f"{first} to {first + own - 1} of {shape.kv_heads}")
-        return {
-            "rank": f"{self.rank} of {self.ranks}",
-            "rank's KV heads": held[0] if len(set(held)) == 1 else ", ".join(held),
-        }
-
-    def folder(self, directory: Path) -> Path:
-        """Where a cache that lies in ``directory`` has the file of this part."""
-        return directory if self.is_whole else directory / f"rank-{self.rank}-of-{self.ranks}"
-
 
 WHOLE = Part()
-
-
-def group_size() -> int:
-    """Processes in torch's process group; 1 without one."""
-    if not distributed.is_available() or not distributed.is_initialized():
-        return 1
-    return distributed.get_world_size()
 
 
 def is_split(model: nn.Module) -> bool:
@@ -155,59 +126,6 @@ def check_split(model: PreTrainedModel) -> None:
                 f"{shape.kv_heads} KV heads can't be divided among {ranks} ranks: take a number of "
                 f"processes that divides {shape.kv_heads}"
             )
-
-
-def place_to_save(directory: Path, part: Part) -> Path:
-    """The folder for the file of ``part``; ValueError where other processes' files would stay."""
-    for found in _rank_folders(directory):
-        if part.is_whole or found.ranks != part.ranks:
-            raise ValueError(
-                f"{directory} holds a cache of {found.ranks} ranks, and this one is of "
-                f"{part.ranks}: give another folder, or remove that one"
-            )
-    if not part.is_whole and (directory / "cache.json").exists():
-        raise ValueError(
-            f"{directory} holds a cache of one process, and this one is of {part.ranks} ranks: "
-            "give another folder, or remove that one"
-        )
-    return part.folder(directory)
-
-
-def place_to_load(directory: Path, part: Part, model: nn.Module | None) -> Path:
-    """The folder with the file of ``part``.
-
-    Raises:
-        ValueError: there are other ranks' files, or one that has all heads; nobody knows which part
-            this process needs.
-    """
-    size = group_size()
-    if size > 1 and model is None:
-        raise ValueError(
-            f"from_pretrained in a process group of {size} ranks: a rank may have a part of the "
-            "heads, and which one the model knows: pass model="
-        )
-    folder = part.folder(directory)
-    if part.is_whole or folder.is_dir():
-        found = next(_rank_folders(directory), part)
-        if folder is directory and not (directory / "cache.json").exists() and found is not part:
-            raise ValueError(
-                f"{directory} holds the files of {found.ranks} ranks, and this process has the "
-                f"whole model: load it in {found.ranks} processes with tp_plan='auto'"
-            )
-        return folder
-    found = next(_rank_folders(directory), WHOLE)
-    of = "one process" if found.is_whole else f"{found.ranks} ranks"
-    raise ValueError(
-        f"{directory} holds no cache of {part.ranks} ranks (of {of}, if any), and this process is "
-        f"rank {part.rank} of {part.ranks}: load it by as many processes as saved it"
-    )
-
-
-def _rank_folders(directory: Path) -> Iterator[Part]:
-    """The parts that have a folder in ``directory``."""
-    for path in sorted(directory.glob("rank-*")):
-        if match := _RANK_FOLDER.fullmatch(path.name):
-            yield Part(int(match[1]), int(match[2]))
 
 
 def check_calibration(model: PreTrainedModel) -> None:

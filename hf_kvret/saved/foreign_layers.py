@@ -1,4 +1,4 @@
-"""Cache layers of transformers in a saved cache: only known attributes, of known types.
+"""Cache layers of transformers in a saved cache: only known attributes.
 
 A file never says which attribute is set: what is here does. A layer with an attribute that is not
 listed can't be saved.
@@ -25,33 +25,18 @@ _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 }
-_TENSOR, _PLAIN, _DTYPE = "tensor", "plain value", "dtype"
-_STATES, _BY_STATE = "tensor by state", "plain value by state"
-# A new layer has the first from the model, so that they are compared, and makes the second itself.
-_MODEL, _MADE = "of the model", "made anew"
-
-_ATTRIBUTES = {
-    "keys": _TENSOR,
-    "values": _TENSOR,
-    "indexer_keys": _TENSOR,
-    "indexer_position_ids": _TENSOR,
-    "is_initialized": _PLAIN,
-    "is_indexer_initialized": _PLAIN,
-    "cumulative_length": _PLAIN,
-    "record_past": _PLAIN,
-    "dtype": _DTYPE,
-    "indexer_dtype": _DTYPE,
-    "conv_states": _STATES,
-    "recurrent_states": _STATES,
-    "is_conv_states_initialized": _BY_STATE,
-    "is_recurrent_states_initialized": _BY_STATE,
-    "has_previous_state": _BY_STATE,
-    "conv_kernel_size": _BY_STATE,
-    "sliding_window": _MODEL,
-    "number_of_states": _MODEL,
-    "device": _MADE,
-    "indexer_device": _MADE,
-    "_sliding_window_tensor": _MADE,
+# Tensors by the number of a state.
+_STATES = {"conv_states", "recurrent_states"}
+# A new layer has these from the model, so that they are compared.
+_OF_MODEL = {"sliding_window", "number_of_states"}
+# A new layer makes these by itself.
+_MADE = {"device", "indexer_device", "_sliding_window_tensor"}
+_SAVED = {
+    *("keys", "values", "indexer_keys", "indexer_position_ids"),
+    *("is_initialized", "is_indexer_initialized", "cumulative_length", "record_past"),
+    *("dtype", "indexer_dtype", "is_conv_states_initialized", "is_recurrent_states_initialized"),
+    *("has_previous_state", "conv_kernel_size"),
+    *(_STATES | _OF_MODEL),
 }
 _LAYERS = {
     DynamicSlidingWindowLayer,
@@ -69,30 +54,24 @@ def layer_state(layer: Any) -> tuple[Tensors, dict[str, Any]]:
     Raises:
         TypeError: a layer, or an attribute of it, that is not known.
     """
-    if type(layer) not in _LAYERS:
+    unknown = vars(layer).keys() - _SAVED - _MADE
+    if type(layer) not in _LAYERS or unknown:
+        what = f"the attribute {min(unknown)} of a" if unknown else "a cache layer of type"
         raise TypeError(
-            f"cannot save a {type(layer).__name__}, which this hf_kvret does not know: "
-            "upgrade hf_kvret"
+            f"cannot save {what} {type(layer).__name__}, which this hf_kvret does not know: "
+            "upgrade hf_kvret, or use an earlier transformers"
         )
     tensors: Tensors = {}
     values: dict[str, Any] = {}
     for name, value in vars(layer).items():
-        type_ = _ATTRIBUTES.get(name)
-        if type_ is None:
-            raise TypeError(
-                f"cannot save the attribute {name} of a {type(layer).__name__}, which this "
-                "hf_kvret does not know: upgrade hf_kvret, or use an earlier transformers"
-            )
-        if type_ == _TENSOR and value is not None:
-            tensors[name] = _on_cpu(value)
-        elif type_ == _STATES:
+        if name in _STATES:
             tensors |= {f"{name}.{i}": _on_cpu(x) for i, x in value.items() if x is not None}
-        elif type_ == _BY_STATE:
-            values[name] = list(value.values())
-        elif type_ == _DTYPE:
-            values[name] = None if value is None else str(value).removeprefix("torch.")
-        elif type_ in (_PLAIN, _MODEL):
-            values[name] = value
+        elif isinstance(value, torch.Tensor) and name not in _MADE:
+            tensors[name] = _on_cpu(value)
+        elif isinstance(value, torch.dtype):
+            values[name] = str(value).removeprefix("torch.")
+        elif name not in _MADE:
+            values[name] = list(value.values()) if isinstance(value, dict) else value
     return tensors, values
 
 
@@ -110,33 +89,25 @@ def restore(
     Raises:
         ValueError: a layer of another model.
     """
-    states = range(int(getattr(layer, "number_of_states", 0)))
-    moved = {
-        name: tensor.to(device)
-        for name, tensor in tensors.items()
-        if name.partition(".")[0] in _ATTRIBUTES
-    }
-    for name, type_ in _ATTRIBUTES.items():
-        if type_ == _TENSOR and (name in vars(layer) or name in moved):
-            setattr(layer, name, moved.get(name))
-        elif type_ == _STATES and states:
-            setattr(layer, name, {i: moved.get(f"{name}.{i}") for i in states})
-        elif name not in values:
-            continue
-        elif type_ == _BY_STATE:
-            setattr(layer, name, dict(enumerate(values[name])))
-        elif type_ == _MODEL and values[name] != getattr(layer, name):
+    for name in _OF_MODEL & values.keys():
+        if values[name] != getattr(layer, name):
             raise ValueError(
                 f"{name} is {values[name]}, and this model's is {getattr(layer, name)}: the cache "
                 "is of another model"
             )
-        elif type_ == _DTYPE:
-            setattr(layer, name, None if values[name] is None else _DTYPES[values[name]])
-        elif type_ == _PLAIN:
-            setattr(layer, name, values[name])
-    keys = moved.get("keys")
-    if LAYERS_KNOW_DTYPE and keys is not None and "dtype" not in values:
-        layer.dtype = keys.dtype
+    for name in _SAVED & values.keys():
+        value = values[name]
+        if name.endswith("dtype"):
+            value = _DTYPES.get(value)
+        # A list has a value for each state.
+        setattr(layer, name, dict(enumerate(value)) if isinstance(value, list) else value)
+    for name in _SAVED & tensors.keys():
+        setattr(layer, name, tensors[name].to(device))
+    for name in _STATES & vars(layer).keys():
+        states = ((i, tensors.get(f"{name}.{i}")) for i in range(layer.number_of_states))
+        setattr(layer, name, {i: None if x is None else x.to(device) for i, x in states})
+    if LAYERS_KNOW_DTYPE and "keys" in tensors and "dtype" not in values:
+        layer.dtype = tensors["keys"].dtype
     for prefix in ("", "indexer_"):
         is_used = getattr(layer, f"{prefix}keys", None) is not None
         if is_used or getattr(layer, f"{prefix}dtype", None) is not None:

@@ -25,7 +25,6 @@ from hf_kvret.models.compatibility import (
     one_or_all,
     text_key,
 )
-from hf_kvret.models.ranks import part_of
 from hf_kvret.saved.modules import check_rows, modules_state
 from hf_kvret_model_patches.decoders import decoder_of
 
@@ -50,16 +49,6 @@ _HARMLESS = {
 }
 # There are facts of these, which are the same in all versions of transformers.
 _HAVE_FACTS = {"rope_parameters", "quantization_config", "layer_types", "no_rope_layers"}
-_COUNTS = {
-    "num_hidden_layers": "layers",
-    "hidden_size": "numbers in a hidden state",
-    "num_attention_heads": "query heads",
-    "num_key_value_heads": "KV heads",
-    "head_dim": "numbers in a head",
-    "vocab_size": "words in its vocabulary",
-    "kv_lora_rank": "numbers in a latent",
-    "qk_nope_head_dim": "numbers in a head without RoPE",
-}
 _LATENT = ("kv_lora_rank", "qk_nope_head_dim", "v_head_dim", "rope_interleave")
 SAMPLED_PARAMETERS, SAMPLED_NUMBERS = 32, 16
 # Prime of Knuth's multiplicative hash: its multiples modulo the size are spread evenly.
@@ -114,8 +103,6 @@ def identity_of(model: PreTrainedModel) -> CacheIdentity:
     facts["dtype"] = str(decoder.dtype).removeprefix("torch.")
     if adapters := _active_adapters(decoder):
         facts["adapters"] = sorted(set(adapters.values()))
-    # First, as it explains other differences.
-    facts = part_of(model).facts(model.config) | facts
     weights = _weights(model, decoder, tuple(adapters)) | around_text(model.config)
     identity = CacheIdentity(model_name(model), facts, weights)
     newest = identity, modules_state(decoder)
@@ -401,8 +388,12 @@ def _plain(value: Any) -> Any:
 def facts_difference(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
     """The first fact in which a model (``ours``) is another one, in words; empty if none."""
     for name in [*theirs, *(name for name in ours if name not in theirs)]:
-        if theirs.get(name) != ours.get(name):
-            return _in_words(name, theirs.get(name), ours.get(name))
+        one, other = theirs.get(name), ours.get(name)
+        if one != other:
+            if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+                i = next(i for i in range(len(one)) if one[i] != other[i])
+                name, one, other = f"{name}[{i}]", one[i], other[i]
+            return f"made for {_shown(name)}={_shown(one)}, this model has {_shown(other)}"
     return ""
 
 
@@ -410,19 +401,6 @@ def model_name(model: PreTrainedModel, name: str | None = None) -> str:
     """``name``, or where a model was loaded from, or its type; of a folder only the last part."""
     name = name or getattr(model.config, "_name_or_path", "") or model.config.model_type
     return Path(name).resolve().name if Path(name).exists() else name
-
-
-def _in_words(name: str, theirs: Any, ours: Any) -> str:
-    if name == "rank":
-        return f"filled by rank {theirs or '0 of 1'}, and this is rank {ours or '0 of 1'}"
-    if name == "model_type":
-        return f"made for a {_shown(theirs)} model, this one is {ours}"
-    if isinstance(theirs, list) and isinstance(ours, list) and len(theirs) == len(ours):
-        i = next(i for i in range(len(ours)) if theirs[i] != ours[i])
-        name, theirs, ours = f"{name}[{i}]", theirs[i], ours[i]
-    if name in _COUNTS:
-        return f"made for {_shown(theirs)} {_COUNTS[name]}, this model has {ours}"
-    return f"made for {_shown(name)}={_shown(theirs)}, this model has {_shown(ours)}"
 
 
 def _shown(value: Any) -> str:

@@ -21,7 +21,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hf_kvret.contracts.state import Tensors
 from hf_kvret.layer.hybrid import foreign_layers_of
 from hf_kvret.layer.layer import RetrievalLayer
-from hf_kvret.models.ranks import WHOLE, Part, agreed, part_of, place_to_load
+from hf_kvret.models.ranks import part_of
 from hf_kvret.options.config import RetrievalConfig, check_load, with_companions
 from hf_kvret.saved import foreign_layers
 from hf_kvret.saved.description import (
@@ -53,9 +53,7 @@ def save(cache: FilledCache, directory: Path, overwrite: bool) -> None:
 
     Raises:
         TypeError: a cache layer of transformers that is not known.
-        ValueError: some heads, of nobody knows which rank.
     """
-    _check_heads(cache)
     # Numbers are on the CPU also where another default device was set; as in `load`.
     with torch.device("cpu"), replacing(directory, DESCRIPTION, STEM) as replacement:
         _check_overwrite(cache, directory, overwrite)
@@ -93,18 +91,6 @@ def _write(cache: FilledCache, replacement: Replacement) -> dict[str, Any]:
     }
 
 
-def _check_heads(cache: FilledCache) -> None:
-    """ValueError for rows of some heads where nobody knows of which."""
-    for layer in cache.retrieval_layers:
-        shape = layer.layer_info.shape.held_by(cache.part.ranks)
-        held = shape.kv_heads if layer.kv is None else layer.kv.window.keys.shape[1]
-        if held < shape.kv_heads:
-            raise ValueError(
-                f"the cache holds {held} of {shape.kv_heads} KV heads, and did not see of which "
-                "rank: pass model= to save_pretrained"
-            )
-
-
 def load(
     cls: type[FilledCache],
     directory: Path,
@@ -114,24 +100,16 @@ def load(
     changes: dict[str, Any],
     mapped: bool | str,
 ) -> FilledCache:
-    """The cache in ``directory``; see ``from_pretrained``. All ranks load theirs, or none does."""
-    part = WHOLE if model is None else part_of(model)
-
-    def load_part() -> FilledCache:
-        path = place_to_load(directory, part, model)
-        cache, digest = _load(cls, path, config, device, part, changes, mapped)
-        if model is not None and cache.identity is not None:
-            cache.check_model(model, f"the cache in {path}")
-        note_saved(cache, path, digest)
-        return cache
-
-    if model is None or part.is_whole:
-        return load_part()
-    with agreed(model) as facts:
-        cache = load_part()
-        ids = cache.input_ids
-        facts += [cls.name, cache.get_seq_length(), cache.tokens.passes]
-        facts.append(None if ids is None else ids.tolist())
+    """The cache in ``directory``; see ``from_pretrained``."""
+    if model is not None and not part_of(model).is_whole:
+        raise ValueError(
+            "the model is split over processes, and a saved cache has all heads: read the prompt "
+            "in each process"
+        )
+    cache, digest = _load(cls, directory, config, device, changes, mapped)
+    if model is not None and cache.identity is not None:
+        cache.check_model(model, f"the cache in {directory}")
+    note_saved(cache, directory, digest)
     return cache
 
 
@@ -140,33 +118,18 @@ def _load(
     directory: Path,
     config: PreTrainedConfig,
     device: torch.device,
-    part: Part,
     changes: dict[str, Any],
     mapped: bool | str,
 ) -> tuple[FilledCache, str]:
-    """The cache in ``directory``, which holds ``part``, and the digest of its ``cache.json``."""
+    """The cache in ``directory``, and the digest of its ``cache.json``."""
     description = Description.read(directory)
     with torch.device("cpu"):
         cache = _empty_cache(cls, directory, description.content, config, changes)
-        _check_part(directory, description.content, part)
-        cache.set_part(part)
         reader = CPU if cache.options.store == DISK else device
         is_mapped = _is_mapped(mapped, directory, description, reader)
         tensors = description.tensors(directory, is_mapped, device.type == "cpu")
         _fill(cache, directory, description.content, tensors, device)
     return cache, description.digest
-
-
-def _check_part(directory: Path, content: Mapping[str, Any], part: Part) -> None:
-    """ValueError where another rank than that with ``part`` saved the cache."""
-    saved = None if content["identity"] is None else content["identity"]["facts"].get("rank")
-    ours = None if part.is_whole else f"{part.rank} of {part.ranks}"
-    if saved != ours:
-        names = [f"rank {x}" if x else "a process with all heads" for x in (saved, ours)]
-        raise ValueError(
-            f"{directory} was saved by {names[0]}, and this is {names[1]}: give each rank the "
-            "folder that all of them saved into, and as many ranks"
-        )
 
 
 def _is_mapped(

@@ -61,7 +61,7 @@ def test_a_cache_filled_by_another_model_is_refused(llama: PreTrainedModel) -> N
     cache = _filled(llama)
     other = MODELS["qwen3"].build()
     attach(other)
-    with torch.no_grad(), pytest.raises(ValueError, match="made for a llama model, this one is"):
+    with torch.no_grad(), pytest.raises(ValueError, match="made for model_type=llama, this"):
         other(_ids(), past_key_values=cache)
     # Without an origin the layers refuse what does not fit.
     cache.forget_origin()

@@ -89,7 +89,7 @@ def test_a_saved_cache_knows_heads_by_layer(tmp_path: Path) -> None:
     cache.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"head_dim\[1\]=32, this model has 64"):
         FlatKVCache.from_pretrained(tmp_path, gemma4(global_head_dim=64))
-    with pytest.raises(ValueError, match=r"\[2, 1, 1\] KV heads, this model has 2"):
+    with pytest.raises(ValueError, match=r"num_key_value_heads=\[2, 1, 1\], this model has 2"):
         FlatKVCache.from_pretrained(tmp_path, gemma4(num_global_key_value_heads=2))
 
 

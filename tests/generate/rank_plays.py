@@ -1,4 +1,4 @@
-"""What ranks do with saved caches and with each other's errors: modes for ``run_on_ranks``.
+"""What ranks refuse, alone or with each other: modes for ``run_on_ranks``.
 
 A single process plays along: what only ranks can show, it records as if it had.
 """
@@ -6,6 +6,7 @@ A single process plays along: what only ranks can show, it records as if it had.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ import torch
 from torch import distributed
 
 from hf_kvret import ParisKVCache
-from hf_kvret.cache import RetrievalCache
 from hf_kvret.layer.latent import ModuleHeads
 from hf_kvret.models.ranks import part_of
 from hf_kvret.testing.scenario import Scenario, prompt
@@ -42,65 +42,14 @@ def refused(call: Callable[[], object], words: str, error: type[Exception] = Val
     return torch.tensor(0)
 
 
-def load(s: Scenario, cache: Any, folder: Path, **changes: Any) -> Any:
-    cls: type[RetrievalCache] = type(cache)
-    if cls.needs_artifact:
-        changes["artifact"] = cache.options.artifact
-    return s.register(cls.from_pretrained(folder, s.model.config, model=s.model, **changes))
-
-
-def _filled(s: Scenario) -> tuple[Any, torch.Tensor]:
-    cache = s.cache()
-    ids = s.generate(prompt(1, 200), cache, "first", **RUN)
-    return cache, torch.cat([ids, prompt(1, 5, salt=3)], dim=1)
-
-
 def saved(s: Scenario, folder: Path) -> None:
-    """All ranks save into one folder, load it again, and go on; a later save replaces it."""
-    cache, question = _filled(s)
-    cache.save_pretrained(folder / "saved")
-    s.generate(question, load(s, cache, folder / "saved"), "loaded", **RUN)
-    s.generate(question, cache, "kept", **RUN)
-    cache.save_pretrained(folder / "saved")
-    again = load(s, cache, folder / "saved")
-    s.record("length", torch.tensor(again.get_seq_length()))
-    own = part_of(s.model).folder(folder / "saved")
-    s.record("in a folder of its own", torch.tensor((own / "cache.json").is_file()))
-    s.record("no other", refused(lambda: load(s, cache, own), "holds no cache of"))
-
-
-def other_files(s: Scenario, folder: Path) -> None:
-    """Files of another rank, of one process, of another length on one rank, and of nobody."""
-    cache, question = _filled(s)
-    part = part_of(s.model)
-    cache.save_pretrained(folder / "saved")
-    if not is_alone():
-        distributed.barrier()
-        swapped = folder / f"swapped {part.rank}"
-        other = folder / "saved" / f"rank-{1 - part.rank}-of-{part.ranks}"
-        part.folder(swapped).parent.mkdir(parents=True)
-        part.folder(swapped).symlink_to(other.absolute())
-    s.record(
-        "another rank's",
-        refused(lambda: load(s, cache, folder / f"swapped {part.rank}"), "was saved by rank"),
-    )
-    nobody = refused(lambda: load(s, cache, folder / "none"), "holds no cache of 2 ranks")
-    s.record("nobody's", nobody)
-    s.record(
-        "without the model",
-        refused(
-            lambda: type(cache).from_pretrained(folder / "saved", s.model.config), "pass model="
-        ),
-    )
-    s.generate(question, cache, "second", **RUN)
-    if rank() == 1:
-        cache.save_pretrained(folder / "saved")
-    if not is_alone():
-        distributed.barrier()
-    s.record(
-        "saved at different times",
-        refused(lambda: load(s, cache, folder / "saved"), "the ranks of this tensor parallel"),
-    )
+    """A rank's heads are not saved, and it takes no saved cache."""
+    cache = s.cache()
+    s.generate(prompt(1, 200), cache, **RUN)
+    heads = refused(lambda: cache.save_pretrained(folder / "saved"), "some of the heads")
+    s.record("saved", heads)
+    load = partial(type(cache).from_pretrained, folder, s.model.config, model=s.model)
+    s.record("loaded", refused(load, "the model is split over processes"))
 
 
 def errors(s: Scenario, folder: Path) -> None:
@@ -144,22 +93,6 @@ def a_shelf(s: Scenario, folder: Path) -> None:
     note = result.past_key_values.shelf_note
     s.record("note", torch.tensor(is_alone() or "split over processes" in note))
     s.register(result.past_key_values)
-
-
-def by_hand(s: Scenario, folder: Path) -> None:
-    """A cache filled without the model's passes is saved with the model alone."""
-    filled = s.cache()
-    s.generate(prompt(1, 200), filled, "first", **RUN)
-    cache: Any = s.cache()
-    for number, layer in enumerate(filled.layers):
-        kv = layer.kv
-        row = torch.zeros(1, kv.window.keys.shape[1], 1, kv.window.keys.shape[3])
-        cache.layers[number].update(row, row)
-        cache.layers[number].pending_attention = False
-    s.record(
-        "nobody's heads",
-        refused(lambda: cache.save_pretrained(folder / "by hand"), "did not see of which rank"),
-    )
 
 
 def latent_weight(s: Scenario, folder: Path) -> None:

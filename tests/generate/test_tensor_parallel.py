@@ -45,9 +45,10 @@ def covering(method: str, mode: str, artifacts: dict[str, str]) -> RankCase:
 def in_default_tests(artifacts: dict[str, str]) -> list[RankCase]:
     learned = {"artifact": artifacts["a2ats"]}
     return [
-        *(play(name) for name in ("saved", "other_files", "errors", "a_shelf", "by_hand")),
-        play("saved", "a2ats", **learned),
-        *(covering(method, mode, artifacts) for method, mode in zip(METHODS, cycle(FEW_MODES))),
+        *(play(name) for name in ("saved", "errors", "a_shelf")),
+        covering("paris", "beams_ragged", artifacts),
+        covering("ctkvr", "crop_deep", artifacts),
+        covering("a2ats", "second_turn_ragged", artifacts),
         RankCase("paris", "second_turn", {**SMALL, "rest": "mean"}),
         RankCase("a2ats", "second_turn", {**SMALL, **learned}),
         RankCase("paris", "second_turn", {**SMALL, **more_of("split")}),

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,15 +20,12 @@ from hf_kvret.models.ranks import (
     WHOLE,
     Part,
     check_split,
-    group_size,
     is_split,
     part_of,
-    place_to_save,
 )
 from hf_kvret.replay import graph
-from hf_kvret.saved.description import checksum
 from hf_kvret.saved.identity import identity_of
-from hf_kvret.testing import COVERING_OPTIONS, LATENT_MODELS, MODELS
+from hf_kvret.testing import COVERING_OPTIONS, MODELS
 from hf_kvret.testing.scenario import prompt
 
 RUN: dict[str, Any] = {"max_new_tokens": 2, "do_sample": False}
@@ -42,20 +37,10 @@ def model() -> PreTrainedModel:
 
 
 @pytest.fixture
-def saved(model: PreTrainedModel, tmp_path: Path) -> Path:
-    """A cache that one process saved."""
-    cache = FlatKVCache(model.config, **COVERING_OPTIONS)
-    model.generate(prompt(1, 100), past_key_values=cache, **RUN)
-    cache.save_pretrained(tmp_path / "saved")
-    return tmp_path / "saved"
-
-
-@pytest.fixture
-def group(request: pytest.FixtureRequest) -> Iterator[int]:
-    """A process group of which this process is a rank; the others are not there."""
-    size = getattr(request, "param", 2)
-    distributed.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
-    yield size
+def group() -> Iterator[int]:
+    """A process group of two, of which this process is a rank; the other is not there."""
+    distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    yield 2
     distributed.destroy_process_group()
 
 
@@ -82,70 +67,20 @@ def test_a_mesh_without_a_name_divides_heads_where_transformers_says_so(
     assert part_of(model) == Part(0, 2)
 
 
-@pytest.mark.parametrize("group", [1, 2], indirect=True)
-def test_a_rank_with_a_whole_model_saves_and_loads(
+def test_a_saved_cache_is_of_whole_models(
     group: int, model: PreTrainedModel, tmp_path: Path
 ) -> None:
-    """As in data parallel processes (accelerate, lm-eval)."""
-    assert group_size() == group
+    """As each of several data parallel processes has (accelerate, lm-eval)."""
     cls, cache = FlatKVCache, FlatKVCache(model.config, **COVERING_OPTIONS)
     model.generate(prompt(1, 100), past_key_values=cache, **RUN)
-    cache.save_pretrained(tmp_path / "out")
-    assert cls.from_pretrained(tmp_path / "out", model.config, model=model).get_seq_length() == 101
-    words = r"in a process group of 2 ranks.* pass model="
-    with nullcontext() if group == 1 else pytest.raises(ValueError, match=words):
-        cls.from_pretrained(tmp_path / "out", model.config)
-
-
-def test_a_rank_of_a_split_model_loads_its_own_file_alone(
-    saved: Path, group: int, model: PreTrainedModel
-) -> None:
+    cache.save_pretrained(tmp_path)
+    assert cls.from_pretrained(tmp_path, model.config, model=model).get_seq_length() == 101
     assert part_of(model) == WHOLE
     assert part_of(split(model)) == Part(0, 2)
-    with pytest.raises(ValueError, match=r"no cache of 2 ranks \(of one process, if any\)"):
-        FlatKVCache.from_pretrained(saved, model.config, model=model)
-
-
-def test_files_of_ranks_are_refused_by_one_process(
-    saved: Path, model: PreTrainedModel, tmp_path: Path
-) -> None:
-    """Whether their folder is given, or the folder of one of them."""
-    ranks = tmp_path / "ranks"
-    ranks.mkdir()
-    saved.rename(ranks / "rank-0-of-2")
-    for more in ({}, {"model": model}):
-        with pytest.raises(ValueError, match="holds the files of 2 ranks"):
-            FlatKVCache.from_pretrained(ranks, model.config, **more)
-    own = ranks / "rank-0-of-2"
-    description = own / "cache.json"
-    content = json.loads(description.read_text())
-    content["identity"]["facts"]["rank"] = "0 of 2"
-    content["checksum"] = checksum(content)
-    description.write_text(json.dumps(content))
-    for more in ({}, {"model": model}):
-        with pytest.raises(ValueError, match="saved by rank 0 of 2, and this is a process with al"):
-            FlatKVCache.from_pretrained(own, model.config, **more)
-
-
-def test_a_folder_has_files_of_one_number_of_ranks(saved: Path, tmp_path: Path) -> None:
-    two, four = Part(0, 2), Part(3, 4)
-    assert place_to_save(tmp_path / "new", WHOLE) == tmp_path / "new"
-    assert place_to_save(tmp_path / "new", two) == tmp_path / "new" / "rank-0-of-2"
-    (tmp_path / "new" / "rank-1-of-2").mkdir(parents=True)
-    assert place_to_save(tmp_path / "new", two).name == "rank-0-of-2"
-    for part in (WHOLE, four):
-        with pytest.raises(ValueError, match="holds a cache of 2 ranks, and this one is of"):
-            place_to_save(tmp_path / "new", part)
-    with pytest.raises(ValueError, match="holds a cache of one process"):
-        place_to_save(saved, two)
-
-
-def test_what_a_rank_holds_is_said_by_layer() -> None:
-    facts = Part(1, 2).facts(MODELS["llama"].config())
-    assert facts == {"rank": "1 of 2", "rank's KV heads": "1 to 1 of 2"}
-    assert WHOLE.facts(MODELS["llama"].config()) == {}
-    latent = Part(1, 2).facts(LATENT_MODELS["deepseek_v2"].config())
-    assert latent["rank's KV heads"] == "0 to 0 of 1"
+    with pytest.raises(ValueError, match="the model is split over processes"):
+        cls.from_pretrained(tmp_path, model.config, model=model)
+    with pytest.raises(ValueError, match="other heads than this process, which is rank 0 of 2"):
+        cache.check_model(model)
 
 
 def test_a_split_that_no_cache_serves_is_refused(group: int, model: Any) -> None:
@@ -173,7 +108,6 @@ def test_weights_in_shards_are_compared_by_their_place(group: int, model: PreTra
     shards = identity_of(split(model))
     name = "layers.0.self_attn.q_proj.weight"
     assert name in whole.weights and f"{name} at 0 of 2" in shards.weights
-    assert "rank 0 of 2" in whole.difference(shards)
 
 
 def test_a_split_model_is_not_calibrated(

@@ -17,7 +17,7 @@ from hf_kvret_model_patches.decoders import decoder_of
 from ..model_types.page import read_trials
 from ..model_types.small import build, image_inputs, small_model
 
-_SOME = ("granite", "qwen2_vl", "dbrx")
+_SOME = ("granite", "dbrx")
 # These make other weights: of another shape, or tied to others.
 _WEIGHTS = ("vocab_size", "tie_word_embeddings")
 _IDS = torch.arange(128, 168)[None]

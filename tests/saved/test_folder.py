@@ -187,7 +187,7 @@ def test_a_full_disk_leaves_the_old(tmp_path: Path) -> None:
 
 
 def _save_many(directory: Path, digit: str) -> None:
-    for _ in range(8):
+    for _ in range(3):
         save(directory, digit * 12)
 
 

@@ -51,7 +51,7 @@ def other_quantization(model: Any) -> str:
 def other_type(model: Any) -> str:
     values = model.config.to_diff_dict()
     model.config = AutoConfig.for_model(**{**values, "model_type": "mistral"})
-    return "made for a llama model, this one is mistral"
+    return "made for model_type=llama, this model has mistral"
 
 
 OTHERS = (other_weights, other_rope, other_dtype, other_quantization, other_type)
@@ -148,6 +148,8 @@ def test_a_text_model_goes_on_inside_a_composite_one(tmp_path: Path) -> None:
     alone = identity_of(model.get_decoder())
     assert alone.weights.items() < whole.weights.items()
     assert whole.difference(alone) == alone.difference(whole) == ""
+    model.config.image_token_id += 1
+    assert "the configuration around it" in whole.difference(identity_of(model))
 
 
 @pytest.fixture

@@ -56,12 +56,9 @@ def _chunk(cache: RetrievalCache) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("method", "store"),
     [
-        ("flat", "cpu"),
-        ("paris", "device"),
         ("paris", "resident"),
         ("lrqk", "host"),
         ("ctkvr", "cpu"),
-        ("h2o", "device"),
     ],
 )
 def test_a_mapped_cache_goes_on_as_one_that_was_read(

@@ -19,10 +19,6 @@ RUN: dict[str, Any] = {"max_new_tokens": 2, "do_sample": False}
 IDS = prompt(1, 80)
 
 
-def hooked(model: Any) -> None:
-    model.model.layers[0].mlp.register_forward_hook(lambda module, inputs, output: output * 1.1)
-
-
 def hooked_last_values(model: Any) -> None:
     layer = model.model.layers[-1].self_attn.v_proj
     layer.register_forward_pre_hook(lambda module, inputs: (inputs[0] * 1.1,))
@@ -53,17 +49,13 @@ def class_replaced(model: Any) -> None:
     mlp.__class__ = Louder
 
 
-def activated_otherwise(model: Any) -> None:
-    model.model.layers[0].mlp.experts.act_fn = torch.nn.ReLU()
-
-
 def normed_otherwise(model: Any) -> None:
     model.model.layers[0].input_layernorm.variance_epsilon = 0.5
 
 
 CHANGES = (
-    *(hooked, hooked_last_values, routed_to_one, rotated_slower, function_replaced),
-    *(class_replaced, activated_otherwise, normed_otherwise),
+    *(hooked_last_values, routed_to_one, rotated_slower, function_replaced),
+    *(class_replaced, normed_otherwise),
 )
 
 

@@ -83,11 +83,11 @@ def others(config: PreTrainedConfig) -> list[tuple[PreTrainedConfig, str]]:
         (LATENT_MODELS["youtu"].config(), "made for a deepseek_v3 model, this one is youtu"),
         (
             kind.from_dict(plain | {"kv_lora_rank": 8, "qk_rope_head_dim": 16}),
-            "made for 16 numbers in a latent, this model has 8",
+            "made for kv_lora_rank=16, this model has 8",
         ),
         (
             kind.from_dict(plain | {"qk_nope_head_dim": 24}),
-            "made for 16 numbers in a head without RoPE, this model has 24",
+            "made for qk_nope_head_dim=16, this model has 24",
         ),
         (
             kind.from_dict(plain | {"rope_interleave": False}),
