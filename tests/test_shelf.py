@@ -220,11 +220,8 @@ def _flip(path: Path) -> None:
 
 FAULTS: dict[str, Callable[[Path, Path], Any]] = {
     "swapped descriptions": lambda path, other: _swap(path / "shelf.json", other / "shelf.json"),
-    "another's cache": lambda path, other: _swap(path / "cache.json", other / "cache.json"),
     "no description": lambda path, other: (path / "shelf.json").unlink(),
     "no shard": lambda path, other: _shard(path).unlink(),
-    "half a shard": lambda path, other: os.truncate(_shard(path), 5000),
-    "another version": lambda path, other: (path / "shelf.json").write_text('{"version": 1}'),
     "a bit of a shard": lambda path, other: _flip(_shard(path)),
 }
 
@@ -257,25 +254,6 @@ def test_a_broken_entry_is_left_out_with_a_warning_and_is_put_again(
     written = (shelf.folder / names[0]).stat().st_ino
     other.put(*pairs[0], model)
     assert (shelf.folder / names[0]).stat().st_ino == written, "it is whole, and not put again"
-
-
-def test_an_entry_that_leaves_while_it_is_loaded_is_no_damage(
-    documents: Any,
-    shelf: Shelf,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    model, [pair, _] = documents
-    shelf.put(*pair, model)
-    load = ParisKVCache.from_pretrained
-
-    def removed(folder: Path, *arguments: Any, **options: Any) -> Any:
-        shutil.rmtree(folder)
-        return load(folder, *arguments, **options)
-
-    monkeypatch.setattr(ParisKVCache, "from_pretrained", removed)
-    assert _find(shelf, model, _with_more(pair[1])) is None
-    assert not caplog.text
 
 
 def test_what_has_a_title_stays_and_is_found_by_it(llama: PreTrainedModel, shelf: Shelf) -> None:

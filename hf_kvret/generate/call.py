@@ -24,7 +24,7 @@ from hf_kvret.generate.checks import (
     check_options_are_read,
     check_shapes,
 )
-from hf_kvret.generate.chunks import chunk_prompt, forget_chunk
+from hf_kvret.generate.chunks import chunk_prompt
 from hf_kvret.generate.from_shelf import new_cache
 from hf_kvret.generate.lossless import check_lossless, steps_of
 from hf_kvret.generate.model_state import end_use, keep_prepared, prepare_state
@@ -121,7 +121,6 @@ def _make_cache(call: Request, generation_config: Any, model_kwargs: dict[str, A
         # `generate` passes the main model's options on to a draft model, which has its own cache.
         if name in METHODS:
             generation_config.cache_implementation = generation_config.cache_config = None
-        forget_chunk(generation_config)
         return False
     check_one_cache(cache, name)
     if cache is None and name is None and generation_config.use_cache is not False:
@@ -142,7 +141,7 @@ def _make_cache(call: Request, generation_config: Any, model_kwargs: dict[str, A
         call.switched = text._attn_implementation not in OUR_NAMES
         call.start_len, call.recording = cache.get_seq_length(), recording(cache.layers)
         attach(model)
-    chunk_prompt(model, cache, generation_config, model_kwargs, call.cuts_end)
+    chunk_prompt(call, cache, generation_config, model_kwargs)
     model_kwargs[CACHE_NAME] = cache
     return not is_callers
 

@@ -11,7 +11,6 @@ pass with the call, and ``check_end`` the number of tokens in the cache.
 
 from __future__ import annotations
 
-import logging
 import sys
 from typing import Any
 
@@ -27,8 +26,6 @@ from hf_kvret.methods.known import METHODS
 from hf_kvret.models.compatibility import model_layers
 from hf_kvret.models.versions import CACHE_NAME, cache_argument, cache_of
 
-_log = logging.getLogger(__name__)
-
 _NEW_CACHE = (
     "use cache_implementation='dynamic' for this model, and report it; the retrieval cache of this "
     "call can't go on: begin with a new one, or cache.reset()"
@@ -41,7 +38,7 @@ def check_call(
     generation_config: Any,
     prepared_mask: torch.Tensor | None,
 ) -> None:
-    """ValueError where ``cache`` can't serve ``call``; warns of what does nothing.
+    """ValueError where ``cache`` can't serve ``call``.
 
     RuntimeError where a call in another thread has it.
 
@@ -56,7 +53,6 @@ def check_call(
         raise ValueError("\n".join(reasons))
     outlives = is_callers(call, cache) or generation_config.return_dict_in_generate
     check_origin(call, cache, outlives, prepared_mask)
-    _warn_of_top_k(call, cache, generation_config)
 
 
 def why_not(
@@ -268,19 +264,6 @@ def _mask_fault(mask: torch.Tensor | None, cache_len: int) -> str:
         f"the prompt is padded on the right in row {row}: new tokens would follow padding. Pad on "
         "the left (tokenizer.padding_side = 'left')"
     )
-
-
-def _warn_of_top_k(call: Request, cache: RetrievalCache, generation_config: Any) -> None:
-    """Warn of a ``top_k`` that was meant for the cache: ``generate`` takes it for sampling."""
-    top_k = call.arguments.get("top_k", call.configured("top_k"))
-    if top_k is not None and generation_config.do_sample is not True:
-        _log.warning(
-            "top_k=%s is generate's own, for sampling, and does nothing without do_sample=True. "
-            "The budget of the cache is cache_config={'top_k': ...} beside "
-            "cache_implementation=%r, or top_k of the cache's class",
-            top_k,
-            cache.name,
-        )
 
 
 def keep_cache(model: Any, input_ids: torch.Tensor, arguments: dict[str, Any]) -> None:

@@ -35,14 +35,9 @@ _STEP = 64
 
 # Arguments that can be cut to the tokens of a chunk. With any other, a call goes in one pass.
 _PLAIN = {"attention_mask", "position_ids", *CACHE_NAMES, "use_cache", "logits_to_keep"}
-_MARK = "_hf_kvret_chunk"
 
 # Options that make a call draft tokens.
 _DRAFTS = ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
-# (prefill_chunk_size, max_draft) of callers, warned about once.
-_warned: set[tuple[int, int]] = set()
-# Options and reasons of prompts that went in one pass, logged once.
-_logged: set[tuple[int | str | None, str]] = set()
 
 # Hidden states, MLP and attention of a token, in hidden states: 23 in Llama 3.1 8B, 37 in a Qwen3
 # of 30B with experts. Multi-head latent attention takes up to twice as much.
@@ -98,60 +93,53 @@ def prompt_chunk(
 
 
 def chunk_prompt(
-    model: PreTrainedModel,
-    cache: RetrievalCache,
-    generation_config: Any,
-    model_kwargs: dict[str, Any],
-    cuts_end: bool = False,
+    call: Request, cache: RetrievalCache, generation_config: Any, model_kwargs: dict[str, Any]
 ) -> None:
-    """Make this call of ``generate`` read its prompt in chunks, if the options of ``cache`` ask so.
+    """Make ``call`` read its prompt in chunks, if it or the options of ``cache`` ask so.
 
-    Sets ``prefill_chunk_size`` of ``generation_config``, the call's own copy, unless the caller set
-    it, and tells the cache how long chunks will be. A prompt goes in one pass where transformers
-    can't cut it: embeddings, images and other inputs beside token ids, positions of new tokens
-    alone, hidden states as a result, assisted decoding, and, with transformers before 5.21, after
-    tokens that are already cached. So it does where chunks would give something else than one
-    pass, see ``why_whole``. ``"auto"`` never cuts for models with recurrent or convolutional
-    layers, as some of them don't continue from their state. A caller's size is used even if its
-    chunks would retrieve, with a warning. With ``cuts_end`` the last tokens are a chunk of their
+    Sets ``prefill_chunk_size`` of ``generation_config``, the call's own copy, and tells the cache
+    how long chunks will be. A prompt goes in one pass where transformers can't cut it: embeddings,
+    images and other inputs beside token ids, positions of new tokens alone, hidden states as a
+    result, assisted decoding, and, with transformers before 5.21, after tokens that are already
+    cached. So it does where chunks would give something else than one pass, see ``why_whole``.
+    ``"auto"`` never cuts for models with recurrent or convolutional layers, as some of them don't
+    continue from their state. Where the call ``cuts_end``, the last tokens are a chunk of their
     own, wherever a prompt can be cut at all.
 
     Raises:
         ValueError: the caller's ``prefill_chunk_size`` cuts a prompt that has to go in one pass.
     """
-    size, reason, caller_chunk = None, None, generation_config.prefill_chunk_size
+    model, size = call.model, None
+    option, callers = cache.options.prefill_chunk, generation_config.prefill_chunk_size
     length, batch = _new_tokens(cache, generation_config, model_kwargs)
-    if drafts(generation_config):
-        caller_chunk = None
-    elif caller_chunk is not None:
-        _check_chunk(caller_chunk, length, cache.options.max_draft)
-        reason = _why_whole(model, cache, model_kwargs, length, caller_chunk)
-        if reason is not None and length > caller_chunk:
+    obstacle = _obstacle(cache, generation_config, model_kwargs, length)
+    if length and not is_assisted(call, generation_config):
+        most = cache.options.max_draft
+        if callers is None:
+            size = prompt_chunk(cache.options, model, batch, length)
+        elif callers > most:
+            size = fit_chunk(length, callers, most)
+        elif callers < length:
+            # All chunks retrieve, as the caller asks.
+            size = callers
+        reason = None if size is None else _why_whole(model, cache, model_kwargs, length, size)
+        if reason is not None and callers is not None:
             raise ValueError(
-                f"prefill_chunk_size={caller_chunk} cuts a prompt of {length} tokens, and this "
+                f"prefill_chunk_size={callers} cuts a prompt of {length} tokens, and this "
                 f"model has to read it in one pass: {reason}. Pass prefill_chunk_size=None, or "
                 "leave it out of the call and of the model's generation_config"
             )
-    elif length:
-        size = prompt_chunk(cache.options, model, batch, length)
-        if size is not None and cache.options.prefill_chunk == "auto" and recurs(cache):
-            reason = "'auto' leaves models with recurrent layers whole"
-        elif size is not None:
-            reason = _obstacle(cache, generation_config, model_kwargs, length) or _why_whole(
-                model, cache, model_kwargs, length, size
-            )
+        if size is not None and callers is None:
+            if option == "auto" and recurs(cache):
+                reason = "'auto' leaves models with recurrent layers whole"
+            reason = obstacle or reason
         if reason is not None:
-            size, option = None, cache.options.prefill_chunk
-            level = logging.INFO if option == "auto" else logging.WARNING
-            if (option, reason) not in _logged:
-                _logged.add((option, reason))
-                _log.log(
-                    level, "prefill_chunk=%r: the prompt goes in one pass, as %s", option, reason
-                )
+            size, level = None, logging.INFO if option == "auto" else logging.WARNING
+            message = "prefill_chunk=%r: the prompt goes in one pass, as %s"
+            _log.log(level, message, option, reason)
         generation_config.prefill_chunk_size = size
-        setattr(generation_config, _MARK, size)
-    chunk = size or caller_chunk or length
-    if cuts_end and length and not _obstacle(cache, generation_config, model_kwargs, length):
+    chunk = size or length
+    if call.cuts_end and length and not obstacle:
         generation_config.prefill_chunk_size = _with_end(length, chunk, cache)
     new_tokens = expected_new_tokens(generation_config, cache.get_seq_length() + length)
     cache.expect(length, chunk, new_tokens)
@@ -192,33 +180,11 @@ def _why_whole(
     return why_whole(model.config, span)
 
 
-def drafts(generation_config: Any) -> bool:
-    """Whether this call uses assisted decoding, which reads a prompt in one pass."""
-    settings = (getattr(generation_config, name, None) for name in _DRAFTS)
-    return any(one is not None and one is not False for one in settings)
-
-
 def is_assisted(call: Request, generation_config: Any) -> bool:
-    """As ``drafts``, also where another model drafts, of a ``call`` of ``generate``."""
-    return drafts(generation_config) or call.arguments.get("assistant_model") is not None
-
-
-def _check_chunk(chunk: int, length: int, max_draft: int) -> None:
-    """Warn, once, if ``chunk`` cuts a prompt into chunks so short that they retrieve."""
-    retrieve = length > chunk and (chunk <= max_draft or 0 < length % chunk <= max_draft)
-    if not retrieve or (chunk, max_draft) in _warned:
-        return
-    _warned.add((chunk, max_draft))
-    better = fit_chunk(length, chunk, max_draft)
-    _log.warning(
-        "prefill_chunk_size=%d cuts a prompt of %d tokens into chunks of which some have no more "
-        "than max_draft=%d: these retrieve, as drafted tokens do, instead of attending to "
-        "everything. Take %s, or leave it out and let the cache's prefill_chunk choose",
-        chunk,
-        length,
-        max_draft,
-        "None" if better is None else f"prefill_chunk_size={better}",
-    )
+    """Whether ``call`` uses assisted decoding, which reads a prompt in one pass."""
+    settings = (getattr(generation_config, name, None) for name in _DRAFTS)
+    is_set = any(one is not None and one is not False for one in settings)
+    return is_set or call.arguments.get("assistant_model") is not None
 
 
 def _new_tokens(
@@ -250,12 +216,6 @@ def _obstacle(
     if not CHUNKS_COUNT_PAST and (past or (positions is not None and positions.ndim != 2)):
         return "transformers before 5.21 can't cut it behind cached tokens, nor positions of parts"
     return None
-
-
-def forget_chunk(generation_config: Any) -> None:
-    """Undo ``chunk_prompt`` in the copy of the generation config that a draft model gets."""
-    if getattr(generation_config, _MARK, None) is not None:
-        generation_config.prefill_chunk_size = None
 
 
 def recurs(cache: RetrievalCache) -> bool:

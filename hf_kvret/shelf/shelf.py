@@ -146,10 +146,8 @@ class Shelf:
                     path, model.config, model.device, model=model, **changes
                 )
             except (OSError, ValueError) as error:
-                # Another process may have taken it away in the meantime.
-                if path.exists():
-                    _log.warning("%s is left out (shelf.remove takes it away): %s", path, error)
-                    self._damaged.add(entry.name)
+                _log.warning("%s is left out (shelf.remove takes it away): %s", path, error)
+                self._damaged.add(entry.name)
                 continue
             if common < entry.tokens:
                 cache.crop(common - entry.tokens)

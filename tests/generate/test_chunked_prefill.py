@@ -68,21 +68,6 @@ def test_chunks_select_as_one_pass_does(
     _same(results[1], results[0])
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("store", ["device", "host", "split", "cpu"])
-def test_chunks_give_the_text_of_one_pass_on_a_gpu(store: str) -> None:
-    """Long enough for several chunks, read ahead where rows are on the host."""
-    model = MODELS["llama"].build().cuda()
-    budget = {"device_budget": 1 << 20} if store == "split" else {}
-    options = {**COVERING_OPTIONS, "store": store, **budget}
-    ids, results = prompt(1, 12_000).cuda(), []
-    for chunk in (None, 1024):
-        cache = FlatKVCache(model.config, **options, prefill_chunk=chunk)
-        results.append(model.generate(ids, past_key_values=cache, **GREEDY, **LOGITS))
-    _same(results[1], results[0])
-
-
 def test_a_second_prompt_is_read_in_chunks_where_transformers_counts_the_past(
     llama: PreTrainedModel,
 ) -> None:

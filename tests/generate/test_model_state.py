@@ -35,7 +35,7 @@ from ..pictures import (
     picture_prompt,
 )
 
-FEW = ("qwen2_5_vl", "glm_ocr")
+FEW = ("glm_ocr",)
 # These need inputs of other forms than a grid of patches.
 OTHER_FORMS = {"minicpmv4_7": "its pictures are tiles"}
 
@@ -81,14 +81,6 @@ def test_a_second_turn_has_the_positions_of_its_own_conversation(name: str, tmp_
 @pytest.fixture(scope="module")
 def talk() -> Conversation:
     return Conversation(picture_model("glm_ocr"))
-
-
-def test_without_its_state_a_second_turn_is_another(talk: Conversation) -> None:
-    """Or the tests above show nothing."""
-    cache = talk.filled()
-    cache.model_state.reset()
-    with pytest.raises(AssertionError):
-        talk.check(cache)
 
 
 @torch.no_grad()
@@ -227,14 +219,6 @@ def test_several_answers_to_one_prompt_go_on_with_its_shift(talk: Conversation) 
     assert_same(ask(model, second, cache), ask(model, whole))
 
 
-def test_reset_forgets_the_state(talk: Conversation) -> None:
-    cache = talk.filled()
-    cache.reset()
-    assert cache.model_state.values() == {}
-    other = talk.others[1]
-    assert_same(ask(talk.model, other, cache), ask(talk.model, other))
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_a_pass_that_breaks_off_keeps_nobody_waiting(
@@ -316,9 +300,7 @@ def ask_others(model: PreTrainedModel, requests: list[Any]) -> None:
         ask(model, request)
 
 
-@pytest.mark.parametrize(
-    ("rope_type", "length"), [("dynamic", 40), ("dynamic", 120), ("longrope", 120)]
-)
+@pytest.mark.parametrize(("rope_type", "length"), [("dynamic", 120), ("longrope", 120)])
 def test_frequencies_are_those_of_the_conversation_alone(
     rope_type: str, length: int, tmp_path: Path
 ) -> None:

@@ -155,33 +155,6 @@ def test_new_tokens_with_positions_of_their_own_go_in_one_pass(llama: PreTrained
     assert torch.equal(texts[0], llama.generate(ids, **GREEDY)[:, ids.shape[1] :])
 
 
-@pytest.mark.parametrize(
-    ("chunk", "length", "advice"),
-    [
-        (20, 60, None),
-        (29, 60, "prefill_chunk_size=26"),
-    ],
-)
-def test_a_callers_chunks_that_would_retrieve_are_warned_of_once(
-    llama: PreTrainedModel,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    chunk: int,
-    length: int,
-    advice: str | None,
-) -> None:
-    monkeypatch.setattr(chunks, "_warned", set())
-    for _ in range(2):
-        cache = FlatKVCache(llama.config, **COVERING_OPTIONS)
-        request = {"past_key_values": cache, "prefill_chunk_size": chunk}
-        llama.generate(prompt(1, length), **request, max_new_tokens=1)
-    messages = [record.getMessage() for record in caplog.records if "max_draft" in record.message]
-    assert len(messages) == (advice is not None)
-    for message in messages:
-        assert f"prefill_chunk_size={chunk} cuts" in message and f"Take {advice}, or" in message
-        assert f"max_draft={COVERING_OPTIONS['max_draft']}" in message
-
-
 def stop_at(length: int) -> list[Any]:
     """Stopping criteria that end a text at ``length`` tokens, long before the limits below."""
     return [lambda ids, *request, **more: torch.full((len(ids),), ids.shape[1] >= length)]

@@ -27,7 +27,7 @@ OPTIONS: dict[str, Any] = {
     **{"top_k": 4, "sink": 2, "recent": 8, "flush": 8, "dense_below": 0, "lossless": True}
 }
 METHODS = ("flat", "paris", "lrqk", "ctkvr")
-PROMPT_LEN, NEW_TOKENS = 90, 24
+PROMPT_LEN, NEW_TOKENS = 90, 16
 
 
 @pytest.fixture(scope="module")
@@ -76,17 +76,13 @@ def lossless(method: str = "paris", **changes: Any) -> dict[str, Any]:
 CALLS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "sampling": {"do_sample": True, "temperature": 0.8},
-    "hot": {"do_sample": True, "temperature": 3.0},
-    "top_p": {"do_sample": True, "top_p": 0.7, "top_k": 9},
+    "top_p": {"do_sample": True, "top_p": 0.7, "top_k": 9, "temperature": 3.0},
     "penalty": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3},
-    "forced": {"forced_eos_token_id": 5, "suppress_tokens": [3, 4], "min_new_tokens": 5},
-    "bias": {"sequence_bias": [[[7], 2.0]], "bad_words_ids": [[9]]},
+    "forced": {"forced_eos_token_id": 5, "suppress_tokens": [3, 4], "bad_words_ids": [[9]]},
     "chunks": {"prefill_chunk_size": 37},
-    "one_token_is_left_of_the_prompt": {"prefill_chunk_size": PROMPT_LEN - 1},
-    "one_token": {"max_new_tokens": 1},
+    "a_prompt_by_token": {"prefill_chunk_size": 1},
     "two_tokens": {"max_new_tokens": 2},
     "end_of_text": {"eos_token_id": list(range(2, 12)), "do_sample": True},
-    "deterministic_drafts": {"num_assistant_tokens": 3},
 }
 
 
@@ -114,15 +110,13 @@ def test_scores_logits_and_hidden_states_are_there_for_every_token(model: Any) -
             torch.testing.assert_close(state, expected, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize(
-    ("method", "drafts"), [("flat", 1), ("paris", 5), ("lrqk", 16), ("ctkvr", 32), ("paris", 32)]
-)
+@pytest.mark.parametrize(("method", "drafts"), [("flat", 1), ("lrqk", 16), ("ctkvr", 32)])
 def test_rows_are_those_that_full_attention_leaves(
     model: Any, method: str, drafts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lossless_call, "_pace", lambda *arguments: GivenPace(drafts, None))
-    full = cache_of(generate(model, prompt(), max_new_tokens=60))
-    ours = cache_of(generate(model, prompt(), max_new_tokens=60, **lossless(method)))
+    full = cache_of(generate(model, prompt(), max_new_tokens=40))
+    ours = cache_of(generate(model, prompt(), max_new_tokens=40, **lossless(method)))
     assert ours.get_seq_length() == full.get_seq_length()
     for layer, expected in zip(ours.layers, full.layers, strict=True):
         torch.testing.assert_close(layer.keys.clone(), expected.keys, atol=2e-5, rtol=0)
@@ -172,7 +166,7 @@ def test_a_stopping_criterion_ends_the_text_where_it_would_end(model: Any) -> No
     assert cache_of(ours).get_seq_length() == 100
 
 
-@pytest.mark.parametrize("store", ["device", "host", "resident", "cpu", "split"])
+@pytest.mark.parametrize("store", ["host", "split"])
 def test_turns_forks_crops_and_saved_caches_go_on(model: Any, store: str, tmp_path: Path) -> None:
     options = {**OPTIONS, "store": store}
     options |= {"device_budget": "4KB"} if store == "split" else {}

@@ -15,19 +15,76 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import Cache
 
-from hf_kvret import LatentKVCache
+import hf_kvret
+from hf_kvret import FlatKVCache, LatentKVCache
 from hf_kvret.models import projection
-from hf_kvret.testing import LOGIT_TOLERANCE
+from hf_kvret.testing import COVERING_OPTIONS, LATENT_MODELS, LOGIT_TOLERANCE
+from hf_kvret.testing.scenario import prompt
 
-from .latent_projections import (
-    STEPS,
-    check,
-    in_all,
-    logits,
-    projections,
-    replaced,
-)
+STEPS = 6
+Change = Callable[[PreTrainedModel], object]
+
+
+@pytest.fixture
+def model() -> PreTrainedModel:
+    """Attached, so that ``model(...)`` takes any cache."""
+    built = LATENT_MODELS["deepseek_v3"].build()
+    hf_kvret.attach(built)
+    return built
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
+    """The projections that are asked for their matrix, in order."""
+    modules: list[nn.Module] = []
+    images = projection._images
+
+    def logged(module: nn.Module, *args: Any) -> projection.Affine:
+        modules.append(module)
+        return images(module, *args)
+
+    monkeypatch.setattr(projection, "_images", logged)
+    return modules
+
+
+def replaced(model: PreTrainedModel, make: Callable[[nn.Linear], nn.Module]) -> PreTrainedModel:
+    for layer in model.model.layers:
+        layer.self_attn.kv_b_proj = make(layer.self_attn.kv_b_proj)
+    return model.eval()
+
+
+def projections(model: PreTrainedModel) -> list[Any]:
+    return [layer.self_attn.kv_b_proj for layer in model.model.layers]
+
+
+@torch.no_grad()
+def logits(model: PreTrainedModel, cache: Cache, changes: dict[int, Change]) -> torch.Tensor:
+    """``[STEPS + 1, V]`` after a prompt and after each of the same tokens, ``changes`` between."""
+    ids, rows = prompt(1, 60 + STEPS), []
+    rows.append(model(ids[:, :60], past_key_values=cache).logits[0, -1])
+    for step in range(STEPS):
+        changes.get(step, lambda model: None)(model)
+        rows.append(model(ids[:, 60 + step, None], past_key_values=cache).logits[0, -1])
+    return torch.stack(rows)
+
+
+def check(model: PreTrainedModel, changes: dict[int, Change] | None = None) -> None:
+    """As transformers' own cache, for a method that selects and for one that reads all."""
+    changes, config = changes or {}, model.config
+    expected = logits(copy.deepcopy(model), DynamicCache(config=config), changes)
+    for cache in (FlatKVCache(config, **COVERING_OPTIONS), LatentKVCache(config)):
+        result = logits(copy.deepcopy(model), cache, changes)
+        torch.testing.assert_close(result, expected, rtol=0, atol=LOGIT_TOLERANCE)
+
+
+def in_all(change: Callable[[Any], object]) -> Change:
+    def changed(model: PreTrainedModel) -> None:
+        for one in projections(model):
+            change(one)
+
+    return changed
 
 
 def with_bias(linear: nn.Linear) -> nn.Module:
@@ -102,9 +159,9 @@ def test_a_distributed_weight_is_multiplied_anew(
 class Adapter(nn.Module):
     """As PEFT's: low-rank parts beside the layer that it wraps, of which some are active."""
 
-    def __init__(self, base: nn.Module, seed: int = 0) -> None:
+    def __init__(self, base: nn.Module) -> None:
         super().__init__()
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(0)
         self.base, self.active, self.scaling = base, ["a"], {"a": 0.5, "b": 1.5}
         self.dropout = nn.Dropout(0.5)
         for name, shape in {"down": (4, 16), "up": (base.out_features, 4)}.items():
@@ -126,13 +183,6 @@ def adapted(model: PreTrainedModel) -> PreTrainedModel:
     return replaced(model, Adapter)
 
 
-def optimize(module: nn.Module) -> None:
-    for parameter in module.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    torch.optim.SGD(module.parameters(), lr=0.05).step()
-    module.zero_grad()
-
-
 def hook(module: nn.Module) -> None:
     module.register_forward_hook(lambda module, args, out: 1.5 * out)
 
@@ -144,8 +194,6 @@ def other_forward(module: nn.Module) -> None:
 
 CHANGES: dict[str, Callable[[Any], object]] = {
     "data": lambda module: module.base.weight.data.mul_(2),
-    "optimizer": optimize,
-    "loaded": lambda module: module.load_state_dict(Adapter(module.base, seed=1).state_dict()),
     "scaling": lambda module: module.scaling.update(a=2.0),
     "child": lambda module: setattr(module, "base", nn.Linear(16, module.base.out_features, False)),
     "hook": hook,

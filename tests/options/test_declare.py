@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -114,10 +113,3 @@ def test_every_method_refuses_what_its_options_do_not_take(config: Any) -> None:
         for value in _wrong(kinds):
             with pytest.raises((TypeError, ValueError), match=rf"\b{name}\b"):
                 config(**{name: value})
-
-
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.__name__)
-def test_every_default_is_a_value_that_its_option_takes(config: Any) -> None:
-    for field in dataclasses.fields(config):
-        kinds = declared(config).get(field.name, ())
-        assert not kinds or _is_taken(field.default, kinds), field.name

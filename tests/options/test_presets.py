@@ -72,18 +72,6 @@ def test_generate_takes_a_preset(model: PreTrainedModel) -> None:
         )
 
 
-def test_a_saved_cache_keeps_what_the_preset_stood_for(
-    model: PreTrainedModel, tmp_path: Any
-) -> None:
-    cache = hf_kvret.LRQKCache(model.config, preset="paper", top_k=8, rank=4)
-    tokens = torch.randint(3, model.config.vocab_size, (1, 60))
-    model.generate(tokens, past_key_values=cache, max_new_tokens=4)
-    cache.save_pretrained(tmp_path)
-    loaded = hf_kvret.LRQKCache.from_pretrained(tmp_path, model.config)
-    assert loaded.options == cache.options
-    assert (loaded.options.recent, loaded.options.sink) == (64, 0)
-
-
 def test_a_preset_in_a_table_has_its_own_budget() -> None:
     chosen = choose_cache("paris:preset=paper", {"top_k": 17, "store": "host"}).options
     assert chosen is not None and (chosen.top_k, chosen.store) == (100, "host")
