@@ -79,8 +79,8 @@ def others(config: PreTrainedConfig) -> list[tuple[PreTrainedConfig, str]]:
     kind = type(config)
     plain = {name: value for name, value in config.to_dict().items() if name != "head_dim"}
     return [
-        (MODELS["llama"].config(), "made for a deepseek_v3 model, this one is llama"),
-        (LATENT_MODELS["youtu"].config(), "made for a deepseek_v3 model, this one is youtu"),
+        (MODELS["llama"].config(), "made for model_type=deepseek_v3, this model has llama"),
+        (LATENT_MODELS["youtu"].config(), "made for model_type=deepseek_v3, this model has youtu"),
         (
             kind.from_dict(plain | {"kv_lora_rank": 8, "qk_rope_head_dim": 16}),
             "made for kv_lora_rank=16, this model has 8",
