@@ -244,10 +244,8 @@ class RetrievalCache(Cache):
             self.forget_origin()
             self.identity = current
         elif part != self.part:
-            raise ValueError(
-                f"{owner} has other heads than this process, which is rank {part.rank} of "
-                f"{part.ranks}: fill a new cache"
-            )
+            rank = f"which is rank {part.rank} of {part.ranks}"
+            raise ValueError(f"{owner} has other heads than this process, {rank}: fill a new cache")
         elif self.identity is not None and current is not self.last_identity:
             check_filler(self, model, current, owner)
         self.last_identity = current
@@ -407,10 +405,8 @@ class RetrievalCache(Cache):
             self.identity = self.identity or identity_of(model)
             self.check_model(model, "the cache")
         if not self.part.is_whole:
-            raise ValueError(
-                "the cache has some of the heads of a model that is split over processes, and only "
-                "a cache of all heads is saved: fill one in one process (device_map='auto')"
-            )
+            why = "the cache has some of the heads, as the model is split over processes"
+            raise ValueError(f"{why}: fill one in one process (device_map='auto') to save it")
         persistence.save(self, Path(directory), overwrite)
 
     @classmethod
