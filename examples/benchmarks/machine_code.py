@@ -2,8 +2,8 @@
 
 ``compile_parts`` compiles the kernels of a decode step for sm_90 without a GPU, in a process of its
 own: a driver that only names its target stays there, and so does TRITON_INTERPRET out of it. As a
-program it prints a list of ``Launch`` as JSON: ``python machine_code.py merge --context 131072
---batch 1``.
+program it prints a table: ``python machine_code.py merge --context 131072 --batch 1``. With
+``--json`` that is a list of ``Launch``.
 """
 
 from __future__ import annotations
@@ -268,7 +268,8 @@ def compile_parts(names: Sequence[str], context: int, batch: int) -> list[Launch
     """
     check_tools()
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, __file__, *names, "--context", str(context), "--batch", str(batch)]
+    size = "--context", str(context), "--batch", str(batch)
+    command = [sys.executable, __file__, *names, *size, "--json"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
@@ -382,22 +383,48 @@ def _launches(compiled: Sequence[_Compiled], part: str, context: int, batch: int
     return launches
 
 
+def table_of(launches: Sequence[Launch]) -> str:
+    """A line of markdown for each kernel; a second number is of instructions in loops."""
+    titles = (
+        *("part", "kernel", "CTAs", "warps", "registers", "spill bytes", "shared bytes"),
+        *("CTAs an SM", "load bytes", "loads", "instructions", *COUNTS),
+    )
+    rows: list[Sequence[object]] = [titles, ["---"] * len(titles)]
+    for one in launches:
+        widths = ", ".join(f"{width}: {count}" for width, count in one.load_widths.items())
+        counts = (f"{one.counts[name]} / {one.loop_counts[name]}" for name in titles[10:])
+        rows.append(
+            (
+                *(one.part, one.kernel, one.ctas, one.warps, one.registers, one.spill_bytes),
+                *(one.shared_bytes, one.ctas_at_once, one.load_bytes, widths, *counts),
+            )
+        )
+    return "\n".join(f"| {' | '.join(map(str, row))} |" for row in rows)
+
+
 def main() -> None:
     """Print the launches of the parts named on the command line."""
-    from step_kernels import PARTS, PROMPT_PARTS, WIDE_PARTS, StepShape
+    from step_kernels import LEAST_CONTEXT, PARTS, PROMPT_PARTS, WIDE_PARTS, StepShape
 
     parts = PARTS | WIDE_PARTS | PROMPT_PARTS
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("parts", nargs="+", choices=tuple(parts), metavar="PART")
-    parser.add_argument("--context", type=int, required=True)
-    parser.add_argument("--batch", type=int, required=True)
+    parser.add_argument("--context", type=int, default=131_072)
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
+    if options.context < LEAST_CONTEXT:
+        parser.error(f"--context {options.context}: give at least {LEAST_CONTEXT}")
+    check_tools()
     compiled, launches = compile_instead_of_launching(), []
     for part in options.parts:
         compiled.clear()
         parts[part](StepShape(options.context, options.batch))
         launches += _launches(compiled, part, options.context, options.batch)
-    print(json.dumps([asdict(launch) for launch in launches]))
+    if options.json:
+        print(json.dumps([asdict(launch) for launch in launches]))
+    else:
+        print(table_of(launches))
 
 
 if __name__ == "__main__":
