@@ -197,7 +197,12 @@ def talk(model: PreTrainedModel, cache: Any, folder: Path | None) -> list[torch.
     ("name", "method"),
     [
         *(("gemma4", "paris"), ("gemma4", "aqua"), ("gemma4_shared", "paris")),
-        *((name, "native") for name in KNOWN if name != NO_PADDING),
+        *((name, "native") for name in ("deepseek_v32", "qwen4_exp") if name in KNOWN),
+        *(
+            pytest.param(name, "native", marks=pytest.mark.slow)
+            for name in KNOWN
+            if name not in (NO_PADDING, "deepseek_v32", "qwen4_exp")
+        ),
         *(
             pytest.param("gemma4", method, marks=pytest.mark.slow)
             for method in METHODS

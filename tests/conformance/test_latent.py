@@ -19,6 +19,7 @@ from ..pairs import pairwise
 from .cases import (
     RESTS,
     STORES,
+    TELLING_MODES,
     ArtifactOptions,
     caches,
     check_case,
@@ -27,27 +28,19 @@ from .cases import (
     name_of,
 )
 
-LEARNED = caches("a2ats", "aqua")
-CACHES = caches("flat", "paris", "lrqk", "ctkvr", "h2o")
-ALL_CACHES = CACHES | LEARNED
+ALL_CACHES = caches("flat", "paris", "lrqk", "ctkvr", "h2o", "a2ats", "aqua")
 DEFAULT = ("deepseek_v3", "glm4_moe_lite")
 # Models with recurrent layers can't go back, neither with transformers' own cache.
 RECURRENT = ("kimi_linear", "bailing_hybrid")
 
 
 def cases(models: Iterable[str], methods: Iterable[str]) -> list[dict[str, Any]]:
-    """Every mode with every model; these meet every method and store."""
+    """Every mode; every method with every store."""
     factors = {"model": models, "mode": MODES, "method": methods, "store": STORES}
     factors["rest"] = tuple(RESTS)
     lists = {name: list(values) for name, values in factors.items()}
-    return pairwise(lists, is_served, apart=[("mode", "method"), ("mode", "store")])
-
-
-def few_of_all() -> list[dict[str, Any]]:
-    """Cases of methods that learn: all their stores, both models."""
-    factors = {"model": list(DEFAULT), "method": list(LEARNED), "store": list(STORES)}
-    pairs = pairwise(factors, is_served)
-    return [{"mode": mode, **pair} for mode, pair in zip(list(MODES)[::2], pairs, strict=False)]
+    apart = [("mode", name) for name in factors if name != "mode"]
+    return pairwise(lists, is_served, [*apart, ("model", "method"), ("model", "store")])
 
 
 def check(
@@ -67,31 +60,16 @@ def may_skip(model: str) -> Container[str]:
     return MODES if model in RECURRENT else {"early_exit", "guidance"}
 
 
-@pytest.mark.parametrize("case", cases(DEFAULT, CACHES), ids=name_of)
+@pytest.mark.parametrize("case", cases(DEFAULT, ALL_CACHES), ids=name_of)
 def test_same_as_full_attention(case: dict[str, Any], artifact_options: ArtifactOptions) -> None:
     check(artifact_options, **case)
 
 
-@pytest.mark.parametrize("case", few_of_all(), ids=name_of)
-def test_methods_that_learn_are_the_same(
-    case: dict[str, Any], artifact_options: ArtifactOptions
-) -> None:
-    check(artifact_options, **case)
-
-
-@pytest.mark.parametrize(("model", "mode"), zip(cycle(DEFAULT), MODES))
+@pytest.mark.parametrize(("model", "mode"), zip(cycle(DEFAULT), (*TELLING_MODES, "prefix_reuse")))
 def test_absorbed_attention_to_all_is_the_same(model: str, mode: str) -> None:
     case = Case(model, mode)
     result = run_case(case, lambda built: LatentKVCache(config=built.config), proof=no_proof)
     expect_passed(result, may_skip(model))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", cases(DEFAULT, LEARNED), ids=name_of)
-def test_methods_that_learn_in_every_mode(
-    case: dict[str, Any], artifact_options: ArtifactOptions
-) -> None:
-    check(artifact_options, **case)
 
 
 @pytest.fixture(scope="module")
@@ -148,9 +126,15 @@ def test_paris_says_at_once_which_rows_it_has_no_codes_for() -> None:
     ParisKVCache(config=config)
 
 
+def all_cases() -> list[dict[str, Any]]:
+    """Every mode with every other model and every method."""
+    others = [name for name in LATENT_MODELS if name not in DEFAULT]
+    factors = {"model": others, "mode": list(MODES), "method": list(ALL_CACHES)}
+    lists = {**factors, "store": list(STORES), "rest": list(RESTS)}
+    return pairwise(lists, is_served, apart=[("mode", "store")])
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "case", cases([name for name in LATENT_MODELS if name not in DEFAULT], ALL_CACHES), ids=name_of
-)
+@pytest.mark.parametrize("case", all_cases(), ids=name_of)
 def test_other_families_too(case: dict[str, Any], artifact_options: ArtifactOptions) -> None:
     check(artifact_options, **case)

@@ -1,13 +1,14 @@
 """Models x modes x methods x stores x rests: the same text and logits as full attention.
 
-By default a pairwise design without presets: every method meets every model, mode and store, every
-mode every store and so on, each at least once. Most pairs of a model and a mode are slow.
+By default every model and every mode runs, every method meets every store and ``rest``, and every
+method meets the modes that tell most. Most other pairs, and presets, are slow.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -20,7 +21,18 @@ from hf_kvret.methods.lrqk import LRQKConfig
 from hf_kvret.testing import COVERING_OPTIONS, MODELS, MODES
 from hf_kvret.testing.scenario import prompt
 
-from .cases import RELEASE, RESTS, STORES, ArtifactOptions, caches, check_case, is_served
+from ..pairs import pairwise
+from .cases import (
+    RELEASE,
+    RESTS,
+    STORES,
+    TELLING_MODES,
+    ArtifactOptions,
+    caches,
+    check_case,
+    is_served,
+    name_of,
+)
 
 CACHES: dict[str, Callable[..., RetrievalCache]] = {
     **caches("flat", "paris", "lrqk", "ctkvr", "a2ats", "h2o", "aqua"),
@@ -62,7 +74,36 @@ def _possible(case: dict[str, Any]) -> bool:
     return is_served(case) and case.get("mode") not in impossible.get(case.get("model", ""), ())
 
 
-@pytest.mark.allowed(when=_possible, apart=[("model", "mode")])
+def telling_cases() -> list[dict[str, Any]]:
+    """Each method in each mode that tells much, on models and stores in turn."""
+    factors = {
+        "mode": TELLING_MODES,
+        "method": [name for name in CACHES if "_" not in name],
+        "model": ("llama", "gemma2", "gpt_oss", "qwen3"),
+        "store": STORES,
+        "rest": list(RESTS),
+    }
+    apart = [pair for pair in combinations(factors, 2) if pair != ("mode", "method")]
+    return pairwise(factors, _possible, apart)
+
+
+def _check(case: dict[str, Any], artifact_options: ArtifactOptions) -> None:
+    model, method = case["model"], case["method"]
+    # The codec alone has no use for an artifact.
+    learned = {} if method == "aqua_codec" else artifact_options(method.split("_")[0], model)
+    impossible = IMPOSSIBLE.get(RELEASE)
+    may_skip = None if impossible is None else impossible.get(model, ())
+    options = {**learned, **RESTS[case["rest"]]}
+    check_case(CACHES[method], model, case["mode"], case["store"], options, may_skip)
+
+
+@pytest.mark.allowed(
+    when=_possible,
+    apart=[
+        *(("model", "mode"), ("model", "method"), ("model", "store")),
+        *(("mode", "method"), ("mode", "store")),
+    ],
+)
 @pytest.mark.factor("rest", list(RESTS))
 @pytest.mark.factor("store", STORES)
 @pytest.mark.factor("method", METHODS)
@@ -76,11 +117,15 @@ def test_same_as_full_attention(
     rest: str,
     artifact_options: ArtifactOptions,
 ) -> None:
-    # The codec alone has no use for an artifact.
-    learned = {} if method == "aqua_codec" else artifact_options(method.split("_")[0], model)
-    impossible = IMPOSSIBLE.get(RELEASE)
-    may_skip = None if impossible is None else impossible.get(model, ())
-    check_case(CACHES[method], model, mode, store, {**learned, **RESTS[rest]}, may_skip)
+    case = {"model": model, "mode": mode, "method": method, "store": store, "rest": rest}
+    _check(case, artifact_options)
+
+
+@pytest.mark.parametrize("case", telling_cases(), ids=name_of)
+def test_every_method_in_the_modes_that_tell_most(
+    case: dict[str, Any], artifact_options: ArtifactOptions
+) -> None:
+    _check(case, artifact_options)
 
 
 def test_a_model_that_served_a_retrieval_cache_gives_the_same_text_without_one() -> None:
