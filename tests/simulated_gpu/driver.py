@@ -32,7 +32,7 @@ _PROPERTIES = types.SimpleNamespace(
     L2_cache_size=50 << 20,
 )
 _ALLOCATOR = ("_cuda_endAllocateToPool", "_cuda_releasePool", "_host_emptyCache")
-_MODES = {"default": 0, "warn": 1, "error": 2}
+_MODES = {"default": 0, "warn": 1}
 
 
 class Runtime:

@@ -22,8 +22,6 @@ from torch.utils._pytree import tree_leaves
 from .clocks import Agent, MemoryLog
 
 CPU = torch.device("cpu")
-# One of torch's modes for waits: 0 says nothing, 1 warns.
-_RAISES = 2
 # Lines of these don't stand in findings: what simulates, what is simulated, and Python's own.
 _OTHERS = ("/tests/simulated_gpu/", "/hf_kvret/testing/tape.py", "/torch/", "/triton/")
 _PYTHON = sysconfig.get_path("stdlib")
@@ -79,8 +77,8 @@ class Simulation:
         compilations: of Triton kernels, by phase and name: specialisations that were new.
         phase: names what is going on, for waits and launches; yours to set.
         capture: the one that has begun and not ended; None.
-        relaxed: whether this thread may do what captures forbid.
         destroyed: graphs that were destroyed, by the stream that they were captured on.
+        sync_debug: torch's mode for waits: 0 says nothing, 1 warns.
     """
 
     def __init__(self, device_count: int = 1) -> None:
@@ -91,7 +89,6 @@ class Simulation:
         self.compilations: Counter[tuple[str, str]] = Counter()
         self.phase = ""
         self.capture: Capture | None = None
-        self.relaxed = _Relaxed()
         self.destroyed: Counter[str] = Counter()
         self.sync_debug = 0
         # Streams by device.
@@ -135,21 +132,14 @@ class Simulation:
         self.check_capture(text)
         with self._lock:
             self.waits[Wait(self.phase, text, site())] += 1
-        if self.sync_debug == _RAISES:
-            raise RuntimeError(f"called a synchronizing CUDA operation ({text})")
         if self.sync_debug:
             warnings.warn(f"called a synchronizing CUDA operation ({text})", stacklevel=4)
         self.host().join(seen)
 
     def check_capture(self, text: str) -> None:
-        """RuntimeError where a capture forbids ``text`` to this thread; it is invalid from then on.
-
-        It forbids it to its own thread and, if its mode is global, to all others.
-        """
+        """RuntimeError where this thread's capture forbids ``text``; it is invalid from then on."""
         capture = self.capture
-        if capture is None or self.relaxed.is_on:
-            return
-        if capture.is_global or capture.thread == threading.get_ident():
+        if capture is not None and capture.thread == threading.get_ident():
             capture.is_valid = False
             raise RuntimeError(
                 f"CUDA error: operation not permitted when stream is capturing ({text})"
@@ -281,10 +271,6 @@ class Simulation:
                     self.findings[Finding("freed", text, line)] += 1
 
 
-class _Relaxed(threading.local):
-    is_on = False
-
-
 @dataclass(eq=False)
 class Capture:
     """A capture that has begun and not ended.
@@ -293,7 +279,6 @@ class Capture:
         stream: that is captured, a ``Stream``.
         agent: of the stream.
         leave: stops recording.
-        is_global: whether it forbids things to all threads, or to its own alone.
         thread: that captures.
         accesses: to memory so far, to be repeated by each replay.
         is_valid: False once an operation was refused.
@@ -302,7 +287,6 @@ class Capture:
     stream: Any
     agent: Agent
     leave: Callable[[], None]
-    is_global: bool
     thread: int = field(default_factory=threading.get_ident)
     accesses: list[tuple[MemoryLog, bool, str]] = field(default_factory=list)
     is_valid: bool = True

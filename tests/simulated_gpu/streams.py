@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +18,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from hf_kvret.testing import tape
 
 from .clocks import Agent
-from .inputs import Inputs
 from .simulation import Capture, active, site
 
 _numbers = itertools.count(1)
@@ -64,19 +66,6 @@ class Stream:
             raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
         active().wait_for(self.agent.seen, "Stream.synchronize")
 
-    def query(self) -> bool:
-        """Whether the host knows that all is done."""
-        seen = self.agent.seen
-        return active().host().has_seen(self.agent.name, seen[self.agent.name])
-
-    def __enter__(self) -> Stream:
-        self._entered = on_stream(self)
-        self._entered.__enter__()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._entered.__exit__(None, None, None)
-
 
 class Event:
     """In place of ``torch.cuda.Event``."""
@@ -94,10 +83,6 @@ class Event:
         capture = simulation.capture
         self.captured_in = capture if capture and stream is capture.stream else None
 
-    def wait(self, stream: Stream | None = None) -> None:
-        """Work of ``stream`` from here on comes after the event."""
-        (stream or current_stream()).wait_event(self)
-
     def synchronize(self) -> None:
         """The host waits for the event."""
         active().wait_for(self.seen, "Event.synchronize")
@@ -107,26 +92,34 @@ class Event:
         host = active().host()
         return all(host.has_seen(name, epoch) for name, epoch in self.seen.items())
 
-    def elapsed_time(self, other: Event) -> float:
-        """1 ms: nothing is timed here."""
-        del other
-        return 1.0
+
+@dataclass
+class _Input:
+    """One memory from before a capture that its graph uses.
+
+    Attributes:
+        memory: dead once it was freed.
+        alias: the same addresses, which keep nothing alive.
+        site: lines of the library that used it in the capture.
+    """
+
+    memory: weakref.ref[Any]
+    alias: Any
+    site: str
 
 
 class _CaptureTape(tape.Tape):
-    """The tape's refusals make the capture invalid, as those of the simulation do.
+    """As a graph it has addresses of what was there before: its caller keeps the tensors.
 
-    Attributes:
-        inputs: memory that was there before, which is not kept.
+    The tape's refusals make the capture invalid, as those of the simulation do.
     """
 
     def __init__(self, capture: Capture) -> None:
         super().__init__()
         self._capture = capture
-        self.inputs = Inputs()
-
-    def held(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self.inputs.held(tensor)
+        self._inputs: list[_Input] = []
+        # The newest one that begins at an address.
+        self._by_address: dict[int, _Input] = {}
 
     def __torch_dispatch__(self, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -134,6 +127,40 @@ class _CaptureTape(tape.Tape):
         except tape.CaptureError:
             self._capture.is_valid = False
             raise
+
+    def held(self, tensor: torch.Tensor) -> torch.Tensor:
+        """``tensor`` for replays, which does not keep its memory.
+
+        Other memory of the host is used by the host, at the capture: that is returned as it is.
+        """
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            memory = tensor.untyped_storage()
+            on_device = active().device_of(tensor).type == "cuda"
+            if not memory.nbytes() or not (on_device or active().is_pinned(tensor)):
+                return tensor
+            form = tensor.storage_offset(), tensor.shape, tensor.stride()
+            alias: torch.Tensor = tensor.new_empty(0).detach()
+            return alias.set_(self._alias_of(memory), *form)
+
+    def check_inputs(self) -> None:
+        """SimulationError where some was freed, which a GPU would read as it is by now."""
+        for each in self._inputs:
+            if each.memory() is None:
+                raise active().fault(
+                    "stale", f"a replay uses memory that was freed, captured at [{each.site}]"
+                )
+
+    def _alias_of(self, memory: Any) -> Any:
+        address = memory.data_ptr()
+        entry = self._by_address.get(address)
+        if entry is None or entry.memory() is not memory:
+            buffer = (ctypes.c_char * memory.nbytes()).from_address(address)
+            alias: Any = torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
+            # Its device and its log.
+            vars(alias).update(vars(memory))
+            entry = self._by_address[address] = _Input(weakref.ref(memory), alias, site())
+            self._inputs.append(entry)
+        return entry.alias
 
 
 class Graph:
@@ -156,11 +183,10 @@ class Graph:
     def __del__(self) -> None:
         self._destroy()
 
-    def capture_begin(
-        self, pool: Any = None, capture_error_mode: str = "global", **options: Any
-    ) -> None:
+    def capture_begin(self, pool: Any = None, capture_error_mode: str = "thread_local") -> None:
         """Work of the current stream is recorded from here on; its device does nothing."""
-        del pool, options
+        del pool
+        assert capture_error_mode == "thread_local", "no other mode is simulated"
         simulation, stream = active(), current_stream()
         if simulation.capture is not None:
             raise RuntimeError("CUDA error: a capture is under way in this process")
@@ -168,8 +194,7 @@ class Graph:
             raise RuntimeError("CUDA graphs must be captured on a non-default stream")
         self._entered = ExitStack()
         self._redo = None
-        is_global = capture_error_mode == "global"
-        capture = Capture(stream, stream.agent, self._entered.close, is_global)
+        capture = Capture(stream, stream.agent, self._entered.close)
         self._capture = simulation.capture = capture
         self._tape = _CaptureTape(self._capture)
         self._entered.enter_context(self._tape)
@@ -199,7 +224,7 @@ class Graph:
         """
         if self._redo is None or self._capture is None:
             raise RuntimeError("Called CUDAGraph::replay without a preceding successful capture.")
-        self._tape.inputs.check()
+        self._tape.check_inputs()
         assert self._destroyed is not None, "a capture that ended well sets it"
         destroyed, name, before = self._destroyed
         if destroyed[name] > before:
