@@ -89,8 +89,8 @@ def make_models(folder: Path) -> None:
     wide = {"hidden_size": 1024, "intermediate_size": 1024, "head_dim": 128}
     heads = {"num_attention_heads": 16, "num_key_value_heads": 8, "num_hidden_layers": 2}
     long = small_config("llama", **wide, **heads, **POSITIONS)
-    TinyModel("llama", small, (0, 1, 2), "").build().save_pretrained(folder / "llama")
-    TinyModel("long", long, (0, 1), "").build().save_pretrained(folder / "long")
+    TinyModel("llama", small, (0, 1, 2)).build().save_pretrained(folder / "llama")
+    TinyModel("long", long, (0, 1)).build().save_pretrained(folder / "long")
     LATENT_MODELS["deepseek_v2"].build().save_pretrained(folder / "deepseek_v2")
 
 

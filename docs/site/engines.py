@@ -42,7 +42,7 @@ Runner = Callable[[Sequence[RankCase]], list[RankOutcome]]
 def build() -> PreTrainedModel:
     """A small Llama of four KV heads and three layers."""
     config = small_config("llama", **SIZES, num_hidden_layers=3)
-    return TinyModel("four heads", config, (0, 1, 2), "").build()
+    return TinyModel("four heads", config, (0, 1, 2)).build()
 
 
 def spread(model: PreTrainedModel, cases: Sequence[RankCase], folder: Path) -> list[RankOutcome]:

@@ -49,6 +49,7 @@ moved them by at most 3e-5 in any mode; a budget of a single token by 0.1 and mo
 ALL_MODELS = MODELS | LATENT_MODELS | GEMMA4_MODELS | SHARED_MODELS | HYBRID_MODELS | INDEXED_MODELS
 """All test models, by name."""
 
+
 # How configurations call the tokens that a layer works on together.
 _SPANS = (
     "sliding_window",
@@ -126,8 +127,8 @@ def check(
 
     Raises:
         AssertionError: the first difference, with model and mode, or that no cold row was read.
-        ValueError: the mode does not work on the model, see ``mode.supports(model)``, or its texts
-            are no longer than a window or block of the model, so that they would show nothing.
+        ValueError: the mode does not work on the model, or its texts are no longer than a window
+            or block of the model, so that they would show nothing.
     """
     where = f"{model.config.model_type}, {mode.name}"
     if baseline is None:

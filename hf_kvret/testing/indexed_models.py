@@ -105,21 +105,18 @@ _GLM5_NEXT = {
 _indexed = partial(TinyModel, seed=3, attention="eager")
 
 
-def _latent(name: str, note: str, model_type: str = "", **changes: Any) -> TinyModel:
+def _latent(name: str, model_type: str = "", **changes: Any) -> TinyModel:
     config = config_of(model_type or name, **{**_INDEXED, **changes})
-    return _indexed(name, config, (0, 1, 2), note)
+    return _indexed(name, config, (0, 1, 2))
 
 
 _ZOO = (
-    _latent("deepseek_v32", "12 tokens a query"),
-    _latent("deepseek_v32_wide", "more tokens than there are", "deepseek_v32", index_topk=512),
-    _latent(
-        "glm_moe_dsa",
-        "a layer that reuses the choice below it",
-        indexer_types=["full", "shared", "full"],
-    ),
-    _latent("axk2", "normed after attention"),
-    _latent("hy_v4", "gates"),
+    _latent("deepseek_v32"),
+    # It chooses more tokens than there are.
+    _latent("deepseek_v32_wide", "deepseek_v32", index_topk=512),
+    _latent("glm_moe_dsa", indexer_types=["full", "shared", "full"]),
+    _latent("axk2"),
+    _latent("hy_v4"),
     _indexed(
         "hy_v4_vl",
         config_of(
@@ -132,15 +129,9 @@ _ZOO = (
             **_MARKS,
         ),
         (0, 1, 2),
-        "positions in three parts",
         architecture="HYV4VLForConditionalGeneration",
     ),
-    _indexed(
-        "dots3_note",
-        config_of("dots3_note_text", **_DOTS3),
-        (0, 2),
-        "layers that slide over latents of another rank",
-    ),
+    _indexed("dots3_note", config_of("dots3_note_text", **_DOTS3), (0, 2)),
     _indexed(
         "mistral_large4",
         config_of(
@@ -153,7 +144,6 @@ _ZOO = (
             image_token_index=4,
         ),
         (0, 1, 2),
-        "a layer that reads another's latents and choice, one without RoPE",
         architecture="MistralLarge4ForConditionalGeneration",
     ),
     _indexed(
@@ -165,21 +155,10 @@ _ZOO = (
             **_MARKS,
         ),
         (1, 2, 3),
-        "pools of tokens, made into a mask; a linear layer",
         architecture="Glm5NextForConditionalGeneration",
     ),
-    _indexed(
-        "qwen4_exp",
-        config_of("qwen4_exp_text", **_QWEN4),
-        (1, 2),
-        "blocks of tokens, folded into the mask; a linear layer",
-    ),
-    _indexed(
-        "minimax_m3",
-        config_of("minimax_m3_vl_text", **_MINIMAX_M3),
-        (0, 1, 2),
-        "blocks of tokens by KV head; a layer of full attention",
-    ),
+    _indexed("qwen4_exp", config_of("qwen4_exp_text", **_QWEN4), (1, 2)),
+    _indexed("minimax_m3", config_of("minimax_m3_vl_text", **_MINIMAX_M3), (0, 1, 2)),
 )
 
 INDEXED_MODELS: dict[str, TinyModel] = {model.name: model for model in _ZOO}

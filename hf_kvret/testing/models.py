@@ -137,24 +137,15 @@ _YARN = {
 }
 
 _ZOO = (
-    TinyModel(
-        "llama",
-        small_config("llama", rope_parameters=_LLAMA3_ROPE),
-        (0, 1),
-        "llama3 rope, GQA",
-        seed=4,
-    ),
-    TinyModel("qwen2", small_config("qwen2"), (0, 1), "biases on q, k, v"),
-    TinyModel("qwen3", small_config("qwen3", head_dim=24), (0, 1), "q/k norm, head dim 24", seed=3),
-    TinyModel(
-        "mistral", small_config("mistral", sliding_window=None, head_dim=16), (0, 1), "full", seed=4
-    ),
-    TinyModel("phi3", small_config("phi3"), (0, 1), "q, k and v in one matrix"),
+    TinyModel("llama", small_config("llama", rope_parameters=_LLAMA3_ROPE), (0, 1), seed=4),
+    TinyModel("qwen2", small_config("qwen2"), (0, 1)),
+    TinyModel("qwen3", small_config("qwen3", head_dim=24), (0, 1), seed=3),
+    TinyModel("mistral", small_config("mistral", sliding_window=None, head_dim=16), (0, 1), seed=4),
+    TinyModel("phi3", small_config("phi3"), (0, 1)),
     TinyModel(
         "gemma2",
         small_config("gemma2", head_dim=16, query_pre_attn_scalar=16, **_SLIDE_AND_FULL),
         (1, 2),
-        "soft cap of 50 on the scores, layers that slide",
         seed=4,
         attention="eager",  # sdpa of transformers 5.17 leaves the soft cap out
     ),
@@ -162,22 +153,15 @@ _ZOO = (
         "gemma3",
         small_config("gemma3_text", head_dim=16, query_pre_attn_scalar=16, **_SLIDE_AND_FULL),
         (1, 2),
-        "q/k norm, layers that slide, two kinds of rope",
         seed=1,
     ),
     TinyModel(
-        "gemma4",
-        config_of("gemma4_text", **GEMMA4),
-        (1, 2),
-        "heads and head dims by layer, keys and values of one projection",
-        seed=6,
-        embedding=_GEMMA4_EMBEDDING,
+        "gemma4", config_of("gemma4_text", **GEMMA4), (1, 2), seed=6, embedding=_GEMMA4_EMBEDDING
     ),
     TinyModel(
         "gpt_oss",
         small_config("gpt_oss", rope_parameters=_YARN, **_GPT_OSS, **_SLIDE_AND_FULL),
         (1, 2),
-        "attention sinks, layers that slide, experts",
         seed=2,
     ),
     TinyModel(
@@ -191,55 +175,26 @@ _ZOO = (
             },
         ),
         (0, 1),
-        "rope on a quarter of the head, MHA",
     ),
-    TinyModel("gpt2", config_of("gpt2", **_GPT2), (0, 1), "learned positions, MHA"),
+    TinyModel("gpt2", config_of("gpt2", **_GPT2), (0, 1)),
+    TinyModel("cohere", small_config("cohere", logit_scale=1.0), (0, 1)),
+    TinyModel("glm", small_config("glm", head_dim=16), (0, 1)),
+    TinyModel("olmo2", small_config("olmo2"), (0, 1), seed=1),
+    TinyModel("exaone4", small_config("exaone4", **_SLIDE_AND_FULL), (1, 2), seed=2),
     TinyModel(
-        "cohere",
-        small_config("cohere", logit_scale=1.0),
-        (0, 1),
-        "interleaved rope, parallel block",
-    ),
-    TinyModel(
-        "glm", small_config("glm", head_dim=16), (0, 1), "interleaved rope on half of the head"
-    ),
-    TinyModel("olmo2", small_config("olmo2"), (0, 1), "norms after attention", seed=1),
-    TinyModel(
-        "exaone4",
-        small_config("exaone4", **_SLIDE_AND_FULL),
-        (1, 2),
-        "full layers without rope",
-        seed=2,
+        "smollm3", small_config("smollm3", num_hidden_layers=3, no_rope_layers=[1, 0, 1]), (0, 1, 2)
     ),
     TinyModel(
-        "smollm3",
-        small_config("smollm3", num_hidden_layers=3, no_rope_layers=[1, 0, 1]),
-        (0, 1, 2),
-        "a layer without rope",
+        "mixtral", small_config("mixtral", num_local_experts=4, num_experts_per_tok=2), (0, 1)
     ),
-    TinyModel(
-        "mixtral",
-        small_config("mixtral", num_local_experts=4, num_experts_per_tok=2),
-        (0, 1),
-        "experts",
-    ),
-    TinyModel(
-        "qwen3_next",
-        small_config("qwen3_next", **QWEN3_NEXT),
-        (1, 2),
-        "linear hybrid, gated",
-        seed=5,
-    ),
+    TinyModel("qwen3_next", small_config("qwen3_next", **QWEN3_NEXT), (1, 2), seed=5),
     TinyModel(
         "qwen2_vl",
         config_of("qwen2_vl", **_QWEN2_VL),
         (0, 1),
-        "text in three dimensions of positions, composite config",
         architecture="Qwen2VLForConditionalGeneration",
     ),
-    TinyModel(
-        "lfm2", small_config("lfm2", **_LFM2), (1, 2), "convolutions between the layers", seed=4
-    ),
+    TinyModel("lfm2", small_config("lfm2", **_LFM2), (1, 2), seed=4),
 )
 
 MODELS: dict[str, TinyModel] = {model.name: model for model in _ZOO}
@@ -268,29 +223,12 @@ _BART = {
 _MAMBA = {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4, "vocab_size": VOCAB_SIZE}
 
 _REFUSED = (
-    TinyModel("falcon", small_config("falcon"), (0, 1), "ignores the attention switch"),
-    TinyModel("bloom", small_config("bloom", n_head=4), (0, 1), "ignores the attention switch"),
-    TinyModel(
-        "t5",
-        config_of("t5", **_T5),
-        (),
-        "encoder and decoder, position bias",
-        architecture="T5ForConditionalGeneration",
-    ),
-    TinyModel(
-        "bart",
-        config_of("bart", **_BART),
-        (),
-        "encoder and decoder",
-        architecture="BartForConditionalGeneration",
-    ),
-    TinyModel("mamba", config_of("mamba", **_MAMBA), (), "no attention"),
-    TinyModel(
-        "mistral_sliding",
-        small_config("mistral", sliding_window=16, head_dim=16),
-        (),
-        "slides in all layers",
-    ),
+    TinyModel("falcon", small_config("falcon"), (0, 1)),
+    TinyModel("bloom", small_config("bloom", n_head=4), (0, 1)),
+    TinyModel("t5", config_of("t5", **_T5), (), architecture="T5ForConditionalGeneration"),
+    TinyModel("bart", config_of("bart", **_BART), (), architecture="BartForConditionalGeneration"),
+    TinyModel("mamba", config_of("mamba", **_MAMBA), ()),
+    TinyModel("mistral_sliding", small_config("mistral", sliding_window=16, head_dim=16), ()),
 )
 
 REFUSED: dict[str, Callable[[], PreTrainedModel]] = {m.name: m.build for m in _REFUSED}
@@ -355,27 +293,21 @@ def _latent(model_type: str, **changes: Any) -> Callable[[], PreTrainedConfig]:
 
 
 _LATENT_ZOO = (
-    TinyModel("deepseek_v2", _latent("deepseek_v2"), (0, 1), "complex rotations"),
-    TinyModel("deepseek_v3", _latent("deepseek_v3"), (0, 1), "interleaved rotations"),
+    TinyModel("deepseek_v2", _latent("deepseek_v2"), (0, 1)),
+    TinyModel("deepseek_v3", _latent("deepseek_v3"), (0, 1)),
     TinyModel(
-        "glm4_moe_lite",
-        _latent("glm4_moe_lite", qk_nope_head_dim=24, v_head_dim=24),
-        (0, 1),
-        "head dim 24, rank 16",
+        "glm4_moe_lite", _latent("glm4_moe_lite", qk_nope_head_dim=24, v_head_dim=24), (0, 1)
     ),
-    TinyModel(
-        "longcat_flash", config_of("longcat_flash", **_LONGCAT), (0, 1, 2, 3), "two caches a layer"
-    ),
+    TinyModel("longcat_flash", config_of("longcat_flash", **_LONGCAT), (0, 1, 2, 3)),
     TinyModel(
         "mistral4",
         _latent("mistral4", rope_parameters=_YARN),
         (0, 1),
-        "yarn, queries scaled by position",
         architecture="Mistral4ForCausalLM",
     ),
-    TinyModel("minicpm3", _latent("minicpm3", dim_model_base=64), (0, 1), "dense"),
-    TinyModel("youtu", _latent("youtu"), (0, 1), "dense"),
-    TinyModel("axk1", _latent("axk1"), (0, 1), "mixture of experts"),
+    TinyModel("minicpm3", _latent("minicpm3", dim_model_base=64), (0, 1)),
+    TinyModel("youtu", _latent("youtu"), (0, 1)),
+    TinyModel("axk1", _latent("axk1"), (0, 1)),
     TinyModel(
         "kimi_k25",
         config_of(
@@ -384,15 +316,10 @@ _LATENT_ZOO = (
             vision_config=VISION,
         ),
         (0, 1),
-        "DeepSeek-V3 with images; prompts without",
         architecture="Kimi_K25ForConditionalGeneration",
     ),
-    TinyModel(
-        "kimi_linear", _latent("kimi_linear", **_KIMI_LINEAR), (1, 2), "linear attention between"
-    ),
-    TinyModel(
-        "bailing_hybrid", _latent("bailing_hybrid", **_BAILING), (1, 3), "linear attention between"
-    ),
+    TinyModel("kimi_linear", _latent("kimi_linear", **_KIMI_LINEAR), (1, 2)),
+    TinyModel("bailing_hybrid", _latent("bailing_hybrid", **_BAILING), (1, 3)),
 )
 
 LONG_LATENT_MODEL = TinyModel(
@@ -401,7 +328,6 @@ LONG_LATENT_MODEL = TinyModel(
         "deepseek_v3", num_hidden_layers=1, kv_lora_rank=512, qk_rope_head_dim=64, v_head_dim=24
     ),
     (0,),
-    "rows as long as those of large models",
 )
 """A model like those of ``LATENT_MODELS``, with rows of 512 + 64 elements."""
 
@@ -442,24 +368,17 @@ _UNIFIED_TEXT = {name: x for name, x in GEMMA4.items() if name != "hidden_size_p
 _relative = partial(TinyModel, seed=2, embedding=_GEMMA4_EMBEDDING)
 
 _GEMMA4_ZOO = (
-    _relative("gemma4_experts", _gemma4(**_EXPERTS), (1, 2), "experts, as in the 26B"),
-    _relative(
-        "gemma4_own_values",
-        _gemma4(attention_k_eq_v=False),
-        (1, 2),
-        "keys and values of two projections",
-    ),
+    _relative("gemma4_experts", _gemma4(**_EXPERTS), (1, 2)),
+    _relative("gemma4_own_values", _gemma4(attention_k_eq_v=False), (1, 2)),
     _relative(
         "gemma4_512",
         _gemma4(global_head_dim=512, num_hidden_layers=2, layer_types=GEMMA4["layer_types"][:2]),
         (1,),
-        "the head dim of the real ones",
     ),
     _relative(
         "gemma4_composite",
         config_of("gemma4", text_config=GEMMA4, vision_config=None, **_MARKS),
         (1, 2),
-        "text in a model for images",
         architecture="Gemma4ForConditionalGeneration",
     ),
     _relative(
@@ -471,7 +390,6 @@ _GEMMA4_ZOO = (
             **_MARKS,
         ),
         (1, 2),
-        "tokens of an image see each other in layers that slide",
         architecture="Gemma4UnifiedForConditionalGeneration",
     ),
 )
@@ -503,17 +421,9 @@ _ZAMBA2 = {
 _ZAYA = {"head_dim": 16, "num_experts": 4, "moe_intermediate_size": 32, "router_hidden_size": 16}
 
 _HYBRID_ZOO = (
-    TinyModel(
-        "falcon_h1",
-        small_config("falcon_h1", head_dim=16, **_FALCON_H1),
-        (0, 1),
-        "a linear state before attention, in each layer",
-        seed=1,
-    ),
-    TinyModel(
-        "zamba2", small_config("zamba2", **_ZAMBA2), (1, 3), "a linear state behind attention"
-    ),
-    TinyModel("zaya", small_config("zaya", **_ZAYA), (0, 1), "a convolution of queries and keys"),
+    TinyModel("falcon_h1", small_config("falcon_h1", head_dim=16, **_FALCON_H1), (0, 1), seed=1),
+    TinyModel("zamba2", small_config("zamba2", **_ZAMBA2), (1, 3)),
+    TinyModel("zaya", small_config("zaya", **_ZAYA), (0, 1)),
 )
 
 HYBRID_MODELS: dict[str, TinyModel] = {model.name: model for model in _HYBRID_ZOO}
@@ -538,23 +448,12 @@ _GEMMA3N = {
 _GEMMA4_SHARED = {**GEMMA4, **_SHARED}
 
 _SHARED_ZOO = (
-    _relative(
-        "gemma3n",
-        config_of("gemma3n_text", **{**_SHARED, **_GEMMA3N}),
-        (1,),
-        "layers that read another's keys with all queries",
-    ),
-    _relative(
-        "gemma4_shared",
-        config_of("gemma4_text", **_GEMMA4_SHARED),
-        (1,),
-        "layers that read another's keys, of a prompt with its last query alone",
-    ),
+    _relative("gemma3n", config_of("gemma3n_text", **{**_SHARED, **_GEMMA3N}), (1,)),
+    _relative("gemma4_shared", config_of("gemma4_text", **_GEMMA4_SHARED), (1,)),
     _relative(
         "gemma4_shared_composite",
         config_of("gemma4", text_config=_GEMMA4_SHARED, vision_config=None, **_MARKS),
         (1,),
-        "the same in a model for images",
         architecture="Gemma4ForConditionalGeneration",
     ),
 )

@@ -61,11 +61,6 @@ class Mode:
             return f"transformers' own cache fails too: {outcome}"
         return outcome
 
-    def supports(self, model: PreTrainedModel) -> str | None:
-        """None where the mode works on `model`, otherwise the reason why it can't (by trial)."""
-        outcome = self.reference(model)
-        return outcome if isinstance(outcome, str) else None
-
 
 _RAGGED_LENGTHS = (61, 40, 52)
 

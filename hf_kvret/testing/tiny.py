@@ -35,7 +35,6 @@ class TinyModel:
         name: key in the zoo.
         config: makes the configuration anew.
         full_attention: indices of the layers with full attention, which get retrieval.
-        note: what is particular about its attention.
         seed: of the weights; chosen so that a token lost in mid-prompt changes the greedy text.
         architecture: class in transformers; empty for the causal language model of the config.
         attention: implementation; None for the one that transformers chooses.
@@ -46,7 +45,6 @@ class TinyModel:
     name: str
     config: Callable[[], PreTrainedConfig]
     full_attention: tuple[int, ...]
-    note: str
     seed: int = 0
     architecture: str = ""
     attention: str | None = None

@@ -20,15 +20,13 @@ from .pages import DOCS, ROOT, SITE, site_tool
 
 messages = site_tool("messages")
 links = site_tool("links")
+CONFIG = tomllib.loads((SITE / "zensical.toml").read_text(encoding="utf-8"))["project"]
 
 
 def test_every_message_that_the_page_quotes_is_in_the_code() -> None:
     page = messages.PAGE.read_text(encoding="utf-8")
     quotes = messages.quotes(page)
-    assert 35 <= len(quotes) <= 60
-    assert len(quotes) == len(set(quotes))
-    # A shorter quote could be the beginning of many messages.
-    assert all(len(quote.replace("…", "").split()) >= 2 for quote in quotes)
+    assert len(quotes) == len(set(quotes)) >= 35
     assert messages.missing(page, messages.texts_of_the_code()) == []
 
 
@@ -38,16 +36,12 @@ def test_a_quote_that_is_not_in_the_code_is_noticed(tmp_path: Path) -> None:
         '"""This is a docstring."""\n'
         "def f(x):\n"
         "    if x: raise ValueError(f'x={x!r} is odd: ' f'{NAMES}')\n"
-        "    if x: raise TypeError('no {} here: {}'.format(x, 1))\n"
         "    _log.warning('%s of %d rows', x, 2)\n"
     )
     table = (
-        "| message begins with | do |\n|---|---|\n"
-        "| `x=… is odd`, `no … here: …` | `not a message` |\n| `… of … rows` | |\n"
-        "| `x=… is even` | |\n| `This is a docstring` | |\n\n"
-        "| other | do |\n|---|---|\n| `no message either` | |\n"
+        "| message begins with | do |\n|---|---|\n| `x=… is odd` | `not a message` |\n"
+        "| `… of … rows` | |\n| `x=… is even`, `This is a docstring` | |\n"
     )
-    assert len(messages.quotes(table)) == 5
     code = tuple(messages.texts(file))
     assert messages.missing(table, code) == ["x=… is even", "This is a docstring"]
 
@@ -89,8 +83,7 @@ def pages_of(nav: object) -> list[str]:
 
 def test_every_page_is_in_the_navigation_but_results() -> None:
     """Results and tasks are reached from their own tables."""
-    config = tomllib.loads((SITE / "zensical.toml").read_text(encoding="utf-8"))["project"]
-    pages = pages_of(config["nav"])
+    pages = pages_of(CONFIG["nav"])
     assert len(pages) == len(set(pages))
     for page in pages:
         assert (DOCS / page).is_file() or (ROOT / page).is_file(), page
@@ -100,11 +93,10 @@ def test_every_page_is_in_the_navigation_but_results() -> None:
 
 
 def test_the_site_takes_nothing_from_other_servers() -> None:
-    config = tomllib.loads((SITE / "zensical.toml").read_text(encoding="utf-8"))["project"]
-    assert config["strict"] is True
-    assert config["theme"]["font"] is False
+    assert CONFIG["strict"] is True
+    assert CONFIG["theme"]["font"] is False
     # Zensical then leaves out its own shim, which comes from a CDN.
-    assert [one["path"] for one in config["extra"]["polyfills"]] == ["site/iframe-worker.js"]
+    assert [one["path"] for one in CONFIG["extra"]["polyfills"]] == ["site/iframe-worker.js"]
     # It draws mermaid by a script from a CDN: diagrams of the pages are pictures.
     mermaid = [page for page in DOCS.rglob("*.md") if "```mermaid" in page.read_text("utf-8")]
     assert not mermaid

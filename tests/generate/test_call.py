@@ -168,7 +168,7 @@ def phi(kind: str = "phi3") -> PreTrainedModel:
         eos_token_id=None,
         pad_token_id=0,
     )
-    return TinyModel(kind, config, (0, 1), "drops its cache").build()
+    return TinyModel(kind, config, (0, 1)).build()
 
 
 @pytest.mark.parametrize(

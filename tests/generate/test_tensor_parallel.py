@@ -26,7 +26,7 @@ METHODS = ["flat", "paris", "lrqk", "ctkvr", "h2o", "a2ats"]
 STORES = ["host", "resident", "cpu", "split", "higgs", "higgs-host"]
 SIZES = {"hidden_size": 128, "num_attention_heads": 8, "num_key_value_heads": 4}
 CODEC = {"predictor": "none", "first_bits": 4, "recent": 8, "flush": 4, "dense_below": 0}
-LLAMA = TinyModel("four heads", small_config("llama", **SIZES), (0, 1), "")
+LLAMA = TinyModel("four heads", small_config("llama", **SIZES), (0, 1))
 
 
 def play(name: str, method: str = "paris", **options: Any) -> RankCase:
