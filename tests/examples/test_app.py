@@ -18,9 +18,9 @@ from app_parts.languages import Tokens, language_of
 from app_parts.reading import CACHES, Limits, Reading
 from app_parts.session import Choices, Desk, Session
 from app_parts.showing import answer_html, document_html, escaped, notice, numbers_html
-from app_parts.uploads import check_size, checked, size_text, text_of, visible
+from app_parts.uploads import check_size, checked, text_of, visible
 
-from hf_kvret.lab.evaluate.bundled import REFERENCE_MODEL, load_bundled_model
+from hf_kvret.lab.evaluate.bundled import load_bundled_model
 from hf_kvret.lab.evaluate.subject import Subject, load_subject
 
 
@@ -183,20 +183,6 @@ def test_a_needle_is_found_and_its_tokens_are_the_strongest(session: Session) ->
         assert int(marks.shares.argmax()) == slot
 
 
-def test_shares_of_all_that_was_attended_to_are_one(session: Session) -> None:
-    answer = answer_of(session)
-    heads = answer.heads
-    assert list(heads) == [0, 1, 2]
-    parts = [Part(range(2)), Part(range(1)), Part(range(2), 1), Part(range(2), 1, 0)]
-    for part, selections in zip(parts, (2 * 6, 6, 4, 2), strict=True):
-        marks = highlights(answer, part)
-        assert marks.selections == selections
-        assert marks.counts.sum() == 8 * selections
-        assert marks.shares.sum() + sum(marks.near_shares) == pytest.approx(1, abs=1e-5)
-        assert not (marks.sinks | marks.recent)[marks.counts > 0].any()
-        assert marks.sinks.sum() == 4
-
-
 def test_shares_are_those_of_attention_as_the_model_computes_it() -> None:
     """With a budget that covers everything; the model alone, by its own eager attention."""
     plain = load_bundled_model()
@@ -269,17 +255,6 @@ def test_the_environment_opens_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     app.close_environment()
     left = {name: value for name, value in os.environ.items() if name.startswith("GRADIO_")}
     assert left == {"GRADIO_TEMP_DIR": "/", "GRADIO_ANALYTICS_ENABLED": "False"}
-
-
-def test_the_page_of_the_docs_has_the_limits() -> None:
-    text, limits = (ROOT / "docs" / "app.md").read_text(), Limits()
-    for limit in (
-        size_text(limits.upload),
-        f"{limits.tokens:,} tokens of a document",
-        f"{limits.answer} tokens of an answer",
-        f"{limits.question:,} characters",
-    ):
-        assert limit in text
 
 
 def test_a_short_document_says_that_nothing_was_retrieved(subject: Subject) -> None:
@@ -378,14 +353,3 @@ def test_without_gradio_the_remedy_is_named(
     monkeypatch.setattr(app.importlib.util, "find_spec", lambda name: None)
     assert app.main([]) == 1
     assert 'pip install -c constraints.txt ".[app]"' in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_the_example_of_the_reference_model_is_answered() -> None:
-    assert REFERENCE_MODEL.is_dir()
-    desk = Desk(load_subject("reference"), Choices(limits=Limits(answer=16)))
-    session = Session(desk)
-    list(session.read(desk.of_text(desk.example.document), "paris"))
-    for question, number in zip(desk.example.questions, ("4821907", "7310642"), strict=False):
-        list(session.ask(question, "paris", "64"))
-        assert number in answer_of(session).text

@@ -1,7 +1,7 @@
 """Plant each fault of ``faults.json`` in this checkout and see whether the tests notice.
 
-    python tests/mutants/run.py                  every fault, on the tests of its module
-    python tests/mutants/run.py NAME ... --whole  these, survivors also on the whole default run
+    python tests/mutants/run.py           every fault, on the tests of its module
+    python tests/mutants/run.py NAME ...  these
 
 A fault is planted in the file itself and taken back afterwards, also after Ctrl-C; files with
 changes that are not committed are refused. Ends with status 1 if a fault survives. A fault names a
@@ -15,7 +15,6 @@ import ast
 import json
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -105,70 +104,40 @@ def plant(fault: Fault) -> str:
     return text
 
 
-def fails(tests: list[str], workers: int) -> bool | None:
-    """Whether some of ``tests`` (none named: all) fail; None where there is nothing to run."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
-    command += ["-n", str(workers), *tests]
-    status = subprocess.run(command, cwd=ROOT, capture_output=True, check=False).returncode
-    if status == 5:
-        return None
+def is_caught(fault: Fault) -> bool:
+    """Whether some test of its module fails with ``fault``."""
+    tests, before = tests_of(fault.file), plant(fault)
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n2", "-p", "no:cacheprovider", *tests]
+    try:
+        status = subprocess.run(command, cwd=ROOT, capture_output=True, check=False).returncode
+    finally:
+        (ROOT / fault.file).write_text(before, encoding="utf-8")
     # 2: with several processes, -x ends as an interruption.
     if status not in (0, 1, 2):
         raise RuntimeError(f"pytest ended with status {status}: {' '.join(command)}")
     return status != 0
 
 
-def outcome(fault: Fault, whole: bool, workers: int) -> str:
-    """``caught``, ``caught by the whole run`` or ``survived``."""
-    before = plant(fault)
-    try:
-        tests = tests_of(fault.file)
-        if tests and fails(tests, workers):
-            return "caught"
-        if whole and fails([], workers):
-            return "caught by the whole run"
-        return "survived"
-    finally:
-        (ROOT / fault.file).write_text(before, encoding="utf-8")
-
-
 def main() -> int:
     """Run the faults that were named, or all; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(usage=__doc__)
     names = [fault.name for fault in FAULTS]
-    parser.add_argument("names", nargs="*", metavar="NAME", help="faults to plant (default: all)")
-    parser.add_argument("--whole", action="store_true", help="try survivors on all default tests")
-    parser.add_argument("--workers", type=int, default=2, help="test processes (default: 2)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the outcomes as JSON")
+    parser.add_argument("names", nargs="*", metavar="NAME")
     options = parser.parse_args()
     unknown = sorted(set(options.names) - set(names))
     if unknown:
         parser.error(f"no fault is called {', '.join(unknown)}; there are {', '.join(names)}")
     chosen = [fault for fault in FAULTS if not options.names or fault.name in options.names]
-    changed = subprocess.run(
-        ["git", "status", "--porcelain", "--", *{fault.file for fault in chosen}],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
+    status = ["git", "status", "--porcelain", "--", *{fault.file for fault in chosen}]
+    changed = subprocess.run(status, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     if changed:
         parser.error(f"commit these first, the faults are planted in them:\n{changed}")
-    outcomes: dict[str, str] = {}
+    survivors = 0
     for number, fault in enumerate(chosen, 1):
-        start = time.monotonic()
-        outcomes[fault.name] = outcome(fault, options.whole, options.workers)
-        seconds = time.monotonic() - start
-        print(
-            f"{number}/{len(chosen)} {fault.name}: {outcomes[fault.name]} ({seconds:.0f} s)",
-            flush=True,
-        )
-        if options.json:
-            options.json.write_text(json.dumps(outcomes, indent=1) + "\n", encoding="utf-8")
-    survivors = [name for name, result in outcomes.items() if result == "survived"]
-    print(f"{len(chosen) - len(survivors)} of {len(chosen)} faults caught")
+        result = "caught" if is_caught(fault) else "survived"
+        survivors += result == "survived"
+        print(f"{number}/{len(chosen)} {fault.name}: {result}", flush=True)
+    print(f"{len(chosen) - survivors} of {len(chosen)} faults caught")
     return 1 if survivors else 0
 
 
