@@ -19,9 +19,11 @@ struct Case {
         r.batch = pick(1, 2);
         r.kv_heads = pick(1, 3);
         r.id_heads = r.kv_heads * pick(1, 2);
-        r.query_heads = r.id_heads * pick(1, 9);
-        r.queries = pick(0, 3);
-        r.count = pick(0, 3) == 0 ? pick(0, 4) : pick(0, 700);
+        // From 12 heads on that share ids, the library goes by panels of them.
+        const bool many = pick(0, 3) == 0;
+        r.query_heads = r.id_heads * (many ? pick(12, 70) : pick(1, 11));
+        r.queries = many ? pick(0, 1) : pick(0, 3);
+        r.count = pick(0, 3) == 0 ? pick(0, 4) : pick(0, many ? 200 : 700);
         r.key_dim = pick(1, 3) == 1 ? 64 : pick(1, 70);
         r.value_dim = pick(1, 3) == 1 ? 64 : pick(1, 70);
         r.page_len = pick(0, 1) ? 8 : pick(1, 9);
