@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,16 +9,12 @@ from typing import Any
 
 import pytest
 
+from ...lab.conftest import tiny_model_dir, tiny_text
+
+__all__ = ["tiny_model_dir", "tiny_text"]
+
 ROOT = Path(__file__).parents[3]
 sys.path.insert(0, str(ROOT / "examples" / "studies"))
-
-_spec = importlib.util.spec_from_file_location(
-    "hf_kvret_test_evaluation", ROOT / "tests" / "lab" / "conftest.py"
-)
-assert _spec is not None and _spec.loader is not None
-_fixtures = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(_fixtures)
-tiny_model_dir, tiny_text = _fixtures.tiny_model_dir, _fixtures.tiny_text
 
 
 @pytest.fixture
