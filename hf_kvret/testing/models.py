@@ -209,24 +209,11 @@ _T5 = {
     "num_heads": 2,
     "decoder_start_token_id": PAD_TOKEN,
 }
-_BART = {
-    "vocab_size": VOCAB_SIZE,
-    "d_model": 32,
-    "encoder_layers": 1,
-    "decoder_layers": 1,
-    "encoder_attention_heads": 2,
-    "decoder_attention_heads": 2,
-    "encoder_ffn_dim": 32,
-    "decoder_ffn_dim": 32,
-    "decoder_start_token_id": PAD_TOKEN,
-}
 _MAMBA = {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4, "vocab_size": VOCAB_SIZE}
 
 _REFUSED = (
     TinyModel("falcon", small_config("falcon"), (0, 1)),
-    TinyModel("bloom", small_config("bloom", n_head=4), (0, 1)),
     TinyModel("t5", config_of("t5", **_T5), (), architecture="T5ForConditionalGeneration"),
-    TinyModel("bart", config_of("bart", **_BART), (), architecture="BartForConditionalGeneration"),
     TinyModel("mamba", config_of("mamba", **_MAMBA), ()),
     TinyModel("mistral_sliding", small_config("mistral", sliding_window=16, head_dim=16), ()),
 )

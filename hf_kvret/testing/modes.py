@@ -24,7 +24,6 @@ from hf_kvret.testing.scenario import (
     attempt,
     dynamic_cache,
     recurrent_layers,
-    sliding_layers,
 )
 
 
@@ -67,8 +66,6 @@ _RAGGED_LENGTHS = (61, 40, 52)
 
 def no_reset(model: PreTrainedModel) -> str | None:
     """Reason against models with layers that stay transformers' own and can't be reset."""
-    if not (recurrent_layers(model) or sliding_layers(model)):
-        return None
     outcome = attempt(reset, model, partial(dynamic_cache, model))
     return outcome if isinstance(outcome, str) else None
 

@@ -8,11 +8,7 @@ from typing import Any
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import (
-    Cache,
-    DynamicSlidingWindowLayer,
-    LinearAttentionCacheLayerMixin,
-)
+from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 
 from hf_kvret.models.versions import as_argument
 from hf_kvret.testing.models import VOCAB_SIZE
@@ -220,9 +216,3 @@ def recurrent_layers(model: PreTrainedModel) -> bool:
     """Whether some layer keeps a state in place of rows: linear attention or a convolution."""
     layers = dynamic_cache(model).layers
     return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
-
-
-def sliding_layers(model: PreTrainedModel) -> bool:
-    """Whether some layer keeps a sliding window only."""
-    layers = dynamic_cache(model).layers
-    return any(isinstance(layer, DynamicSlidingWindowLayer) for layer in layers)

@@ -141,17 +141,6 @@ def test_options_of_a_selection_are_refused(
         NativeKVCache(model.config, store="resident", slots=11)
 
 
-def test_a_saved_indexer_of_other_tokens_is_refused(model: PreTrainedModel) -> None:
-    cache = NativeKVCache(model.config, **OPTIONS)
-    model.generate(prompt(1, 60), past_key_values=cache, max_new_tokens=2, do_sample=False)
-    layer = cache.layers[0]
-    state = layer.state_dict()
-    state["indexer.rows"] = state["indexer.rows"][:, :, 1:]
-    twin = NativeKVCache(model.config, **OPTIONS).layers[0]
-    with pytest.raises(ValueError, match=r"indexer\.rows is .*, not .* \[1, 1, 61, 16\]"):
-        twin.load_state_dict(state, torch.device("cpu"))
-
-
 def test_a_base_without_a_mask_of_four_dims_is_refused() -> None:
     arguments: dict[str, Any] = {"batch_size": 1, "q_length": 4, "kv_length": 4, "q_offset": 0}
     carrier = retrieval_mask(**arguments, attention_mask=None, device="cpu")

@@ -256,9 +256,7 @@ def test_bad_options_are_refused_in_every_way_to_give_them(
 
 REASONS = {
     "falcon": "computes attention by itself and ignores",
-    "bloom": "computes attention by itself and ignores",
     "t5": "is an encoder-decoder",
-    "bart": "is an encoder-decoder",
     "mamba": "no full-attention layer",
     "mistral_sliding": "no full-attention layer",
 }
@@ -274,7 +272,7 @@ def test_models_that_cannot_be_served_are_refused_with_the_reason(name: str) -> 
     for method in ("flat", "paris"):
         run = {**RUN, "cache_implementation": method, "decoder_start_token_id": 0}
         requests.append(partial(model.generate, prompt(1, 30), **run))
-    if name not in ("falcon", "bloom"):
+    if name != "falcon":
         requests.append(lambda: FlatKVCache(model.config))
     for request in requests:
         with pytest.raises(ValueError, match=REASONS[name]) as raised:
