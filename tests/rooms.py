@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import json
 from collections import Counter
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -107,6 +108,7 @@ def imports_of(module: str, source: str, *, is_package: bool, known: set[str]) -
     return names
 
 
+@cache
 def imports(module: str) -> set[str]:
     """Full names of what a module of ours imports."""
     path = MODULES[module]

@@ -80,7 +80,7 @@ def no_reset_other_batch(model: PreTrainedModel) -> str | None:
 def greedy(s: Scenario) -> None:
     """The plain call: token ids and nothing else comes back."""
     ids = s.model.generate(
-        s.prompt(1, 60), **as_argument(s.cache()), max_new_tokens=16, do_sample=False
+        s.prompt(1, 60), **as_argument(s.cache()), max_new_tokens=12, do_sample=False
     )
     s.record("tokens", ids)
 
@@ -145,13 +145,13 @@ def beams_ragged(s: Scenario) -> None:
 def assisted(s: Scenario) -> None:
     """A draft model proposes, with a cache of its own; some of its tokens are dropped again."""
     draft = _draft_of(s.model)
-    s.generate(s.prompt(1, 62), s.cache(), max_new_tokens=16, assistant_model=draft)
+    s.generate(s.prompt(1, 62), s.cache(), max_new_tokens=12, assistant_model=draft)
 
 
 def prompt_lookup(s: Scenario) -> None:
     """Drafts are copied out of the prompt, which repeats itself."""
     ids = torch.cat([s.prompt(1, 20)] * 3, dim=1)
-    s.generate(ids, s.cache(), max_new_tokens=16, prompt_lookup_num_tokens=5)
+    s.generate(ids, s.cache(), max_new_tokens=12, prompt_lookup_num_tokens=5)
 
 
 def early_exit(s: Scenario) -> None:
@@ -197,9 +197,7 @@ def second_turn_ragged(s: Scenario) -> None:
             question, question_mask = s.ragged(lengths, salt=turn)
             ids = torch.cat([ids, question], dim=1)
             mask = torch.cat([mask, question_mask], dim=1)
-        answer = s.generate(
-            ids, cache, f"turn {turn}", attention_mask=mask, max_new_tokens=NEW_TOKENS - 4
-        )
+        answer = s.generate(ids, cache, f"turn {turn}", attention_mask=mask, max_new_tokens=6)
         new = answer.shape[1] - ids.shape[1]
         ids, mask = answer, torch.cat([mask, mask.new_ones(len(mask), new)], dim=1)
 

@@ -19,7 +19,7 @@ CacheMaker = Callable[[], Cache]
 FIRST_WORD = 8
 """Smallest token id in prompts; those below mark padding, text and images."""
 
-NEW_TOKENS = 12
+NEW_TOKENS = 8
 """Tokens that each `generate` of a mode adds."""
 
 

@@ -13,9 +13,8 @@ from .cases import Case, cases, check_logits, latent_cases, mean_cases, run
 pytest.importorskip("triton")
 
 QUICK = (
-    Case("flat", "host", "graph", rest="mean"),
-    Case("lrqk", "device", "graph"),
-    Case("lrqk", "device", steps=6, layers=1),
+    Case("flat", "host", "graph", rest="mean", steps=6, layers=1),
+    Case("lrqk", "device", "graph", steps=6, layers=1),
     Case("paris", "device", "eager", "deepseek_v3", steps=6, layers=1),
 )
 # These work on the CPU at every step, and say so.

@@ -140,8 +140,10 @@ def test_a_worker_thread_goes_on_after_what_submitted_it(gpu: Simulation) -> Non
 
 def test_a_capture_does_its_work_at_each_replay(gpu: Simulation) -> None:
     x, total = torch.ones(4, device="cuda"), torch.zeros(4, device="cuda")
-    # A number of the host goes into the graph.
-    graph = captured(lambda: total.add_(x * torch.tensor(3.0)))
+    numbers = [torch.tensor(3.0)]
+    graph = captured(lambda: total.add_(x * numbers[0]))
+    # A number of the host has gone into the graph.
+    numbers.clear()
     graph.replay()
     graph.replay()
     assert not gpu.findings
@@ -178,6 +180,7 @@ def test_what_a_graph_reads_has_to_stay(gpu: Simulation, kind: str, is_kept: boo
 
     del x
     graph = captured(step)
+    assert total.tolist() == [1.0] * 16, "a capture does nothing"
     if is_kept:
         for number in (7.0, 8.0):
             kept[0][:] = number
