@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -193,41 +192,3 @@ def test_the_wheel_holds_the_packages_and_their_data(sdist: Path, wheel: Path) -
     assert {name.split("/")[0] for name in names} == {*PACKAGES, metadata.split("/")[0]}
     assert re.search(r"Apache License\s+Version 2\.0", licence)
     assert "hf-kvret = hf_kvret_cli:main" in entry_points.replace("=", " = ").replace("  ", " ")
-
-
-# Commands of a user without a checkout, their status and a part of their output.
-OUTSIDE = (
-    ("eval niah --context 1K --depths 50 --samples 1 --caches full", 0, "| full "),
-    ("bench prefill --context 1K --steps 1 --warmup 0 --rounds 1 --caches full", 0, "| full "),
-    ("eval ruler --tasks vt --samples 1", 2, "ruler needs a tokenizer"),
-    ("eval niah --model reference", 2, "run this in the folder of a checkout"),
-)
-
-
-@pytest.mark.slow
-def test_the_wheel_runs_where_no_checkout_is(wheel: Path, tmp_path: Path) -> None:
-    """In one process, because starting takes longer than the commands."""
-    installed = tmp_path / "installed"
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(installed)
-    commands = [line.split() for line, *_ in OUTSIDE]
-    code = (
-        "import contextlib, io, json, sys\n"
-        # An editable installation would be found before what lies in PYTHONPATH.
-        "finders = [one for one in sys.meta_path if 'Redirecting' not in type(one).__name__]\n"
-        "sys.meta_path = finders\n"
-        "import hf_kvret\n"
-        "from hf_kvret.cli import main\n"
-        f"assert hf_kvret.__file__.startswith({str(installed)!r}), hf_kvret.__file__\n"
-        "ended = []\n"
-        f"for words in {commands!r}:\n"
-        "    shown = io.StringIO()\n"
-        "    with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown):\n"
-        "        status = main(words)\n"
-        "    ended.append([status, shown.getvalue()])\n"
-        "print(json.dumps(ended))\n"
-    )
-    output = run_python("-c", code, folder=tmp_path, PYTHONPATH=str(installed))
-    ended = json.loads(output.splitlines()[-1])
-    for (line, status, message), (code, shown) in zip(OUTSIDE, ended, strict=True):
-        assert (code, message in shown) == (status, True), f"{line}: {shown}"

@@ -39,7 +39,6 @@ class Browser:
     """One page. See ``open_browser``.
 
     Attributes:
-        requests: addresses that the page asked for, in order.
         errors: messages of its console, and exceptions nobody caught.
     """
 
@@ -48,7 +47,6 @@ class Browser:
         self._buffer = b""
         self._number = 0
         self._session: str | None = None
-        self.requests: list[str] = []
         self.errors: list[str] = []
 
     def attach(self) -> None:
@@ -56,7 +54,7 @@ class Browser:
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         made = self.call("Target.attachToTarget", targetId=target, flatten=True)
         self._session = made["sessionId"]
-        for domain in ("Page", "Runtime", "Network", "DOM", "Log"):
+        for domain in ("Page", "Runtime", "Log"):
             self.call(f"{domain}.enable")
 
     def call(self, method: str, **params: Any) -> Any:
@@ -104,12 +102,6 @@ class Browser:
                 raise TimeoutError(f"never true: {condition}; errors {self.errors}; page:\n{text}")
             time.sleep(0.05)
 
-    def choose_file(self, selector: str, path: Path) -> None:
-        """Choose a file in the first input of this selector."""
-        root = self.call("DOM.getDocument")["root"]["nodeId"]
-        node = self.call("DOM.querySelector", nodeId=root, selector=selector)["nodeId"]
-        self.call("DOM.setFileInputFiles", nodeId=node, files=[str(path)])
-
     def screenshot(self, path: Path, *, whole: bool = False) -> None:
         """Write what is seen, or the whole page, as PNG."""
         made = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
@@ -130,9 +122,7 @@ class Browser:
 
     def _note(self, event: dict[str, Any]) -> None:
         method, params = event.get("method"), event.get("params", {})
-        if method == "Network.requestWillBeSent":
-            self.requests.append(params["request"]["url"])
-        elif method == "Runtime.exceptionThrown":
+        if method == "Runtime.exceptionThrown":
             self.errors.append(json.dumps(params["exceptionDetails"])[:400])
         elif method == "Log.entryAdded" and params["entry"]["level"] == "error":
             self.errors.append(f"{params['entry']['text']} {params['entry'].get('url', '')}")

@@ -1,4 +1,4 @@
-"""The app: texts, events of the page, its logic; a browser is in ``test_app_page.py``."""
+"""The app: texts, events of the page, its logic; its server is in ``test_app_server.py``."""
 
 from __future__ import annotations
 
