@@ -23,7 +23,6 @@ SCRIPTS = {
     "eval exact-answers": "studies/exact_answers.py",
     "bench host-attention": "benchmarks/bench_host_attention.py",
     "bench kernels": "benchmarks/bench_kernels.py",
-    "bench save": "benchmarks/bench_save.py",
 }
 """Each script by the name in its result files."""
 
