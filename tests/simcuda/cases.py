@@ -20,7 +20,8 @@ from hf_kvret.lab.calibrate.tiny import tiny_artifact
 from hf_kvret.replay import DecodeGraph
 from hf_kvret.testing.tiny import spread_weights
 
-from ..simulated_gpu.device import Simulation, simulated, to_device
+from ..simulated_gpu.device import simulated, to_device
+from ..simulated_gpu.simulation import Simulation
 
 METHODS = ("flat", "paris", "lrqk", "ctkvr", "a2ats", "h2o")
 STORES = ("device", "host", "split", "resident", "cpu", "disk", "higgs", "higgs-host")

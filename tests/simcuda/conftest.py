@@ -9,7 +9,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from ..simulated_gpu.device import Simulation, simulated
+from ..simulated_gpu.device import simulated
+from ..simulated_gpu.simulation import Simulation
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import torch
 
 from hf_kvret_kernels.paged import PagedRows
 
-from ..simulated_gpu.device import Simulation, SimulationError
+from ..simulated_gpu.simulation import Simulation, SimulationError
 
 triton = pytest.importorskip("triton")
 tl = triton.language

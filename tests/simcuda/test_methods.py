@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from ..simulated_gpu.device import Finding, Wait
+from ..simulated_gpu.simulation import Finding, Wait
 from .cases import Case, cases, check_logits, latent_cases, mean_cases, run
 
 pytest.importorskip("triton")

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from ..simulated_gpu.device import Simulation, SimulationError, to_device
+from ..simulated_gpu.device import to_device
+from ..simulated_gpu.simulation import Simulation, SimulationError
 
 pytest.importorskip("triton")
 

@@ -20,7 +20,7 @@ from hf_kvret.stores import chunks, cpu, memory
 from hf_kvret.stores.paged import PagedStore
 
 from ..simulated_gpu import streams
-from ..simulated_gpu.device import SimulationError
+from ..simulated_gpu.simulation import SimulationError
 from .cases import Case, Outcome, attempt, check_logits
 
 pytest.importorskip("triton")

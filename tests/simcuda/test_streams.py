@@ -13,7 +13,8 @@ import torch
 
 from hf_kvret.replay import recorders
 
-from ..simulated_gpu.device import Simulation, SimulationError, simulated
+from ..simulated_gpu.device import simulated
+from ..simulated_gpu.simulation import Simulation, SimulationError
 from .test_launches import add
 
 pytest.importorskip("triton")

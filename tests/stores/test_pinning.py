@@ -14,8 +14,8 @@ from hf_kvret import TokenBlock
 from hf_kvret.stores import PagedStore, host_memory
 from hf_kvret.stores.memory import HostMemory, PageMemory, SplitMemory
 
-from ..simulated_gpu.device import Simulation, simulated
-from ..simulated_gpu.driver import Runtime
+from ..simulated_gpu.device import Runtime, simulated
+from ..simulated_gpu.simulation import Simulation
 
 pytest.importorskip("triton")
 
