@@ -1,12 +1,14 @@
 """Families of models beside the matrix: with a budget that covers all, what full attention gives.
 
 Hybrids keep a linear state beside attention; Gemma-4 has relatives and images; layers with shared
-keys read another's; some models choose by an indexer. What is particular has files of its own.
+keys read another's; latents are shared by all heads; some models choose by an indexer. What is
+particular has files of its own.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from hf_kvret.testing import (
     COVERING_OPTIONS,
     GEMMA4_MODELS,
     HYBRID_MODELS,
+    LATENT_MODELS,
     MODES,
     SHARED_MODELS,
 )
@@ -29,6 +32,7 @@ from hf_kvret.testing.scenario import NEW_TOKENS, prompt, ragged
 from ..pairs import full_product, pairwise
 from .cases import (
     RELEASE,
+    RESTS,
     STORES,
     ArtifactOptions,
     caches,
@@ -52,12 +56,16 @@ ONE_WAY = {
     *("reset_other_batch", "batch_repeat_interleave", "batch_select_indices"),
 }
 KNOWN = known_indexed()
+LATENT = ("deepseek_v3", "glm4_moe_lite")
 # Modes that transformers' own cache of a model lacks, if they aren't IMPOSSIBLE alone.
 LACKING = {
     **{name: ONE_WAY for name in HYBRID_MODELS},
     **{name: {"early_exit"} for name in KNOWN},
     **{name: ONE_WAY | {"guidance"} for name in ("glm5_next", "qwen4_exp")},
     "hy_v4_vl": {"early_exit", "guidance"},
+    # Those with recurrent layers can't go back, neither with transformers' own cache.
+    **{name: {"early_exit", "guidance"} for name in LATENT_MODELS},
+    **{name: set(MODES) for name in ("kimi_linear", "bailing_hybrid")},
     "minimax_m3": {"early_exit", "own_position_ids", "loop_positions"},
 }
 # Its blocks lie elsewhere behind padding.
@@ -113,19 +121,31 @@ def possible(case: dict[str, Any]) -> bool:
     return is_served(case) and has_mode and (is_calibrated or not learns)
 
 
+def latent_cases(models: Iterable[str]) -> list[dict[str, Any]]:
+    """Every mode; every method with every store and rest."""
+    factors = {"model": list(models), "mode": list(MODES), "method": METHODS, "store": STORES}
+    apart = [("mode", name) for name in (*factors, "rest") if name != "mode"]
+    apart += [("model", "method"), ("model", "store")]
+    return pairwise({**factors, "rest": list(RESTS)}, possible, apart)
+
+
 def all_cases() -> list[dict[str, Any]]:
-    """Each with each; of the relatives of Gemma-4, which is in the matrix, pairs."""
+    """Each with each; of latents, and of relatives of Gemma-4, which is in the matrix, pairs."""
     modes = {"mode": list(MODES)}
     gemma4 = {**modes, "method": METHODS, "store": ALL_STORES}
     shared = {**modes, "method": ("flat", "paris", "a2ats", "aqua"), "store": ALL_STORES[:-1]}
+    latent = {**modes, "method": METHODS, "store": STORES, "rest": list(RESTS)}
     cases = [
         *full_product({"model": list(HYBRID_MODELS), **modes, "method": METHODS, "store": STORES}),
         *full_product({"model": list(SHARED_MODELS), **shared}),
         *full_product({"model": ["gemma4"], **gemma4}),
         *full_product({"model": KNOWN, **modes, "method": ["native"], "store": ALL_STORES[:5]}),
     ]
-    pairs = pairwise({"model": list(GEMMA4_MODELS), **gemma4}, possible)
-    return [*filter(possible, cases), *pairs]
+    return [
+        *filter(possible, cases),
+        *pairwise({"model": list(GEMMA4_MODELS), **gemma4}, possible),
+        *pairwise({"model": list(LATENT_MODELS), **latent}, possible, [("mode", "store")]),
+    ]
 
 
 def is_known(case: dict[str, Any]) -> bool:
@@ -137,18 +157,20 @@ def learned(artifact_options: ArtifactOptions, method: str, model: str) -> dict[
     return {"top_k": None} if method == "native" else artifact_options(method, model)
 
 
-def check(
-    artifact_options: ArtifactOptions, model: str, mode: str, method: str, store: str
-) -> None:
-    options, may_skip = learned(artifact_options, method, model), LACKING.get(model, IMPOSSIBLE)
-    check_case(caches(method)[method], model, mode, store, options, may_skip)
+def check(case: dict[str, Any], artifact_options: ArtifactOptions) -> None:
+    model, method = case["model"], case["method"]
+    options = learned(artifact_options, method, model) | RESTS[case.get("rest", "nothing")]
+    may_skip = LACKING.get(model, IMPOSSIBLE)
+    check_case(caches(method)[method], model, case["mode"], case["store"], options, may_skip)
 
 
-@pytest.mark.parametrize("case", filter(is_known, named_cases(FEW)), ids=name_of)
+@pytest.mark.parametrize(
+    "case", [*filter(is_known, named_cases(FEW)), *latent_cases(LATENT)], ids=name_of
+)
 def test_families_give_what_full_attention_gives(
     case: dict[str, Any], artifact_options: ArtifactOptions
 ) -> None:
-    check(artifact_options, **case)
+    check(case, artifact_options)
 
 
 @pytest.mark.slow
@@ -156,7 +178,7 @@ def test_families_give_what_full_attention_gives(
 def test_all_modes_methods_and_stores(
     case: dict[str, Any], artifact_options: ArtifactOptions
 ) -> None:
-    check(artifact_options, **case)
+    check(case, artifact_options)
 
 
 def talk(model: PreTrainedModel, cache: Any, folder: Path | None) -> list[torch.Tensor]:
