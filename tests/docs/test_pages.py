@@ -56,7 +56,7 @@ WHOLE = tuple(
     )
 )
 # Their blocks run by default.
-NEWCOMERS = (README, DOCS / "quickstart.md", DOCS / "choose.md")
+NEWCOMERS = (README, DOCS / "quickstart.md")
 
 
 def pages_with_code() -> Iterator[Any]:
@@ -153,6 +153,7 @@ def test_blocks_that_do_not_run_are_python_with_names_that_are_there() -> None:
                 assert not unknown_names(block.text), f"{name(page)}, line {block.line}"
 
 
+@pytest.mark.slow
 def test_the_first_steps_get_their_answers(namespace: dict[str, Any]) -> None:
     run(FIRST_STEPS, namespace)
     # With full attention the bundled model answers nearly all, by guessing it would answer none.
@@ -284,20 +285,20 @@ CACHES_OF_README = ("flat", "paris", "lrqk", "ctkvr", "a2ats", "aqua")
 README_TEXT = README.read_text(encoding="utf-8")
 
 
-def cells(table: str) -> list[list[str]]:
-    """The rows of a markdown table, without its rule."""
-    rows = [line for line in table.splitlines() if line.startswith("|") and set(line) - set("|- ")]
-    return [[cell.strip() for cell in row.strip("|").split(" | ")] for row in rows]
-
-
 def test_the_readme_is_short() -> None:
     assert len(README_TEXT.splitlines()) <= 90
     assert README_TEXT.count("![") == 1
 
 
-def shown(table: str) -> list[list[str]]:
+def cells(text: str) -> list[list[str]]:
+    """The rows of a markdown table, without its rule."""
+    rows = [line for line in text.splitlines() if line.startswith("|") and set(line) - set("|- ")]
+    return [[cell.strip() for cell in row.strip("|").split(" | ")] for row in rows]
+
+
+def shown(name: str) -> list[list[str]]:
     """The rows of a table of the README."""
-    found = re.search(rf"<!-- table of {table} -->\n(.*?)<!-- end -->", README_TEXT, re.DOTALL)
+    found = re.search(rf"<!-- table of {name} -->\n(.*?)<!-- end -->", README_TEXT, re.DOTALL)
     assert found is not None
     return cells(found[1])
 
@@ -330,6 +331,7 @@ def test_the_table_of_the_index_is_of_the_results_of_the_demo() -> None:
         assert numbers == [cache[column] for column in columns]
 
 
+@pytest.mark.slow
 def test_the_bytes_of_the_readme_are_those_of_fits(capsys: pytest.CaptureFixture[str]) -> None:
     entries = re.search(r"([\d.]+) against ([\d.]+) MiB for ([\d,]+) tokens", README_TEXT)
     coded = re.search(r'`store="higgs-host"`\), the total is ([\d.]+) MiB', README_TEXT)
