@@ -83,7 +83,10 @@ struct Case {
         request.lse = nullptr;
         if (hfk_scores(&request) != status) return "status of hfk_scores";
         if (astray) return nullptr;
-        if (!is_right()) return "attention or scores";
+        const auto row_is_right = [this](int64_t b, int64_t h, int64_t q) { return is_right(b, h, q); };
+        if (!for_all(request.batch, request.query_heads, request.queries, row_is_right)) {
+            return "attention or scores";
+        }
         return is_ranked() ? nullptr : "ranking";
     }
 
@@ -152,26 +155,13 @@ struct Case {
         return true;
     }
 
-    bool is_right() const {
-        const hfk_request &r = request;
-        for (int64_t b = 0; b < r.batch; ++b) {
-            for (int64_t h = 0; h < r.query_heads; ++h) {
-                for (int64_t q = 0; q < r.queries; ++q) {
-                    if (!is_right(b, h, q)) return false;
-                }
-            }
-        }
-        return true;
-    }
-
     bool is_right(int64_t b, int64_t h, int64_t q) const {
         const hfk_request &r = request;
         const int64_t index = (b * r.query_heads + h) * r.queries + q;
         const int64_t id_head = h / (r.query_heads / r.id_heads);
         const int64_t kv_head = h / (r.query_heads / r.kv_heads);
         const int32_t *chosen = ids.data() + ((b * r.id_heads + id_head) * r.queries + q) * r.count;
-        std::vector<double> sum(r.value_dim, 0.0);
-        double total = 0.0;
+        PlainAttention want(r.value_dim);
         for (int64_t k = 0; k < r.count; ++k) {
             const double got = scores[index * r.count + k];
             if (chosen[k] < 0) {
@@ -186,16 +176,11 @@ struct Case {
             }
             score = capped(score * r.scale, r.softcap);
             if (!is_close(got, score)) return false;
-            const double weight = std::exp(score);
-            total += weight;
-            for (int64_t d = 0; d < r.value_dim; ++d) {
-                sum[d] += weight * rows[page][row + r.value_start + d];
-            }
+            want.add(score, [&](int64_t d) { return rows[page][row + r.value_start + d]; });
         }
-        if (!is_close(lse[index], total > 0 ? std::log(total) : -kInf)) return false;
+        if (!is_close(lse[index], want.lse())) return false;
         for (int64_t d = 0; d < r.value_dim; ++d) {
-            const double want = total > 0 ? sum[d] / total : 0.0;
-            if (!is_close(out[index * r.value_dim + d], want)) return false;
+            if (!is_close(out[index * r.value_dim + d], want.mean(d))) return false;
         }
         return true;
     }

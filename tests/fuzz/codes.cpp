@@ -5,20 +5,7 @@ namespace {
 
 constexpr double kHalf = 1.0 / 1024; // relative error of an fp16 number
 
-// fp16 number of `sixteenths` / 16.
-uint16_t half_of(int sixteenths) {
-    const float number = static_cast<float>(sixteenths) / 16.0f;
-    uint32_t bits;
-    std::memcpy(&bits, &number, sizeof bits);
-    const uint32_t size = bits & 0x7fffffffu;
-    return static_cast<uint16_t>((bits >> 16 & 0x8000u) | (size == 0 ? 0 : (size - 0x38000000u) >> 13));
-}
-
-double number_of(uint16_t half) {
-    const int exponent = half >> 10 & 31, fraction = half & 1023;
-    if (exponent == 31) return std::numeric_limits<double>::quiet_NaN();
-    return exponent == 0 ? std::ldexp(fraction, -24) : std::ldexp(1024 + fraction, exponent - 25);
-}
+double number_of(uint16_t half) { return half_number(half, HFK_FLOAT16); }
 
 // A grid, signs, and what follows from them by plain arithmetic.
 struct Coding {
@@ -54,18 +41,12 @@ struct Coding {
         return bytes >> (pair % 4 * 6) & 63;
     }
 
-    // The orthonormal transform of each group: entry (i, j) has the sign of the bits of i & j.
-    std::vector<double> transformed(const std::vector<double> &x) const {
-        std::vector<double> result(x.size(), 0.0);
-        const int64_t group = coding.group;
-        for (size_t i = 0; i < x.size(); ++i) {
-            const int64_t first = static_cast<int64_t>(i) / group * group;
-            for (int64_t j = 0; j < group; ++j) {
-                const bool odd = __builtin_popcountll((i - first) & j) % 2 != 0;
-                result[i] += (odd ? -1.0 : 1.0) * x[first + j] / std::sqrt(double(group));
-            }
+    // Each group by its transform.
+    std::vector<double> transformed(std::vector<double> x) const {
+        for (size_t first = 0; first < x.size(); first += coding.group) {
+            transform(x, first, coding.group);
         }
-        return result;
+        return x;
     }
 
     // What a row stands for.
@@ -86,7 +67,7 @@ struct Coding {
 void fill_codes(Random &random, uint8_t *codes, int64_t code_count, uint8_t *scales, int64_t groups) {
     for (int64_t i = 0; i < code_count; ++i) codes[i] = random.byte();
     for (int64_t g = 0; g < groups; ++g) {
-        const uint16_t half = half_of(static_cast<int>(random.pick(0, 40)));
+        const uint16_t half = fp16_of(static_cast<float>(random.pick(0, 40)) / 16.0f);
         std::memcpy(scales + 2 * g, &half, sizeof half);
     }
 }
@@ -220,8 +201,7 @@ const char *fuzz_coded_attention(Random &random) {
         const int64_t b = index / r.queries / r.query_heads, id_head = h / (r.query_heads / r.id_heads);
         const int64_t kv_head = h / (r.query_heads / r.kv_heads);
         const int32_t *chosen = ids.data() + ((b * r.id_heads + id_head) * r.queries + q) * r.count;
-        std::vector<double> sum(r.value_dim, 0.0);
-        double total = 0.0;
+        PlainAttention want(r.value_dim);
         for (int64_t k = 0; k < r.count; ++k) {
             if (chosen[k] < 0) {
                 if (scores[index * r.count + k] != -kInf) return "scores of holes";
@@ -245,16 +225,13 @@ const char *fuzz_coded_attention(Random &random) {
             }
             score = capped(score * r.scale, r.softcap);
             if (!(std::abs(scores[index * r.count + k] - score) <= 2e-3)) return "scores of codes";
-            const double weight = std::exp(score);
-            total += weight;
-            for (int64_t d = 0; d < r.value_dim; ++d) sum[d] += weight * value[d];
+            want.add(score, [&](int64_t d) { return value[d]; });
         }
         // Scores of a hundred or so are rounded like their sums.
-        const double want_lse = total > 0 ? std::log(total) : -kInf;
-        if (lse[index] != want_lse && !(std::abs(lse[index] - want_lse) <= 2e-3)) return "lse of codes";
+        if (lse[index] != want.lse() && !(std::abs(lse[index] - want.lse()) <= 2e-3)) return "lse of codes";
         for (int64_t d = 0; d < r.value_dim; ++d) {
-            const double want = total > 0 ? sum[d] / total : 0.0;
-            if (!(std::abs(out[index * r.value_dim + d] - want) <= 2e-3)) return "attention to codes";
+            const double got = out[index * r.value_dim + d];
+            if (!(std::abs(got - want.mean(d)) <= 2e-3)) return "attention to codes";
         }
     }
     r.in_files = 1;

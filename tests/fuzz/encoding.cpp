@@ -42,13 +42,8 @@ struct Case {
 
     const char *run() {
         if (hfk_paris_encode(&request) != HFK_OK) return "status of hfk_paris_encode";
-        for (int64_t b = 0; b < request.batch; ++b) {
-            for (int64_t h = 0; h < request.heads; ++h) {
-                for (int64_t t = 0; t < request.tokens; ++t) {
-                    if (!is_right(b, h, t)) return "ParisKV's codes";
-                }
-            }
-        }
+        const auto key_is_right = [this](int64_t b, int64_t h, int64_t t) { return is_right(b, h, t); };
+        if (!for_all(request.batch, request.heads, request.tokens, key_is_right)) return "ParisKV's codes";
         request.m = 5;
         return hfk_paris_encode(&request) == HFK_BAD_REQUEST ? nullptr : "m of 5 is not refused";
     }
@@ -57,7 +52,7 @@ struct Case {
     // The key in the order of rotated coordinates, transformed in blocks: dim as a sum of powers of two.
     std::vector<double> rotated(int64_t b, int64_t h, int64_t t) const {
         const hfk_paris_encoding &r = request;
-        std::vector<double> x(r.dim), result(r.dim, 0.0);
+        std::vector<double> x(r.dim);
         for (int64_t i = 0; i < r.dim; ++i) {
             const int64_t source = i * r.stride % r.dim;
             if (source >= r.head_dim) continue;
@@ -65,17 +60,8 @@ struct Case {
             if (r.mean != nullptr) number -= mean[(b * r.heads + h) * r.head_dim + source];
             x[i] = number * signs[i];
         }
-        for (int64_t bit = 1024, first = 0; bit > 0; bit /= 2) {
-            if ((r.dim & bit) == 0) continue;
-            for (int64_t i = 0; i < bit; ++i) {
-                for (int64_t j = 0; j < bit; ++j) {
-                    const bool odd = __builtin_popcountll(i & j) % 2 != 0;
-                    result[first + i] += (odd ? -1.0 : 1.0) * x[first + j] / std::sqrt(double(bit));
-                }
-            }
-            first += bit;
-        }
-        return result;
+        transform(x);
+        return x;
     }
 
     // Numbers near a limit may go to either side of it.

@@ -49,6 +49,14 @@ class Random {
     int left_ = 0;
 };
 
+// The fp16 bits of a number that fp16 has, and that is normal there or 0.
+inline uint16_t fp16_of(float number) {
+    uint32_t bits;
+    std::memcpy(&bits, &number, sizeof bits);
+    const uint32_t size = bits & 0x7fffffffu;
+    return static_cast<uint16_t>((bits >> 16 & 0x8000u) | (size == 0 ? 0 : (size - 0x38000000u) >> 13));
+}
+
 // Numbers of a dtype and the same in double. All types hold multiples of 1/16 up to 2.5 exactly;
 // int8 has whole numbers.
 class Numbers {
@@ -91,12 +99,7 @@ class Numbers {
             *to = static_cast<char>(sixteenths);
             values_[place] = sixteenths;
         } else {
-            uint16_t half = static_cast<uint16_t>(bits >> 16);
-            if (dtype_ == HFK_FLOAT16) {
-                const uint32_t size = bits & 0x7fffffffu;
-                const uint32_t rebiased = size == 0 ? 0 : size - 0x38000000u;
-                half = static_cast<uint16_t>((bits >> 16 & 0x8000u) | rebiased >> 13);
-            }
+            const uint16_t half = dtype_ == HFK_FLOAT16 ? fp16_of(number) : bits >> 16;
             std::memcpy(to, &half, sizeof half);
         }
     }
@@ -113,6 +116,83 @@ inline bool is_close(double got, double want) {
 
 inline double capped(double score, double softcap) {
     return softcap > 0 ? softcap * std::tanh(score / softcap) : score;
+}
+
+// Whether `is_right(batch, head, query)` holds for all of them.
+template <class Check>
+bool for_all(int64_t batch, int64_t heads, int64_t queries, Check is_right) {
+    for (int64_t b = 0; b < batch; ++b) {
+        for (int64_t h = 0; h < heads; ++h) {
+            for (int64_t q = 0; q < queries; ++q) {
+                if (!is_right(b, h, q)) return false;
+            }
+        }
+    }
+    return true;
+}
+
+// Attention of one query by plain arithmetic, row by row.
+class PlainAttention {
+  public:
+    explicit PlainAttention(int64_t value_dim) : sum_(value_dim, 0.0) {}
+
+    // A row with this score; `value(d)` is a number of its value.
+    template <class Value> void add(double score, Value value) {
+        const double weight = std::exp(score);
+        total_ += weight;
+        for (size_t d = 0; d < sum_.size(); ++d) sum_[d] += weight * value(d);
+    }
+
+    // -inf without rows.
+    double lse() const { return std::log(total_); }
+
+    // With a further weight that has no value; 0 without rows.
+    double mean(int64_t d, double weight = 0.0) const {
+        return total_ > 0.0 ? sum_[d] / (total_ + weight) : 0.0;
+    }
+
+  private:
+    double total_ = 0.0;
+    std::vector<double> sum_;
+};
+
+// Numbers `first` to `first + size - 1` of x by the orthonormal Walsh-Hadamard matrix, whose entry
+// (i, j) has the sign of the bits of i & j. The size is a power of two.
+inline void transform(std::vector<double> &x, int64_t first, int64_t size) {
+    const std::vector<double> old(x.begin() + first, x.begin() + first + size);
+    for (int64_t i = 0; i < size; ++i) {
+        double sum = 0.0;
+        for (int64_t j = 0; j < size; ++j) {
+            sum += __builtin_popcountll(i & j) % 2 != 0 ? -old[j] : old[j];
+        }
+        x[first + i] = sum / std::sqrt(static_cast<double>(size));
+    }
+}
+
+// The same for blocks of powers of two that make up the length of x, the largest first.
+inline void transform(std::vector<double> &x) {
+    int64_t first = 0;
+    for (int64_t size = 1024; size > 0; size /= 2) {
+        if ((x.size() & size) == 0) continue;
+        transform(x, first, size);
+        first += size;
+    }
+}
+
+// A number of fp16 or bf16 by its bits.
+inline double half_number(uint16_t bits, int32_t dtype) {
+    if (dtype == HFK_BFLOAT16) {
+        const uint32_t wide = static_cast<uint32_t>(bits) << 16;
+        float number;
+        std::memcpy(&number, &wide, sizeof number);
+        return number;
+    }
+    const int exponent = bits >> 10 & 31, fraction = bits & 1023;
+    const double size = exponent == 0   ? std::ldexp(fraction, -24)
+                        : exponent < 31 ? std::ldexp(1024 + fraction, exponent - 25)
+                        : fraction == 0 ? kInf
+                                        : std::numeric_limits<double>::quiet_NaN();
+    return (bits & 0x8000) != 0 ? -size : size;
 }
 
 // An id of none of `tokens` tokens, which is not -1 either.

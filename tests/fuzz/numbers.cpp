@@ -4,23 +4,6 @@
 
 namespace {
 
-constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
-
-double number_of(uint16_t bits, int32_t dtype) {
-    if (dtype == HFK_BFLOAT16) {
-        const uint32_t wide = static_cast<uint32_t>(bits) << 16;
-        float number;
-        std::memcpy(&number, &wide, sizeof number);
-        return number;
-    }
-    const int exponent = bits >> 10 & 31, fraction = bits & 1023;
-    const double size = exponent == 0    ? std::ldexp(fraction, -24)
-                        : exponent < 31  ? std::ldexp(1024 + fraction, exponent - 25)
-                        : fraction == 0 ? kInf
-                                        : kNan;
-    return (bits & 0x8000) != 0 ? -size : size;
-}
-
 // One page of rows of 16 bits, read by a query head or more, which share all ids.
 struct Page {
     std::vector<uint16_t> query, rows;
@@ -59,7 +42,7 @@ bool reads_all_numbers(int32_t path, int32_t dtype) {
     }
     if (hfk_scores(&page.request) != HFK_OK) return false;
     for (int64_t i = 0; i < count; ++i) {
-        const double got = page.out[i], want = number_of(static_cast<uint16_t>(i), dtype);
+        const double got = page.out[i], want = half_number(static_cast<uint16_t>(i), dtype);
         const bool both_nan = std::isnan(got) && std::isnan(want);
         // Products of bf16 are made without the smallest numbers.
         const bool is_flushed = path == HFK_AVX512_BF16 && dtype == HFK_BFLOAT16 &&

@@ -170,20 +170,9 @@ class ParisCase : public SearchCase {
             const int64_t d = i * stride % dim;
             if (d < key_dim) spread[i] = query_at(step, query, place, g, d) * signs_[i];
         }
-        int64_t first = 0;
-        for (int64_t size = 1024; size > 0; size /= 2) {
-            if ((dim & size) == 0) continue;
-            for (int64_t i = 0; i < size; ++i) {
-                double sum = 0.0;
-                for (int64_t d = 0; d < size; ++d) {
-                    const double x = spread[first + d];
-                    sum += __builtin_popcountll(i & d) % 2 == 0 ? x : -x;
-                }
-                const double want = sum / std::sqrt(static_cast<double>(size));
-                const int64_t at = (place * tables_ + g) * dim + first + i;
-                if (!is_close(trace.rotated[at], want)) return false;
-            }
-            first += size;
+        transform(spread);
+        for (int64_t i = 0; i < dim; ++i) {
+            if (!is_close(trace.rotated[(place * tables_ + g) * dim + i], spread[i])) return false;
         }
         return true;
     }

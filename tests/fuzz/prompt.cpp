@@ -100,8 +100,7 @@ struct Case {
         const int64_t row = (b * r.query_heads + h) * r.queries + q;
         const int64_t kv_head = h / (r.query_heads / r.kv_heads);
         const int64_t at = b * r.query_batch + h * r.query_head + q * r.query_row;
-        std::vector<double> want(r.value_dim), size(r.value_dim);
-        double total = 0.0;
+        PlainAttention want(r.value_dim), size(r.value_dim);
         for (int64_t t = 0; t < r.tokens; ++t) {
             if (t > last_token(b, q)) continue;
             if (r.valid != nullptr && valid[b * r.tokens + t] == 0) continue;
@@ -110,20 +109,16 @@ struct Case {
                 product += query[at + d] *
                            keys[b * r.key_batch + kv_head * r.key_head + t * r.key_row + d];
             }
-            const double weight = std::exp(capped(r.scale * product, r.softcap));
-            total += weight;
+            const double score = capped(r.scale * product, r.softcap);
             const int64_t value = b * r.value_batch + kv_head * r.value_head + t * r.value_row;
-            for (int64_t d = 0; d < r.value_dim; ++d) {
-                want[d] += weight * values[value + d];
-                size[d] += weight * std::abs(values[value + d]);
-            }
+            want.add(score, [&](int64_t d) { return values[value + d]; });
+            size.add(score, [&](int64_t d) { return std::abs(values[value + d]); });
         }
-        if (request.block_len != 0) return is_close(sum_of_blocks(row), std::log(total));
-        bool right = is_close(lse[row], std::log(total));
+        if (request.block_len != 0) return is_close(sum_of_blocks(row), want.lse());
+        bool right = is_close(lse[row], want.lse());
         for (int64_t d = 0; d < r.value_dim; ++d) {
-            const double mean = total > 0.0 ? want[d] / total : 0.0;
-            const double got = out[row * r.value_dim + d];
-            const double rounding = rounds_weights() && total > 0.0 ? size[d] / total / 256 : 0.0;
+            const double mean = want.mean(d), got = out[row * r.value_dim + d];
+            const double rounding = rounds_weights() ? size.mean(d) / 256 : 0.0;
             right = right && (is_close(got, mean) || std::abs(got - mean) < rounding + 2e-5);
         }
         return right;
@@ -137,12 +132,6 @@ const char *fuzz_prompt(Random &random) {
     if (random.one_in(3)) made.ask_for_blocks(random);
     const hfk_prompt &r = made.request;
     if (hfk_prompt_attention(&r) != HFK_OK) return "status of hfk_prompt_attention";
-    for (int64_t b = 0; b < r.batch; ++b) {
-        for (int64_t h = 0; h < r.query_heads; ++h) {
-            for (int64_t q = 0; q < r.queries; ++q) {
-                if (!made.is_right(b, h, q)) return "attention of a prompt";
-            }
-        }
-    }
-    return nullptr;
+    const auto row_is_right = [&made](int64_t b, int64_t h, int64_t q) { return made.is_right(b, h, q); };
+    return for_all(r.batch, r.query_heads, r.queries, row_is_right) ? nullptr : "attention of a prompt";
 }

@@ -73,7 +73,10 @@ class StepCase {
         const int64_t holes = std::count_if(ids.begin(), ids.end(), [](int32_t id) { return id < 0; });
         const int64_t chosen = static_cast<int64_t>(ids.size()) - holes;
         if (selected_ != kSelected + (step_.selected == nullptr ? 0 : chosen)) return "selected";
-        return is_attention() ? nullptr : "attention of hfk_run_step";
+        const hfk_request &r = step_.attention;
+        const auto row_is_right = [this](int64_t b, int64_t h, int64_t q) { return is_attention(b, h, q); };
+        return for_all(r.batch, r.query_heads, r.queries, row_is_right) ? nullptr
+                                                                        : "attention of hfk_run_step";
     }
 
   private:
@@ -205,35 +208,21 @@ class StepCase {
         return false;
     }
 
-    bool is_attention() const {
-        const hfk_request &r = step_.attention;
-        for (int64_t b = 0; b < r.batch; ++b) {
-            for (int64_t h = 0; h < r.query_heads; ++h) {
-                for (int64_t q = 0; q < r.queries; ++q) {
-                    if (!is_attention(b, h, q)) return false;
-                }
-            }
-        }
-        return true;
-    }
-
     bool is_attention(int64_t b, int64_t h, int64_t q) const {
         const hfk_request &r = step_.attention;
         const hfk_window &window = step_.window;
         const int64_t index = (b * r.query_heads + h) * r.queries + q;
         const int64_t id_head = h / (r.query_heads / r.id_heads);
         const int64_t kv_head = h / (r.query_heads / r.kv_heads);
-        std::vector<double> sum(r.value_dim, 0.0);
-        double total = 0.0;
+        PlainAttention attention(r.value_dim);
         const auto add = [&](const Numbers &keys, int64_t key, const Numbers &values,
                              int64_t value) {
             double score = 0.0;
             for (int64_t d = 0; d < r.key_dim; ++d) {
                 score += query_[index * r.key_dim + d] * keys[key + d];
             }
-            const double weight = std::exp(capped(score * r.scale, r.softcap));
-            total += weight;
-            for (int64_t d = 0; d < r.value_dim; ++d) sum[d] += weight * values[value + d];
+            attention.add(capped(score * r.scale, r.softcap),
+                          [&](int64_t d) { return values[value + d]; });
         };
         const int64_t after = r.queries - 1 - q;
         for (int64_t row = 0; row < window.length - after; ++row) {
@@ -248,13 +237,10 @@ class StepCase {
             const int64_t row = (kv_head * r.page_len + chosen[k] % r.page_len) * r.row_dim;
             add(page, row, page, row + r.value_start);
         }
-        if (r.lse != nullptr && !is_near(lse_[index], total > 0 ? std::log(total) : -kInf)) {
-            return false;
-        }
+        if (r.lse != nullptr && !is_near(lse_[index], attention.lse())) return false;
         const double sink = step_.sink_logits == nullptr ? 0.0 : std::exp(sinks_[h]);
         for (int64_t d = 0; d < r.value_dim; ++d) {
-            const double want = total > 0 ? sum[d] / (total + sink) : 0.0;
-            if (!is_result(index * r.value_dim + d, want)) return false;
+            if (!is_result(index * r.value_dim + d, attention.mean(d, sink))) return false;
         }
         return true;
     }
