@@ -222,11 +222,11 @@ def test_check_refuses_texts_that_a_window_of_the_model_covers() -> None:
     """At 40 tokens a model whose sparse layers lose causality passed; at 200 it failed."""
     model = MODELS["gemma2"].build()
     assert widest_span(model) == ("sliding_window", 16)
-    model.config.sliding_window = 75
+    model.config.sliding_window = 71
     options = {"proof": no_proof, "baseline": MODES["greedy"].reference(model)}
-    with pytest.raises(ValueError, match=r"at most 75 tokens, sliding_window of the model is 75"):
+    with pytest.raises(ValueError, match=r"at most 71 tokens, sliding_window of the model is 71"):
         check(model, MODES["greedy"], partial(dynamic_cache, model), **options)
-    model.config.sliding_window = 74
+    model.config.sliding_window = 70
     options["baseline"] = MODES["greedy"].reference(model)
     check(model, MODES["greedy"], partial(dynamic_cache, model), **options)
 

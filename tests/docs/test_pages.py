@@ -176,7 +176,7 @@ def test_concepts_name_the_counts_and_bytes_of_the_code(
         if cls.needs_artifact:
             learned = {"artifact": tiny_artifact(model, method, tmp_path / method)}
         # AQUA-KV, which attends to everything, has no slots.
-        slots = {} if method == "aqua" else {"store": "resident"}
+        slots = {} if method == "aqua" else {"store": "resident", "slots": 64}
         cache = cls(model.config, **options, **slots, **learned)
         namespace["model"].generate(
             **inputs, past_key_values=cache, max_new_tokens=2, do_sample=False
