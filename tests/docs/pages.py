@@ -1,8 +1,7 @@
 """Pages of the documentation, read: their blocks of code, their tables, their prose.
 
 A block after the comment ``<!-- not run: <reason> -->`` does not run, nor does one after
-``<!-- needs: <module> -->`` where that module is missing. ``python
-tests/docs/pages.py`` counts them.
+``<!-- needs: <module> -->`` where that module is missing.
 """
 
 from __future__ import annotations
@@ -95,14 +94,3 @@ def site_tool(name: str) -> ModuleType:
         return importlib.import_module(name)
     finally:
         sys.path.remove(str(SITE))
-
-
-def count_blocks() -> str:
-    """How many blocks of Python `.ci/docs` runs here, and how many it only looks at."""
-    python = [one for page in PAGES for one in blocks(page) if one.language == "python"]
-    ran = sum(one.runs for one in python)
-    return f"{ran} blocks run, {len(python) - ran} checked for syntax and names"
-
-
-if __name__ == "__main__":
-    print(count_blocks())
