@@ -182,11 +182,11 @@ def test_all_modes_methods_and_stores(
 
 
 def talk(model: PreTrainedModel, cache: Any, folder: Path | None) -> list[torch.Tensor]:
-    """Answers to a padded prompt, to 4 more tokens, then twice to 100 more.
+    """Answers to a padded prompt, to 4 more tokens, then twice to 60 more.
 
     In ``folder`` the cache is saved, forked, and loaded again before the last turns.
     """
-    ids, mask = ragged((170, 140))
+    ids, mask = ragged((90, 70))
     answers = []
 
     def turn(ids: torch.Tensor, mask: torch.Tensor, cache: Any) -> tuple[torch.Tensor, ...]:
@@ -211,7 +211,7 @@ def talk(model: PreTrainedModel, cache: Any, folder: Path | None) -> list[torch.
         again = type(cache).from_pretrained(folder, model.config, **place)
         cache = cache.fork()
     for one in (cache, again):
-        turn(*asked(ids, mask, 100), one)
+        turn(*asked(ids, mask, 60), one)
     return answers
 
 
@@ -219,11 +219,11 @@ def talk(model: PreTrainedModel, cache: Any, folder: Path | None) -> list[torch.
     ("name", "method"),
     [
         *(("gemma4", "paris"), ("gemma4", "aqua"), ("gemma4_shared", "paris")),
-        *((name, "native") for name in ("deepseek_v32", "qwen4_exp") if name in KNOWN),
+        *((name, "native") for name in ("deepseek_v32",) if name in KNOWN),
         *(
             pytest.param(name, "native", marks=pytest.mark.slow)
             for name in KNOWN
-            if name not in (NO_PADDING, "deepseek_v32", "qwen4_exp")
+            if name not in (NO_PADDING, "deepseek_v32")
         ),
         *(
             pytest.param("gemma4", method, marks=pytest.mark.slow)
