@@ -166,8 +166,7 @@ def test_concepts_name_the_counts_and_bytes_of_the_code(
     namespace: dict[str, Any], tmp_path: Path
 ) -> None:
     counted: set[str] = set()
-    options = {"top_k": 8, "track_recall": True, "recent": 64, "dense_below": 0}
-    inputs = {name: tensor[:, :400] for name, tensor in namespace["inputs"].items()}
+    options = {"top_k": 8, "track_recall": True}
     for method, cls in hf_kvret.registered_methods().items():
         # The model has no latent attention, and no indexer of its own.
         if not cls.Config.retrieves or cls.Config.follows_model:
@@ -176,10 +175,10 @@ def test_concepts_name_the_counts_and_bytes_of_the_code(
         if cls.needs_artifact:
             learned = {"artifact": tiny_artifact(model, method, tmp_path / method)}
         # AQUA-KV, which attends to everything, has no slots.
-        slots = {} if method == "aqua" else {"store": "resident", "slots": 64}
+        slots = {} if method == "aqua" else {"store": "resident"}
         cache = cls(model.config, **options, **slots, **learned)
         namespace["model"].generate(
-            **inputs, past_key_values=cache, max_new_tokens=2, do_sample=False
+            **namespace["inputs"], past_key_values=cache, max_new_tokens=2, do_sample=False
         )
         counted |= set(cache.stats()["layers"][0])
     entries = re.findall(r"^\| (`[\w`, ]+`) \|", prose(DOCS / "concepts.md"), flags=re.MULTILINE)
