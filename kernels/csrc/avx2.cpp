@@ -1,7 +1,7 @@
 // x86 with AVX2, FMA and F16C: eight floats. Compiled with these instructions, called where they are.
 #include <immintrin.h>
 
-#include "paris_kernel.h"
+#include "nibble_scan.h"
 
 namespace {
 
@@ -133,6 +133,64 @@ struct Avx2 {
     }
 };
 
+struct Bytes256 {
+    typedef __m256i V;
+
+    static V load(const void *from) { return _mm256_loadu_si256(static_cast<const V *>(from)); }
+    static void store(void *to, V x) { _mm256_storeu_si256(static_cast<V *>(to), x); }
+    static V zero() { return _mm256_setzero_si256(); }
+    static V add(V a, V b) { return _mm256_add_epi8(a, b); }
+    static V sub(V a, V b) { return _mm256_sub_epi8(a, b); }
+    static V max(V a, V b) { return _mm256_max_epu8(a, b); }
+    static V interleave_low(V a, V b) { return _mm256_unpacklo_epi8(a, b); }
+    static V interleave_high(V a, V b) { return _mm256_unpackhi_epi8(a, b); }
+
+    // See Bytes512.
+    static V lower(V x) { return _mm256_and_si256(_mm256_srli_epi16(x, 4), _mm256_set1_epi8(15)); }
+    static V raise(V x) {
+        return _mm256_andnot_si256(_mm256_set1_epi8(15), _mm256_slli_epi16(x, 4));
+    }
+
+    static V increase(V x, V marks) {
+        const V unmarked = _mm256_cmpeq_epi8(marks, zero());
+        return _mm256_andnot_si256(unmarked, add(x, _mm256_set1_epi8(1)));
+    }
+
+    template <class Lane> static V lanes(const Lane &lane) {
+        return _mm256_inserti128_si256(_mm256_castsi128_si256(lane(0)), lane(1), 1);
+    }
+};
+
+// Looks up 32 bytes in a table of 256: each bit of a byte's upper half, from the lowest on, chooses
+// of two.
+class ShuffledTable {
+  public:
+    explicit ShuffledTable(const char *from) : from_(from) {}
+
+    __m256i at(__m256i bytes) const {
+        const __m256i low = _mm256_and_si256(bytes, _mm256_set1_epi8(15));
+        __m256i parts[16];
+        HFK_UNROLL for (int i = 0; i < 16; ++i) {
+            const auto *sixteen = reinterpret_cast<const __m128i *>(from_ + 16 * i);
+            parts[i] = _mm256_shuffle_epi8(
+                _mm256_broadcastsi128_si256(_mm_loadu_si128(sixteen)), low);
+        }
+        HFK_UNROLL for (int step = 0; step < 4; ++step) {
+            // A blend looks at the highest bit.
+            const __m256i chosen = _mm256_slli_epi16(bytes, 3 - step);
+            HFK_UNROLL for (int i = 0; i < 8 >> step; ++i) {
+                parts[i] = _mm256_blendv_epi8(parts[2 * i], parts[2 * i + 1], chosen);
+            }
+        }
+        return parts[0];
+    }
+
+  private:
+    const char *from_;
+};
+
+typedef NibbleScan<Bytes256, ShuffledTable> Scan;
+
 } // namespace
 
-HFK_DEFINE_KERNEL(avx2_kernel, Avx2, ByteScan, rerank<Avx2>);
+HFK_DEFINE_KERNEL(avx2_kernel, Avx2, Scan, rerank<Avx2>);

@@ -2,5 +2,8 @@
 #include "avx512_rerank.h"
 #include "avx512_scan.h"
 
-HFK_DEFINE_KERNEL(avx512_kernel, Avx512, NibbleScan<ShuffledTable>,
-                  BlockRerank<ShiftedPlaces>::rerank);
+namespace {
+typedef NibbleScan<Bytes512, ShuffledTable> Scan;
+}
+
+HFK_DEFINE_KERNEL(avx512_kernel, Avx512, Scan, BlockRerank<ShiftedPlaces>::rerank);

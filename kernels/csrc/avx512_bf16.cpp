@@ -76,7 +76,7 @@ class PermutedPlaces {
     __m512i bytes_;
 };
 
-typedef NibbleScan<PermutedTable> Scan;
+typedef NibbleScan<Bytes512, PermutedTable> Scan;
 
 bool attend_any(const hfk_request &request, const hfk_window *window, const Span &span,
                 float *scratch, float *out, int64_t out_stride, float *lse, int64_t lse_stride) {
