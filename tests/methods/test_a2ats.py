@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from hf_kvret import TokenBlock
-from hf_kvret.contracts.index import SearchCost
 from hf_kvret.lab.calibrate.a2ats import query_metric
 from hf_kvret.lab.calibrate.k_means import k_means
 from hf_kvret.methods.a2ats import A2ATSIndex
@@ -28,7 +27,6 @@ from .codebooks import (
     PLAIN,
     SCALE,
     WINDOW,
-    WORDS,
     Book,
     Prompt,
     Turn,
@@ -182,22 +180,6 @@ def test_a_prompt_in_chunks_has_the_codes_of_a_whole_one(
     # Long prompts are encoded in chunks too.
     monkeypatch.setattr(learned_module, "_CHUNK_NUMBERS", 7 * 2 * HEADS * DIM)
     assert torch.equal(filled(book.index(), prompt).state_dict()["codes"], whole)
-
-
-def test_codebook_and_metric_are_shared_and_cold_codes_alone_are_read(
-    write: Callable[..., Book],
-) -> None:
-    book, prompt = write(), _prompt()
-    index, other = (filled(book.index(), prompt) for _ in range(2))
-    assert index._quantizer is other._quantizer is index.fork()._quantizer
-    learned = book.words.nbytes + book.metric.nbytes
-    # The metric's inverse too, and half the square of each codeword.
-    assert index.shared_nbytes() == learned + book.metric.nbytes + 4 * HEADS * WORDS
-    assert index.stats() == {"codewords": WORDS}
-    for left in (150, 100):
-        index.crop(left)
-        assert index.cost(left, 10) == SearchCost(0, 2 * 2 * HEADS * left + learned)
-    assert book.index().nbytes() == book.index().shared_nbytes() == 0
 
 
 def test_recall_is_far_above_chance_and_rises_with_the_codewords(tmp_path: Path) -> None:

@@ -127,14 +127,6 @@ def test_the_plan_of_layers(artifact_of: ArtifactOf) -> None:
         layer_plan(AquaConfig(), 0)
 
 
-def test_predictors_are_held_once(llama: PreTrainedModel, artifact_of: ArtifactOf) -> None:
-    caches = [make_cache(llama, artifact_of("llama")) for _ in range(2)]
-    for cache in caches:
-        read(llama, cache, prompt(1, 60))
-    coders = [cache.retrieval_layers[1].kv.store._coder for cache in caches]
-    assert coders[0].predictors is coders[1].predictors is not None
-
-
 def test_an_artifact_of_an_older_version_serves_where_it_has_linear_predictors(
     artifact_of: ArtifactOf, tmp_path: Path
 ) -> None:

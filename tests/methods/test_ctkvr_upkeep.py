@@ -135,13 +135,6 @@ def test_the_newest_centroids_are_those_that_count() -> None:
     assert torch.equal(queries[:, :, -1, 0], _query(30)[:, :, 0])
 
 
-def test_a_crop_takes_dropped_tokens_out_of_every_list() -> None:
-    run = Run(_options())
-    run.crop(300)
-    lists = run.index._file.queue._take(torch.arange(25).expand(2, HEADS, 1, -1).contiguous())
-    assert int(lists.max()) == 299 and int(lists.min()) == -1
-
-
 def test_a_query_that_joins_at_once_is_searched_for_by_the_index_alone() -> None:
     query = _query(3)
     # The CPU library chooses no more than a budget, and its list is longer.

@@ -42,7 +42,6 @@ INDEXES: dict[str, Make] = {
     "flat": FlatIndex,
     "paris": lambda: ParisIndex(ParisConfig()),
     "paris, nibbles": lambda: ParisIndex(ParisConfig(subspace_dim=4)),
-    "paris, paper": lambda: ParisIndex(ParisConfig.preset("paper")),
     "lrqk": _lrqk(),
     "lrqk, int8": _lrqk(proxy_dtype="int8"),
     "lrqk, als": _als,
@@ -161,7 +160,7 @@ def test_tokens_that_were_cropped_are_forgotten_and_others_take_their_slots(
     run.crop(left)
     ids = run.step(20)
     assert ids.max() < left
-    for number in range(30):
+    for number in range(12):
         run.step(30 + number, flush=1)
     length = len(run.store)
     whole = run.select(draw(0, 1)[0][run.sequences], budget=length)

@@ -9,15 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from hf_kvret import ColdTokens, FlatKVCache
+from hf_kvret import ColdTokens
 from hf_kvret.contracts.index import Scoring
 from hf_kvret.contracts.store import FirstRows
 from hf_kvret.layer.layer_kv import LayerKV
-from hf_kvret.methods.h2o import H2OCache, H2OConfig, H2OIndex
+from hf_kvret.methods.h2o import H2OConfig, H2OIndex
 from hf_kvret.methods.h2o import index as h2o
 from hf_kvret.stores.memory import DeviceMemory
-from hf_kvret.testing import COVERING_OPTIONS, MODELS
-from hf_kvret.testing.scenario import prompt
 
 from .watched_stores import WatchedStore, normal, slot_sets, slot_sets_of
 
@@ -31,7 +29,6 @@ OPTIONS: dict[str, Any] = {
     "max_draft": 5,
     "dense_below": 0,
 }
-SMALL: dict[str, Any] = {**COVERING_OPTIONS, "top_k": 0.2}
 Tokens = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -294,15 +291,6 @@ def _read(length: int = 60, **changes: Any) -> Run:
     return run
 
 
-def test_asking_twice_in_a_pass_counts_once() -> None:
-    """Layers that share their cache ask again."""
-    run = _read()
-    run.steps(range(10, 15))
-    before = run.scores
-    run.ask(_tokens(14)[0])
-    assert torch.equal(run.scores, before)
-
-
 @pytest.mark.parametrize("steps", [0, 9])
 def test_forks_loaded_and_reordered_indexes_go_on_like_one_that_was_left_alone(steps: int) -> None:
     one, alone = _read(), _read()
@@ -354,16 +342,6 @@ def test_a_crop_to_nothing_starts_a_new_text() -> None:
     assert torch.equal(run.scores, fresh.scores)
 
 
-def test_a_long_text_takes_bounded_memory_and_reads_no_key_of_an_evicted_token() -> None:
-    run = _read(length=1000)
-    run.steps(range(10, 160))
-    state = run.index.state_dict()
-    # The newest query waits to be accepted.
-    assert state["queries.rows"].shape[2] == 1
-    assert state["keys.rows"].shape[2] == run.length - run.cold_len <= 11
-    assert isinstance(run.kv.store, WatchedStore) and run.kv.store.readings == 0
-
-
 def test_numbers_for_reports() -> None:
     empty = H2OIndex(H2OConfig())
     assert empty.state_dict() == {} and empty.nbytes() == empty.cost(100, 10).nbytes == 0
@@ -372,28 +350,3 @@ def test_numbers_for_reports() -> None:
     assert run.index.stats() == {"evicted": 2 * HEADS * (54 - 2 - 14)}
     assert run.index.cost(54, 14).candidates == 14 and run.index.cost(54, 14).keys_read == 16
     assert run.index.cost(100, 10).nbytes == 2 * HEADS * (14 * 4 + 7 * DIM * 4)
-
-
-def test_the_published_protocol_keeps_a_fifth_half_of_it_recent() -> None:
-    model = MODELS["llama"].build()
-    halves = {"top_k": 6, "recent": 6}
-    cache = H2OCache(model.config, sink=0, flush=1, dense_below=0, **halves)
-    model.generate(prompt(1, 60), past_key_values=cache, max_new_tokens=20, do_sample=False)
-    heads = model.config.num_key_value_heads
-    for layer in cache.stats()["layers"]:
-        # 6 heavy hitters and at least 6 recent tokens of 60; 60 + 19 tokens were taken in.
-        assert layer["selected"] == layer["steps"] * heads * 6
-        assert layer["cold_tokens"] in (79 - 6, 79 - 7)
-        assert layer["evicted"] == (layer["cold_tokens"] - 6) * heads
-
-
-def test_heavy_hitters_hold_more_attention_than_as_many_other_tokens() -> None:
-    """Recall of attention mass on a model, beside the oracle's and a random share."""
-    model = MODELS["llama"].build()
-    masses = {}
-    for name, cache_class in (("h2o", H2OCache), ("flat", FlatKVCache)):
-        cache = cache_class(config=model.config, **{**SMALL, "track_recall": True})
-        model.generate(prompt(1, 120), past_key_values=cache, max_new_tokens=8, do_sample=False)
-        layers = cache.stats()["layers"]
-        masses[name] = sum(layer["recall_mass"] for layer in layers) / len(layers)
-    assert 0.2 < masses["h2o"] < masses["flat"]

@@ -1,22 +1,54 @@
-"""LRQKIndex: its selection apart from the output, upkeep of the factors, and its books."""
+"""LRQKIndex: its selection, the factors over time, its options, and the cache on a small model."""
 
 from __future__ import annotations
 
+import copy
 import math
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
-from hf_kvret import TokenBlock
-from hf_kvret.methods.flat import FlatIndex
-from hf_kvret.methods.lrqk import LRQKIndex
-from hf_kvret.testing.cold import cold_tokens
+from hf_kvret import LRQKCache
+from hf_kvret.methods.lrqk import LRQKConfig, LRQKIndex
+from hf_kvret.testing import COVERING_OPTIONS
 
 from .codebooks import GROUP, HEADS
-from .lrqk_runs import DIM, closed_options, fill
+from .index_runs import IndexRun
 from .watched_stores import normal, overlap, ragged, slot_sets
 
+DIM = 32
 SCALE = 2 / math.sqrt(DIM)
+
+
+def closed_options(**changes: Any) -> LRQKConfig:
+    return LRQKConfig.from_options(**{"rank": 12, **changes})
+
+
+def fill(
+    options: LRQKConfig,
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    valid: torch.Tensor | None = None,
+    cuts: tuple[int, ...] = (),
+    softcap: float | None = None,
+) -> IndexRun:
+    """An index that has read a prompt, in chunks that end at ``cuts``; all of it is cold."""
+    run = IndexRun(lambda: LRQKIndex(options), range(len(keys)), dim=DIM, softcap=softcap)
+    run.prompt((queries, keys), valid, cuts, recent=0).ready()
+    return run
+
+
+def ask(run: IndexRun, queries: torch.Tensor) -> None:
+    """A pass of new tokens, which stay in the window; nothing is due after it."""
+    run.see(queries, torch.zeros_like(queries[:, :HEADS]))
+    run.ready()
+
+
+def reprojections(run: IndexRun) -> int:
+    return run.index.stats()["reprojections"]
 
 
 def _tokens(count: int, batch: int = 2, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -136,12 +168,6 @@ def test_int8_proxies_that_come_later_keep_to_the_range() -> None:
     assert small.any() and off.max() <= 2
 
 
-def test_a_search_reads_the_proxies_and_the_maps() -> None:
-    index = fill(closed_options(), *_tokens(60)).index
-    assert index.cost(60, 10).nbytes == 2 * HEADS * (60 * 12 * 2 + DIM * 12 * 4)
-    assert index.cost(60, 10).candidates == 0
-
-
 def test_an_offset_of_all_keys_takes_no_direction() -> None:
     queries, keys = _tokens(400)
     query, shift = _tokens(4, seed=4)[0], 6 * normal(3, 2, HEADS, 1, DIM)
@@ -151,17 +177,163 @@ def test_an_offset_of_all_keys_takes_no_direction() -> None:
     assert overlap(shifted.search(query, 24), plain.search(query, 24)) > 0.95
 
 
-def test_a_soft_cap_bends_the_whole_score_not_the_centered_one() -> None:
-    """All keys share a large part; where the cap saturates depends on it."""
-    queries, keys = _tokens(256)
-    keys = keys + 2 * normal(3, 2, HEADS, 1, DIM)
-    query, softcap = 3 * _tokens(4, seed=4)[0], 6.0
-    valid = torch.ones(2, 256, dtype=torch.bool)
-    run, exact = fill(closed_options(rank=DIM), queries, keys, softcap=softcap), FlatIndex()
-    exact.add(TokenBlock(keys, keys, 0))
-    best = exact.search(query, cold_tokens(valid, SCALE, 24, softcap))
-    assert overlap(run.search(query, 24), best) > 0.95
-    run.softcap = None
-    assert overlap(run.search(query, 24), best) < 0.9
-    run.softcap, run.index._mean = softcap, torch.zeros_like(run.index._mean)
-    assert overlap(run.search(query, 24), best) < 0.9
+def _queries(count: int, seed: int = 0, first: int = 0, last: int = 16) -> torch.Tensor:
+    """``[2, Hq, count, D]``, in directions ``first`` to ``last`` of a basis."""
+    basis = torch.linalg.qr(normal(99, DIM, DIM)).Q[:, first:last]
+    return normal(seed, 2, HEADS * GROUP, count, last - first) @ basis.T
+
+
+def _unseen(count: int, seed: int = 3) -> torch.Tensor:
+    """A question in directions that no query of ``_document`` has."""
+    return _queries(count, seed, 20, 26)
+
+
+def _document() -> tuple[torch.Tensor, torch.Tensor]:
+    return _queries(300), normal(1, 2, HEADS, 300, DIM)
+
+
+def test_a_prompt_in_chunks_is_projected_once_more_and_selects_like_one_pass() -> None:
+    queries, keys = _document()
+    options, query = closed_options(rank=24), _queries(3, seed=4)
+    whole, chunks = fill(options, queries, keys), fill(options, queries, keys, cuts=(1, 64, 65))
+    # The first chunk settles how the heads of a group are weighed against each other.
+    assert overlap(chunks.search(query), whole.search(query)) > 0.95
+    assert reprojections(whole) == 0 and reprojections(chunks) == 1
+    assert chunks.index.stats()["reprojected_rows"] == 2 * HEADS * 300
+
+
+def test_an_unseen_question_raises_the_error_and_is_served_after_a_projection() -> None:
+    run, question = fill(closed_options(rank=24), *_document()), _unseen(5)
+    before, missed = run.index.stats()["proxy_error"], run.recall(question)
+    run.see(question, torch.zeros_like(question[:, :HEADS]))
+    raised = run.index.stats()["proxy_error"]
+    assert reprojections(run) == 0 and raised > 2 * before + 0.1 and missed < 0.4
+    run.ready()
+    stats = run.index.stats()
+    assert stats["reprojections"] == 1 and stats["reprojected_rows"] == 2 * HEADS * 300
+    # 16 directions of the document and 6 of the question fit into rank 24; bf16 is left.
+    assert stats["proxy_error"] < 0.01 and run.recall(question) > 0.97
+    run.store.closed = True
+    run.ready()
+    ask(run, _unseen(4, seed=8))
+    assert reprojections(run) == 1
+
+
+@pytest.mark.parametrize("changes", [{"recency": 0.0}, {"drift": math.inf}], ids=str)
+def test_without_recency_or_drift_a_question_changes_nothing(changes: dict[str, float]) -> None:
+    question = _unseen(30)
+    run = fill(closed_options(**changes), *_document())
+    before = run.search(question)
+    ask(run, question)
+    assert reprojections(run) == 0 and torch.equal(run.search(question), before)
+    usual = fill(closed_options(), *_document())
+    ask(usual, question)
+    assert reprojections(usual) == 1 and usual.recall(question) > run.recall(question) + 0.2
+
+
+def test_keys_are_not_read_again_before_the_newest_queries_are_others() -> None:
+    run = fill(closed_options(rank=24), *_document())
+    ask(run, _unseen(20))
+    assert reprojections(run) == 1
+    run.store.closed = True
+    ask(run, _queries(20, 9, 26, 32))
+    assert reprojections(run) == 1, "20 queries after the keys were read"
+    run.store.closed = False
+    ask(run, _queries(20, 10, 26, 32))
+    assert reprojections(run) == 2
+
+
+def test_single_tokens_wait_for_a_flush() -> None:
+    run, question = fill(closed_options(rank=24), *_document()), _unseen(40)
+    run.store.closed = True
+    for token in question.split(1, dim=2):
+        ask(run, token)
+    run.store.closed = False
+    run.cool(normal(6, 2, HEADS, 40, DIM))
+    assert reprojections(run) == 0
+    ask(run, question[:, :, :1])
+    stats = run.index.stats()
+    assert stats["reprojections"] == 1 and stats["reprojected_rows"] == 2 * HEADS * (300 + 40)
+    assert run.index._proxies.rows.shape[2] == 300 + 40 and run.recall(question) > 0.97
+
+
+def test_a_projection_is_decided_for_each_head() -> None:
+    """Head 0 could go from a 1e-5 share to none; head 1 got worse and new factors don't help."""
+    queries, keys = _queries(600, last=14), normal(1, 2, HEADS, 600, DIM)
+    options = closed_options(rank=16, recency=1e-3, drift=1.2)
+    queries[:, GROUP:] = normal(30, 2, GROUP, 600, DIM)
+    keys[:, 1] *= torch.linspace(1.0, 1.6, DIM)
+    run = fill(options, queries, keys)
+    factors = run.index._factors
+    assert factors is not None
+    question = _queries(4, seed=31, last=14)
+    question[:, :GROUP] += 1e-2 * _unseen(4)[:, :GROUP]
+    # Queries that head 1 serves worst: those in directions that its factors leave out.
+    left_out = torch.eye(DIM) - factors.to_query[:, 1] @ factors.to_key[:, 1].mT
+    question[:, GROUP:] = 2 * normal(32, 2, GROUP, 4, DIM) @ left_out[:, None]
+    run.see(question, torch.zeros_like(question[:, :HEADS]))
+    old, new = run.index._error(factors), run.index._error(run.index._fit())
+    assert (old[:, 0] < 1e-4).all() and (old[:, 0] > 1.3 * new[:, 0]).all()
+    assert (old[:, 1] > 1.3 * run.index._reference_error[:, 1]).all()
+    assert (old[:, 1] < 1.1 * new[:, 1]).all()
+    run.store.closed = True
+    run.ready()
+    assert reprojections(run) == 0
+    # The next projection needs an even larger error.
+    torch.testing.assert_close(run.index._reference_error[:, 1], old[:, 1])
+
+
+def test_a_saved_index_and_a_fork_remember_that_a_look_is_due() -> None:
+    run, question = fill(closed_options(rank=24), *_document()), _unseen(5)
+    run.see(question, torch.zeros_like(question[:, :HEADS]))
+    for twin in (run.load(), run.fork()):
+        twin.ready()
+        assert reprojections(twin) == 1
+
+
+def test_the_rank_follows_the_head_dim_unless_it_is_given() -> None:
+    assert [LRQKConfig().rank_of(dim) for dim in (16, 32, 128)] == [16, 32, 32]
+    assert LRQKConfig(rank=40).rank_of(64) == 40
+    with pytest.raises(ValueError, match=r"rank=40 is above the head dim 32.*1 to 32, or None"):
+        LRQKConfig(rank=40).rank_of(32)
+
+
+def test_the_papers_options_are_those_of_its_section_5() -> None:
+    paper = LRQKConfig.preset("paper")
+    assert (paper.factors, paper.top_k, paper.iterations) == ("als", 2048, 2)
+    # The paper's lite tokens.
+    assert (paper.recent, paper.fit_recent) == (64, 64)
+    assert (paper.penalty, paper.rank_of(128)) == (1.0, 32)
+    assert LRQKConfig.preset("paper", top_k=1024, rank=16).top_k == 1024
+    assert LRQKConfig().factors == "closed" and LRQKConfig().top_k is None
+
+
+def test_a_rank_above_the_head_dim_or_that_of_kernels_is_refused_at_once(
+    llama: PreTrainedModel,
+) -> None:
+    with pytest.raises(ValueError, match=r"rank=17 is above the head dim 16.*or None"):
+        LRQKCache(llama.config, rank=17)
+    config = copy.deepcopy(llama.config)
+    config.head_dim = 512
+    with pytest.raises(ValueError, match=r"rank=300.* or above 256.*choose 1 to 256"):
+        LRQKCache(config, rank=300)
+
+
+def test_a_cache_saved_while_dense_knows_what_it_watched(
+    llama: PreTrainedModel, tmp_path: Path
+) -> None:
+    """Nothing is cold yet, but the queries of the prompt were seen."""
+    tokens = torch.randint(1, 100, (1, 160), generator=torch.Generator().manual_seed(5))
+    options = {**COVERING_OPTIONS, "rank": 8, "factors": "als", "dense_below": 100, "top_k": 12}
+    cache = LRQKCache(llama.config, **options)
+    with torch.no_grad():
+        llama(tokens[:, :99], past_key_values=cache)
+        cache.save_pretrained(tmp_path)
+        loaded = LRQKCache.from_pretrained(tmp_path, config=llama.config)
+        for step in range(99, 160):
+            logits = [
+                llama(tokens[:, step : step + 1], past_key_values=one).logits
+                for one in (cache, loaded)
+            ]
+            torch.testing.assert_close(*logits, rtol=0, atol=1e-5)
+    assert all(layer["selected"] for layer in loaded.stats()["layers"])

@@ -199,14 +199,3 @@ def test_tokens_that_a_deep_crop_brought_back_get_proxies_of_their_own(left: int
     assert rows.shape[2] == left + 1
     torch.testing.assert_close(rows[:, :, left - 6 : left], guessed, rtol=BF16, atol=1e-3)
     assert torch.equal(rows[:, :, left], newest.bfloat16())
-
-
-def test_a_step_reads_proxies_bases_and_what_its_query_is_fitted_to() -> None:
-    run = _prompted()
-    assert run.index.cost(100, 10).nbytes == 0
-    run.step(0)
-    heads = BATCH * HEADS * GROUP
-    bases, rows = 2 * heads * RANK * DIM * 4, heads * len(run.store) * RANK * 2
-    window = 5 * BATCH * HEADS * DIM * 4 + 5 * heads * RANK * 4
-    selected = heads * BUDGET * DIM * 4
-    assert run.index.cost(100, 10).nbytes == rows + 2 * bases + window + selected

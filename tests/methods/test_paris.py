@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
-import hf_kvret
-from hf_kvret import ParisKVCache, TokenBlock
+from hf_kvret import TokenBlock
 from hf_kvret.methods.flat import FlatIndex
 from hf_kvret.methods.paris import ParisConfig, ParisIndex
-from hf_kvret.testing import COVERING_OPTIONS, MODELS
 from hf_kvret.testing.cold import cold_tokens
-from hf_kvret_kernels import paris
 
 from .watched_stores import overlap
 
 HEADS, GROUP = 2, 2
 OURS, PAPER = ParisConfig(), ParisConfig.preset("paper")
-SMALL: dict[str, Any] = {**COVERING_OPTIONS, "top_k": 1.0}
 
 
 def _index(
@@ -163,44 +157,6 @@ def test_candidates_are_a_share_that_covers_the_budget() -> None:
     assert index.cost(100_000, 5_000).candidates == 25_000, "five for each selected token"
     assert index.cost(100_000, 50_000).candidates == 100_000
     assert index.cost(50, 50).candidates == 50
-
-
-def test_every_layer_has_the_codes_of_its_own_tokens() -> None:
-    """The published code counts steps for all layers together: all but the first write one late."""
-    model = MODELS["smollm3"].build()
-    hf_kvret.attach(model)
-    cache = ParisKVCache(model.config, **SMALL)
-    ids = torch.randint(3, 128, (2, 30), generator=torch.Generator().manual_seed(0))
-    mask = torch.ones_like(ids)
-    ids[1, :9], mask[1, :9] = 0, 0
-    model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=21)
-    assert len(cache.retrieval_layers) == 3
-    for layer in cache.retrieval_layers:
-        index, store, cold_len = layer.kv.index, layer.kv.store, layer.kv.cold_len
-        keys = torch.cat([chunk for _, chunk in store.key_chunks()], dim=2)
-        assert keys.shape[2] == cold_len > 30
-        codes = index.encode(keys)
-        assert torch.equal(index._sign.rows, codes.sign)
-        assert torch.equal(index._magnitude.rows, codes.magnitude)
-        valid = torch.cat([mask.bool(), torch.ones(2, 20, dtype=torch.bool)], dim=1)[:, :cold_len]
-        weights = codes.weight.masked_fill(~valid[:, None, :, None], -1)
-        assert torch.equal(index._weight.rows, weights)
-        expected = paris.count_centroids(codes.sign, m=8, valid=valid)
-        assert torch.equal(index._counts, expected)
-
-
-@pytest.mark.parametrize("head_dim", [8, 80, 512])
-def test_any_head_dim_generates_like_full_attention(head_dim: int) -> None:
-    config = MODELS["qwen3"].config()
-    config.head_dim = head_dim
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).eval()
-    ids = torch.randint(3, 128, (1, 30), generator=torch.Generator().manual_seed(0))
-    run = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-    expected = model.generate(ids, **run)
-    cache = ParisKVCache(config, **SMALL)
-    assert torch.equal(model.generate(ids, **run, past_key_values=cache), expected)
-    assert cache.stats()["layers"][0]["selected"] > 0
 
 
 def test_a_soft_cap_bends_the_whole_score_not_the_centered_one() -> None:

@@ -5,10 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-import hf_kvret
-from hf_kvret import ParisKVCache
 from hf_kvret.methods.paris import ParisConfig, ParisIndex
-from hf_kvret.testing import MODELS
 
 from .codebooks import DIM, HEADS
 from .index_runs import IndexRun
@@ -110,18 +107,3 @@ def test_tokens_behind_a_crop_get_a_mean_of_their_own() -> None:
     _add(fed, others[:, :, 20:])
     fed.ready()
     assert _same(fed.index, _fed(torch.cat([keys[:, :, :20], others[:, :, 20:]], dim=2)).index)
-
-
-def test_a_model_selects_alike_however_its_prompt_came() -> None:
-    model = MODELS["llama"].build()
-    hf_kvret.attach(model)
-    ids = torch.randint(3, 120, (2, 200), generator=torch.Generator().manual_seed(0))
-    logits = []
-    for chunk in (200, 50, 40):
-        cache = ParisKVCache(model.config, top_k=8, recent=8, flush=8, dense_below=0, max_draft=4)
-        with torch.inference_mode():
-            for part in ids.split(chunk, dim=1):
-                model(part, past_key_values=cache)
-            logits.append(model(ids[:, :1], past_key_values=cache).logits)
-    for each in logits[1:]:
-        torch.testing.assert_close(each, logits[0], atol=1e-4, rtol=1e-4)

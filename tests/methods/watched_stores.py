@@ -6,7 +6,9 @@ from collections.abc import Iterator
 
 import torch
 
+from hf_kvret.contracts.block import TokenBlock
 from hf_kvret.stores import PagedStore
+from hf_kvret.stores.memory import DeviceMemory
 
 
 def normal(seed: int, *shape: int) -> torch.Tensor:
@@ -36,6 +38,13 @@ def slot_sets_of(marks: torch.Tensor) -> list[set[int]]:
 def overlap(ids: torch.Tensor, best: torch.Tensor) -> float:
     """Share of the ``ids [..., k]`` that are among the ``best [..., k]``."""
     return float((ids.unsqueeze(-1) == best.unsqueeze(-2)).any(-1).float().mean())
+
+
+def store_of(keys: torch.Tensor) -> PagedStore:
+    """A store of ``keys [B, H, n, D]``, which are their own values."""
+    store = PagedStore(DeviceMemory(keys.device))
+    store.append(TokenBlock(keys, keys, 0))
+    return store
 
 
 class WatchedStore(PagedStore):

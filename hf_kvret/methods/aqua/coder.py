@@ -31,10 +31,7 @@ class Rows:
     @classmethod
     def empty_like(cls, other: Rows, count: int) -> Rows:
         """Memory for the first ``count`` tokens."""
-        # Tensors that are made in inference mode could not be written to outside it.
-        with torch.inference_mode(False):
-            buffers = [x.new_empty(len(x), count, x.shape[2]) for x in (other.keys, other.values)]
-        return cls(0, *buffers)
+        return cls(0, *(x.new_empty(len(x), count, x.shape[2]) for x in (other.keys, other.values)))
 
     def to(self, device: torch.device) -> Rows:
         """These rows on a device; themselves if they lie there."""
@@ -60,13 +57,6 @@ class Rows:
     def covers(self, first: int, last: int) -> bool:
         """Whether it contains tokens ``first .. last``."""
         return self.start <= first and last <= self.end
-
-    def like(self, other: Rows) -> bool:
-        """Whether batch, width and dtype equal those of ``other``."""
-        return all(
-            len(a) == len(b) and a.shape[2] == b.shape[2] and a.dtype == b.dtype
-            for a, b in ((self.keys, other.keys), (self.values, other.values))
-        )
 
     def put(self, rows: Rows) -> None:
         """Overwrite the tokens of ``rows``."""

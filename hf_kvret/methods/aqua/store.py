@@ -57,9 +57,9 @@ class AquaStore(Store):
     the first elements of keys have none. Uncoded rows (16 bits) are stored in full.
 
     Reading a layer needs the same tokens of the layer below, which need those below it. Layers are
-    read in order, so each one passes its reconstruction on to the next, which overwrites it with
-    its own: only one layer is reconstructed at a time. If there is no such reconstruction, the
-    layers below are decoded recursively. The first store keeps the positions for all others.
+    read in order, so each one keeps its reconstruction until the next has read it: two layers are
+    reconstructed at a time. If there is no such reconstruction, the layers below are decoded
+    recursively. The first store keeps the positions for all others.
 
     ``gather``, ``attend`` and ``scores`` decode all tokens from the first to the last requested
     one: they are for crops and comparisons. Decoding steps read ``chunks``.
@@ -144,13 +144,9 @@ class AquaStore(Store):
         if not self._has_codes:
             yield from self._pages.chunks(chunk_len, stop)
             return
-        in_key = self.value_in_key
         if reconstruction is not None and reconstruction.covers(0, end):
             for first, last in _spans(0, end, chunk_len):
-                keys, values = self._as_attention_reads(reconstruction.part(first, last))
-                # The layer above overwrites the reconstruction, so copies are given out.
-                keys = keys.clone()
-                yield first, keys, keys[..., :in_key] if in_key else values.clone()
+                yield first, *self._as_attention_reads(reconstruction.part(first, last))
             return
         for rows in self._reconstructed(0, end, chunk_len, self._decode):
             yield rows.start, *self._as_attention_reads(rows)
@@ -269,15 +265,16 @@ class AquaStore(Store):
 
         They become the reconstruction where they are all tokens, and the layer above needs it.
         """
-        source = self._reuse_buffer_below(first, last)
-        target: Rows | None = None
+        below, target = self._source_store(), None
         for start, end in _spans(first, last, chunk_len):
-            below = self._rows_below(start, end) if source is None else source.part(start, end)
-            rows = make(start, end, below)
+            rows = make(start, end, self._rows_below(start, end))
             if self.plan.predicts_next and first == 0:
-                target = target or _output_rows(source, rows, last)
+                target = target or Rows.empty_like(rows, last)
                 target.put(rows)
             yield rows
+        if below is not None and first == 0:
+            # It has served; a block at the end leaves it for the pass over all tokens.
+            below._reconstruction = None
         self._reconstruction = target
 
     def _as_attention_reads(self, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
@@ -306,19 +303,6 @@ class AquaStore(Store):
         below = self._source_store()
         return None if below is None else below._reconstruct(first, last).to(self.memory.device)
 
-    def _reuse_buffer_below(self, first: int, last: int) -> Rows | None:
-        """Take over the reconstruction of the layer below, if it has exactly these tokens."""
-        below = self._source_store()
-        reconstruction = None if below is None else below._reconstruction
-        if (
-            below is None
-            or reconstruction is None
-            or (reconstruction.start, reconstruction.end) != (first, last)
-        ):
-            return None
-        below._reconstruction = None
-        return reconstruction.to(self.memory.device)
-
     def _positions_of(self, first: int, last: int) -> torch.Tensor | None:
         if self._coder is None or self._coder.rope is None:
             return None
@@ -340,13 +324,6 @@ class AquaStore(Store):
         buffer.crop(block.start)
         buffer.append(new)
         buffer.append(behind)
-
-
-def _output_rows(source: Rows | None, rows: Rows, count: int) -> Rows:
-    """Memory for the first ``count`` tokens: that of the layer below, if it fits, else new."""
-    if source is not None and source.like(rows):
-        return source
-    return Rows.empty_like(rows, count)
 
 
 def _spans(first: int, last: int, chunk_len: int) -> Iterator[tuple[int, int]]:
