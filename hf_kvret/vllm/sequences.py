@@ -37,26 +37,6 @@ class Sequence:
         """Tokens in the indexes of all layers."""
         return min(self.added.values(), default=0)
 
-    def common(self, blocks: np.ndarray, uses: np.ndarray, block_len: int) -> int:
-        """Tokens that its indexes have in common with a request of ``blocks``, used so often."""
-        count = min(len(blocks), len(self.blocks))
-        differs = (self.blocks[:count] != blocks[:count]) | (self.uses[:count] != uses[:count])
-        first = int(differs.argmax()) if differs.any() else count
-        return min(first * block_len, self.length)
-
-    def crop(self, length: int) -> None:
-        """Hold the first ``length`` tokens alone."""
-        for layer, index in self.indexes.items():
-            index.crop(length)
-            self.added[layer] = length
-
-    def fork(self, length: int) -> Sequence:
-        """A copy that holds the first ``length`` tokens, of which rows are shared."""
-        twin = Sequence(self.blocks, self.uses)
-        twin.indexes = {layer: index.fork() for layer, index in self.indexes.items()}
-        twin.crop(length)
-        return twin
-
     def index(self, layer: str, make: Callable[[], Index]) -> tuple[Index, int]:
         """The index of ``layer``, made where there is none, and the number of its tokens."""
         if layer not in self.indexes:
@@ -103,45 +83,34 @@ class Sequences:
     ) -> list[Sequence]:
         """A sequence for each request, with indexes of its longest known beginning.
 
+        Requests with a common beginning have a sequence each: nobody else's is copied.
+
         Args:
             table: ``[B, pages]``, the blocks of each request.
             lengths: its tokens.
             ends: how many of them, the first ones, may be in an index.
         """
-        rows, claimed = table.cpu().numpy(), set[int]()
+        rows, sequences = table.cpu().numpy(), list[Sequence]()
         self._make_room(rows)
-        self._known = [one for one in self._known if self._keep(one)]
-        sequences = []
+        self._known = [one for one in self._known if self._holds(one, one.blocks)]
         for row, length, end in zip(rows, lengths, ends, strict=True):
             blocks = row[: -(-length // self.block_len)].copy()
-            sequence = self._of_request(blocks, end, claimed)
-            claimed.add(id(sequence))
+            fitting = [one for one in self._known if one.length <= end and self._holds(one, blocks)]
+            sequence = max(fitting, key=lambda one: one.length, default=None)
+            if sequence is None:
+                sequence = Sequence(blocks, self._uses[blocks])
+            else:
+                # Nobody else's in this step.
+                self._known.remove(sequence)
+                sequence.blocks, sequence.uses = blocks, self._uses[blocks]
             sequences.append(sequence)
-        self._known = [one for one in self._known if id(one) not in claimed] + sequences
+        self._known += sequences
         del self._known[: max(0, len(self._known) - max(self._most, len(sequences)))]
         return sequences
 
-    def _keep(self, one: Sequence) -> bool:
-        """Cut off what lies in blocks that hold other tokens now; False if that is most of it."""
-        length = one.common(one.blocks, self._uses[one.blocks], self.block_len)
-        if 0 < length < one.length <= 2 * length:
-            one.crop(length)
-        return 0 < length == one.length
-
-    def _of_request(self, blocks: np.ndarray, end: int, claimed: set[int]) -> Sequence:
-        uses = self._uses[blocks]
-        best, most, best_score = None, 0, 0
-        for one in self._known:
-            common = min(end, one.common(blocks, uses, self.block_len))
-            # Its own sequence is used up as a whole, and is nobody else's in this step. A fork of
-            # another one has to bring a block more.
-            is_own = common == one.length and id(one) not in claimed
-            score = common + self.block_len * is_own
-            if common and score > best_score:
-                best, most, best_score = one, common, score
-        if best is None:
-            return Sequence(blocks, uses)
-        if most < best.length or id(best) in claimed:
-            best = best.fork(most)
-        best.blocks, best.uses = blocks, uses
-        return best
+    def _holds(self, one: Sequence, blocks: np.ndarray) -> bool:
+        """Whether all tokens of a sequence, at least one, lie in these blocks as they are now."""
+        count = -(-one.length // self.block_len)
+        blocks = blocks[:count]
+        alike = np.array_equal(one.blocks[:count], blocks)
+        return count > 0 and alike and np.array_equal(one.uses[:count], self._uses[blocks])
