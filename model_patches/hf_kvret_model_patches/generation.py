@@ -27,19 +27,19 @@ from transformers.generation import configuration_utils
 from transformers.generation.continuous_batching import ContinuousBatchingManager
 from transformers.generation.utils import GenerationMixin
 
-from hf_kvret_model_patches.wrappers import Function, WrappedFunction, once, signature_with
+from hf_kvret_model_patches.wrappers import Function, WrappedMethod, signature_with
 
 _NAMES = "ALL_CACHE_IMPLEMENTATIONS"
 
-_generate = WrappedFunction(GenerationMixin, "generate")
-_prepare_cache = WrappedFunction(GenerationMixin, "_prepare_cache_for_generation")
+_generate = WrappedMethod(GenerationMixin, "generate")
+_prepare_cache = WrappedMethod(GenerationMixin, "_prepare_cache_for_generation")
 # All ways to continuous batching make a manager by the first, and let it work by the second.
-_make_manager = WrappedFunction(GenerationMixin, "init_continuous_batching")
-_start_manager = WrappedFunction(ContinuousBatchingManager, "start")
-_prepare_inputs = WrappedFunction(GenerationMixin, "prepare_inputs_for_generation")
-_update_kwargs = WrappedFunction(GenerationMixin, "_update_model_kwargs_for_generation")
-_criteria = WrappedFunction(GenerationMixin, "_valid_auto_compile_criteria")
-_compiled = WrappedFunction(PreTrainedModel, "get_compiled_call")
+_make_manager = WrappedMethod(GenerationMixin, "init_continuous_batching")
+_start_manager = WrappedMethod(ContinuousBatchingManager, "start")
+_prepare_inputs = WrappedMethod(GenerationMixin, "prepare_inputs_for_generation")
+_update_kwargs = WrappedMethod(GenerationMixin, "_update_model_kwargs_for_generation")
+_criteria = WrappedMethod(GenerationMixin, "_valid_auto_compile_criteria")
+_compiled = WrappedMethod(PreTrainedModel, "get_compiled_call")
 
 # The names that were added to those of transformers and of other libraries.
 _added: tuple[str, ...] = ()
@@ -145,14 +145,14 @@ def apply(names: tuple[str, ...], hooks: Hooks) -> None:
         _chosen.call = hooks.choose_call(model, config, model_kwargs)
         return _chosen.call is not None or bool(inner(model, model_kwargs, config, *args, **kw))
 
-    _generate.apply(once(generate))
-    _prepare_cache.apply(once(prepare_cache))
-    _make_manager.apply(once(make_manager))
-    _start_manager.apply(once(start_manager))
-    _prepare_inputs.apply(once(prepare_inputs))
-    _update_kwargs.apply(once(update_kwargs))
-    _criteria.apply(once(criteria))
-    _compiled.apply(once(_compiled_call))
+    _generate.apply(generate)
+    _prepare_cache.apply(prepare_cache)
+    _make_manager.apply(make_manager)
+    _start_manager.apply(start_manager)
+    _prepare_inputs.apply(prepare_inputs)
+    _update_kwargs.apply(update_kwargs)
+    _criteria.apply(criteria)
+    _compiled.apply(_compiled_call)
     _add(names)
 
 

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_kvret_model_patches.wrappers import WrappedFunction
+from hf_kvret_model_patches.wrappers import WrappedMethod
 
 _METHOD = "expand_kv"
 Expand = Callable[..., tuple[torch.Tensor, torch.Tensor]]
-_patched: dict[type, WrappedFunction] = {}
+_patched: dict[type, WrappedMethod] = {}
 
 
 def apply(model: nn.Module, keeps_latents: Callable[[torch.Tensor], bool]) -> None:
@@ -34,7 +34,7 @@ def apply(model: nn.Module, keeps_latents: Callable[[torch.Tensor], bool]) -> No
 
     for owner in {owner for module in model.modules() for owner in type(module).__mro__}:
         if _METHOD in vars(owner):
-            _patched.setdefault(owner, WrappedFunction(owner, _METHOD)).apply(expand_kv)
+            _patched.setdefault(owner, WrappedMethod(owner, _METHOD)).apply(expand_kv)
 
 
 def restore() -> None:

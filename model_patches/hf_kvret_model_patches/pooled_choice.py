@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_kvret_model_patches.wrappers import WrappedFunction
+from hf_kvret_model_patches.wrappers import WrappedMethod
 
 _MASK, _VISIBLE, _CHOICE = "build_attention_mask_from_topk", "get_visible_tokens", "hf_kvret_choice"
 # The second until transformers 5.23.
 _CACHE_NAMES = ("cache", "past_key_values")
-_patched: dict[tuple[type, str], WrappedFunction] = {}
+_patched: dict[tuple[type, str], WrappedMethod] = {}
 
 
 def apply(
@@ -63,7 +63,7 @@ def apply(
     for owner in {owner for module in model.modules() for owner in type(module).__mro__}:
         for known_by, (name, hook) in hooks.items():
             if known_by in vars(owner):
-                wrapped = _patched.setdefault((owner, name), WrappedFunction(owner, name))
+                wrapped = _patched.setdefault((owner, name), WrappedMethod(owner, name))
                 wrapped.apply(hook)
 
 

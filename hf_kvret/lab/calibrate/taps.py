@@ -21,10 +21,10 @@ from transformers.modeling_utils import AttentionInterface
 
 from hf_kvret_model_patches.decoders import decoder_of
 from hf_kvret_model_patches.rope import Rope
-from hf_kvret_model_patches.wrappers import WrappedFunction
+from hf_kvret_model_patches.wrappers import WrappedMethod
 
 _INTERFACE = "ALL_ATTENTION_FUNCTIONS"
-_get_interface = WrappedFunction(AttentionInterface, "get_interface")
+_get_interface = WrappedMethod(AttentionInterface, "get_interface")
 
 
 @dataclass(frozen=True)
