@@ -65,13 +65,10 @@ def _more_calls() -> Iterator[partial]:
     for x_dtype, dtype, dim in ((HALF, HALF, 128), (FULL, FULL, 256), (FULL, HALF, 576)):
         words, x = torch.zeros(2, 4000, dim, dtype=dtype), torch.zeros(1, 2, 1, dim, dtype=x_dtype)
         yield partial(codebook.encode, x, words, torch.zeros(2, 4000), 8)
-    for dtype, softcap, positions in (
-        (HALF, 50.0, torch.zeros(1, 65, dtype=torch.int64)),
-        (FULL, None, None),
-    ):
+    for dtype, softcap in ((HALF, 50.0), (FULL, None)):
         queries = torch.zeros(1, 2, 65, 4, 256, dtype=dtype)
         chunks = partial(iter, [(0, torch.zeros(1, 2, 501, 512, dtype=dtype)[..., :256])])
-        yield partial(centroid.top_keys, queries, chunks, 100, valid, positions, 0.1, softcap)
+        yield partial(centroid.top_keys, queries, chunks, 100, valid, 0.1, softcap)
     low = torch.zeros(1, 2, 65, 2560, dtype=torch.int16)
     index = torch.zeros(1, 2, 1, 4, dtype=torch.int64)
     for high in (None, low.byte()):

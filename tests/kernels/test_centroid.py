@@ -194,14 +194,12 @@ def best_keys(
     valid: torch.Tensor,
     scale: float,
     softcap: float | None = None,
-    positions: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``centroid.top_keys`` in float64, centroid by centroid; of equal keys the first."""
     batch, heads, centroids, group, _ = queries.shape
-    slots = torch.arange(keys.shape[2])
     ids = torch.full((batch, heads, centroids, count), -1, dtype=torch.int32)
     for b, h, c in torch.cartesian_prod(*map(torch.arange, (batch, heads, centroids))).tolist():
-        seen = valid[b] if positions is None else valid[b] & (slots <= positions[b, c])
+        seen = valid[b]
         logits = queries[b, h, c].double() @ keys[b, h].double().T * scale
         logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
         logits = logits.masked_fill(~seen, float("-inf"))
@@ -222,7 +220,6 @@ def check(
     *,
     chunk: int = 32,
     softcap: float | None = None,
-    positions: torch.Tensor | None = None,
 ) -> None:
     """Run in ``place`` and compare with the loops."""
     backend, device = place
@@ -234,34 +231,24 @@ def check(
         valid=valid.to(device),
         scale=scale,
         softcap=softcap,
-        positions=None if positions is None else positions.to(device),
         backend=backend,
     )
-    expected = best_keys(queries, keys, count, valid, scale, softcap, positions)
+    expected = best_keys(queries, keys, count, valid, scale, softcap)
     assert ids.shape == expected.shape and ids.dtype == torch.int32
     assert ids.device.type == device
     assert torch.equal(ids.cpu(), expected)
 
 
 @pytest.mark.factor(
-    ("group", "softcap", "causal", "count"),
-    [
-        (1, None, False, 1),
-        (1, 2.0, True, 9),
-        (1, None, True, 60),
-        (3, None, False, 60),
-        (3, 2.0, True, 9),
-        (3, None, True, 1),
-    ],
+    ("group", "softcap", "count"),
+    [(1, None, 1), (1, 2.0, 9), (1, None, 60), (3, None, 60), (3, 2.0, 9)],
 )
 def test_lists_are_the_best_keys_by_the_largest_softmax_weight(
-    place: Place, group: int, softcap: float | None, causal: bool, count: int
+    place: Place, group: int, softcap: float | None, count: int
 ) -> None:
-    """A centroid before the first valid token, one that is padding, one after the last."""
-    valid = ragged(50)
-    queries, keys = 3 * normal(1, 2, 1, 3, group, 16), poisoned(normal(2, 2, 1, 50, 16), valid)
-    positions = torch.tensor([[5, 60, -1], [2, 31, 49]]) if causal else None
-    check(place, queries, keys, count, valid, softcap=softcap, positions=positions)
+    valid = torch.cat([ragged(50), torch.zeros(1, 50, dtype=torch.bool)])
+    queries, keys = 3 * normal(1, 3, 1, 3, group, 16), poisoned(normal(2, 3, 1, 50, 16), valid)
+    check(place, queries, keys, count, valid, softcap=softcap)
 
 
 @pytest.mark.factor("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -307,17 +294,16 @@ def test_chunks_do_not_change_the_lists(
     check(place, queries, keys, 9, valid, chunk=chunk)
 
 
-@pytest.mark.parametrize(("count", "causal"), [(1, True), (9, False), (60, True)])
+@pytest.mark.parametrize("count", [1, 60])
 def test_few_lists_at_a_time_are_those_of_all_together(
-    count: int, causal: bool, monkeypatch: pytest.MonkeyPatch
+    count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     valid = ragged(50)
     queries, keys = normal(1, 2, 2, 7, 3, 16), poisoned(normal(2, 2, 2, 50, 16), valid)
-    positions = torch.tensor([[3, 49, 20, 30, 11, 5, 44]] * 2) if causal else None
     for name, size in {"_MOST_HELD": 1, "_QUERIES": 9, "_KEYS": 7, "_MOST_READINGS": 1}.items():
         monkeypatch.setattr(naive, name, size)
-    check(("naive", "cpu"), queries, keys, count, valid, chunk=20, positions=positions)
-    options = {"valid": valid, "scale": 0.25, "positions": positions, "backend": "naive"}
+    check(("naive", "cpu"), queries, keys, count, valid, chunk=20)
+    options = {"valid": valid, "scale": 0.25, "backend": "naive"}
     parts = list(centroid.key_lists(queries, in_chunks(keys, 20), count, **options))
     assert [part.shape for part in parts] == [(2, 2, size, count) for size in (3, 3, 1)]
     assert torch.equal(
@@ -325,20 +311,17 @@ def test_few_lists_at_a_time_are_those_of_all_together(
     )
 
 
-@pytest.mark.parametrize(
-    ("count", "group", "causal"), [(1, 3, True), (9, 1, False), (60, 1, True), (60, 3, False)]
-)
+@pytest.mark.parametrize(("count", "group"), [(1, 3), (9, 1), (60, 3)])
 def test_lists_of_few_centroids_are_made_at_once(
-    count: int, group: int, causal: bool, monkeypatch: pytest.MonkeyPatch
+    count: int, group: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     valid = ragged(50)
     queries, keys = normal(1, 2, 2, 7, group, 16), poisoned(normal(2, 2, 2, 50, 16), valid)
-    positions = torch.tensor([[3, 49, 20, 30, 11, 5, 44]] * 2) if causal else None
     # Three of the seven at a time.
     monkeypatch.setattr(naive, "_MOST_HELD", queries[:, :, :3, :, 0].numel() * 50)
     monkeypatch.setattr(naive, "_QUERIES", 1)
     monkeypatch.setattr(naive, "_collected", None)
-    check(("naive", "cpu"), queries, keys, count, valid, chunk=20, positions=positions, softcap=9.0)
+    check(("naive", "cpu"), queries, keys, count, valid, chunk=20, softcap=9.0)
 
 
 def test_keys_of_several_dtypes_are_copied_without_rounding(
@@ -373,12 +356,11 @@ def test_equal_keys_are_listed_once_each_and_none_better_is_left_out(place: Plac
         assert torch.equal(result, expected)
 
 
-def test_queries_mask_and_positions_may_be_strided(place: Place) -> None:
+def test_queries_and_mask_may_be_strided(place: Place) -> None:
     queries = normal(1, 2, 2, 2, 1, 32).permute(1, 2, 0, 3, 4)[..., ::2]
     valid = ragged(100)[:, ::2]
     keys = poisoned(normal(2, 2, 2, 50, 16), valid)
-    positions = torch.tensor([[20, 0, 60, 0], [31, 0, 49, 0]])[:, ::2]
-    check(place, queries, keys, 5, valid, positions=positions)
+    check(place, queries, keys, 5, valid)
 
 
 def test_without_centroids_there_are_no_lists(place: Place) -> None:
@@ -396,9 +378,6 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
     refused("queries", centroid.top_keys, queries[0], chunks, 3, **options)
     refused("count=0", centroid.top_keys, queries, chunks, 0, **options)
     refused("valid", centroid.top_keys, queries, chunks, 3, valid=valid[:1], scale=1.0)
-    for positions in (torch.zeros(1, 7).long(), torch.zeros(2, 7)):
-        with pytest.raises(ValueError, match=r"positions is .* pass int32 or int64 \[2, 7\]"):
-            centroid.top_keys(queries, chunks, 3, positions=positions, **options)
     refused("softcap", centroid.top_keys, queries, chunks, 3, softcap=0.0, **options)
     refused("backend='cpp'", centroid.top_keys, queries, chunks, 3, **_options(valid, "cpp"))
     for message, chunks in {

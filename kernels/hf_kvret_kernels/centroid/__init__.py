@@ -37,7 +37,6 @@ def key_lists(
     valid: torch.Tensor,
     scale: float,
     softcap: float | None = None,
-    positions: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> Iterator[torch.Tensor]:
     """``[B, H, c, count]`` int32 each, of all centroids in order: the best keys, then -1.
@@ -62,8 +61,6 @@ def key_lists(
         scale: factor of the dot products; the paper leaves out ``D ** -0.5``, without which the
             maximum over a group compares other softmaxes than attention's.
         softcap: ``c`` of ``c * tanh(score / c)``, or None.
-        positions: ``[B, C]`` int32 or int64 slots of the queries, for a causal mask; None for no
-            mask.
         backend: ``"auto"``, ``"naive"`` or ``"triton"``.
 
     Raises:
@@ -74,10 +71,6 @@ def key_lists(
     if count < 1:
         raise ValueError(f"count={count}: a list holds at least 1 key")
     _check_valid(valid, queries)
-    if positions is not None:
-        shape = queries.shape[0], queries.shape[2]
-        integers = (torch.int32, torch.int64)
-        check_tensor("positions", positions, shape, integers, queries.device)
     check_softcap(softcap)
 
     def check_chunks() -> Iterator[tuple[int, torch.Tensor]]:
@@ -90,7 +83,7 @@ def key_lists(
     if queries.is_meta:
         # Without contents all keys are alike: the form alone.
         return iter((queries.new_empty((*queries.shape[:3], count), dtype=torch.int32),))
-    arguments = (queries, check_chunks, count, valid, positions, scale, softcap)
+    arguments = (queries, check_chunks, count, valid, scale, softcap)
     if choose_backend(backend, queries) == "naive":
         return naive.key_lists(*arguments)
     from hf_kvret_kernels.centroid import triton

@@ -29,22 +29,20 @@ def key_lists(
     chunks: KeyChunks,
     count: int,
     valid: torch.Tensor,
-    positions: torch.Tensor | None,
     scale: float,
     softcap: float | None,
 ) -> Iterator[torch.Tensor]:
     """See ``hf_kvret_kernels.centroid.key_lists``."""
     B, H, C, G, _ = queries.shape
     n = valid.shape[1]
-    masked = positions is not None or not bool(valid.all())
-    scoring = _Scoring(valid, positions, scale, softcap, masked)
+    scoring = _Scoring(valid, scale, softcap, masked=not bool(valid.all()))
     held = max(_MOST_HELD, _QUERIES * n)
     few = min(C, held // max(1, B * H * G * n))
     if _MOST_READINGS * few >= C:
         memory = _memory(queries[:, :, :few], n, count)
         for first in range(0, max(1, C), max(1, few)):
             part = slice(first, min(first + few, C))
-            yield _some_lists(queries[:, :, part], chunks(), count, scoring.part(part), memory)
+            yield _some_lists(queries[:, :, part], chunks(), count, scoring, memory)
         return
     keys = _collected(chunks, n)
     step = max(1, min(_QUERIES * n, held) // (G * n))
@@ -55,7 +53,8 @@ def key_lists(
         for b, h in itertools.product(range(B), range(H)):
             row, head = slice(b, b + 1), slice(h, h + 1)
             some, mine = queries[row, head, part], keys[row, head]
-            ids[row, head] = _some_lists(some, [(0, mine)], count, scoring.part(part, row), memory)
+            own = replace(scoring, valid=valid[row])
+            ids[row, head] = _some_lists(some, [(0, mine)], count, own, memory)
         yield ids
 
 
@@ -64,15 +63,9 @@ class _Scoring:
     """How centroids and keys are compared; as for ``key_lists``."""
 
     valid: torch.Tensor
-    positions: torch.Tensor | None
     scale: float
     softcap: float | None
     masked: bool
-
-    def part(self, centroids: slice, rows: slice = slice(None)) -> _Scoring:
-        """That of some centroids, and of some rows of the batch."""
-        positions = None if self.positions is None else self.positions[rows, centroids]
-        return replace(self, valid=self.valid[rows], positions=positions)
 
     def mask_(self, scores: torch.Tensor, start: int) -> None:
         """Cap ``scores [B, H, c, G, P]`` of the slots from ``start`` on; -inf where masked."""
@@ -80,9 +73,6 @@ class _Scoring:
         if not self.masked:
             return
         mask = self.valid[:, None, start : start + scores.shape[-1]]
-        if self.positions is not None:
-            slots = torch.arange(start, start + scores.shape[-1], device=scores.device)
-            mask = mask & (slots <= self.positions.unsqueeze(-1))
         scores.masked_fill_(~mask[:, None, :, None], float("-inf"))
 
 

@@ -14,7 +14,6 @@ names a token stays, whatever the order in which programs come.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -45,7 +44,6 @@ def top_keys(
     chunks: KeyChunks,
     count: int,
     valid: torch.Tensor,
-    positions: torch.Tensor | None,
     scale: float,
     softcap: float | None,
 ) -> torch.Tensor:
@@ -57,8 +55,7 @@ def top_keys(
         return ids
     if queries.stride(4) != 1:
         queries = queries.contiguous()
-    mask = KeyMask(valid, positions)
-    lse = None if G == 1 else denominators(queries, chunks, mask, scale, softcap)
+    lse = None if G == 1 else denominators(queries, chunks, valid, scale, softcap)
     for start, keys in whole_chunks(chunks):
         width = count + keys.shape[2]
         step = max(1, _MOST_SCORES // (B * H * width))
@@ -67,7 +64,7 @@ def top_keys(
             scores = values.new_empty(*values[:, :, part].shape[:3], width)
             scores[..., :count] = values[:, :, part]
             _write_relevance(
-                scores[..., count:], queries, keys, start, mask, lse, part, scale, softcap
+                scores[..., count:], queries, keys, start, valid, lse, part, scale, softcap
             )
             # Ascending positions: what was found before comes first, and tokens stay in order.
             best = top_k(scores, count)
@@ -85,7 +82,7 @@ def _write_relevance(
     queries: torch.Tensor,
     keys: torch.Tensor,
     start: int,
-    mask: KeyMask,
+    valid: torch.Tensor,
     lse: torch.Tensor | None,
     part: slice,
     scale: float,
@@ -101,7 +98,8 @@ def _write_relevance(
         # A pointer that the kernel ignores where there is one query for each head.
         result if lse is None else lse[:, :, part],
         result,
-        *mask.arguments(part),
+        valid.view(torch.uint8),
+        *valid.stride(),
         *some.stride()[:4],
         *keys.stride()[:3],
         0 if lse is None else lse.stride(1),
@@ -117,7 +115,6 @@ def _write_relevance(
         BLOCK_M=_ROWS,
         BLOCK_N=_ROWS,
         SOFTCAP=softcap is not None,
-        CAUSAL=mask.positions is not None,
         HAS_LSE=lse is not None,
         **product_shape(queries, keys),
         num_warps=4,
@@ -135,9 +132,6 @@ def _relevance_kernel(
     valid_ptr,
     valid_stride_b,
     valid_stride_n,
-    limits_ptr,
-    limits_stride_b,
-    limits_stride_c,
     query_stride_b,
     query_stride_h,
     query_stride_c,
@@ -162,7 +156,6 @@ def _relevance_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    CAUSAL: tl.constexpr,
     HAS_LSE: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
 ):
@@ -175,12 +168,8 @@ def _relevance_kernel(
     indices = (tl.program_id(0) % key_blocks).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = indices < chunk
     key_rows = key_ptr + b * key_stride_b + h * key_stride_h + indices * key_stride_n
-    limits = here
-    if CAUSAL:
-        limits_ptr += b * limits_stride_b
-        limits = tl.load(limits_ptr + here * limits_stride_c, mask=row_mask, other=-1)
     valid_ptr += b * valid_stride_b
-    score_mask = counted_keys(valid_ptr, valid_stride_n, limits, start + indices, inside, CAUSAL)
+    score_mask = counted_keys(valid_ptr, valid_stride_n, start + indices, inside)
     query_ptr += b * query_stride_b + h * query_stride_h
     lse_ptr += index * lse_stride_h
     best = tl.full((BLOCK_M, BLOCK_N), float("-inf"), tl.float32)
@@ -208,7 +197,11 @@ _MOST_SPLITS = 64
 
 
 def denominators(
-    queries: torch.Tensor, chunks: KeyChunks, mask: KeyMask, scale: float, softcap: float | None
+    queries: torch.Tensor,
+    chunks: KeyChunks,
+    valid: torch.Tensor,
+    scale: float,
+    softcap: float | None,
 ) -> torch.Tensor:
     """``[B, H, C, G]`` fp32 log-sum-exp over all keys; at least -1e30."""
     B, H, C, G, _ = queries.shape
@@ -224,7 +217,8 @@ def denominators(
             queries,
             keys,
             sums,
-            *mask.arguments(slice(None)),
+            valid.view(torch.uint8),
+            *valid.stride(),
             *queries.stride()[:4],
             *keys.stride()[:3],
             H,
@@ -238,7 +232,6 @@ def denominators(
             BLOCK_M=_ROWS,
             BLOCK_N=_ROWS,
             SOFTCAP=softcap is not None,
-            CAUSAL=mask.positions is not None,
             **product_shape(queries, keys),
             num_warps=4,
             num_stages=2,
@@ -256,9 +249,6 @@ def _denominators_kernel(
     valid_ptr,
     valid_stride_b,
     valid_stride_n,
-    limits_ptr,
-    limits_stride_b,
-    limits_stride_c,
     query_stride_b,
     query_stride_h,
     query_stride_c,
@@ -280,7 +270,6 @@ def _denominators_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    CAUSAL: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
 ):
     """The log-sum-exp of a tile of queries, rows ``c * G + g``, over a part of a chunk of keys."""
@@ -290,10 +279,6 @@ def _denominators_kernel(
     row_mask = here < rows
     query_rows = query_ptr + b * query_stride_b + h * query_stride_h
     query_rows += (here // G) * query_stride_c + (here % G) * query_stride_g
-    limits = here
-    if CAUSAL:
-        limits_ptr += b * limits_stride_b
-        limits = tl.load(limits_ptr + here // G * limits_stride_c, mask=row_mask, other=-1)
     key_ptr += b * key_stride_b + h * key_stride_h
     valid_ptr += b * valid_stride_b
 
@@ -308,7 +293,7 @@ def _denominators_kernel(
         dots = products(
             query_rows, row_mask, key_rows, inside, D, BLOCK_D, BLOCK_M, BLOCK_N, DOT_DTYPE
         )
-        score_mask = counted_keys(valid_ptr, valid_stride_n, limits, start + tokens, inside, CAUSAL)
+        score_mask = counted_keys(valid_ptr, valid_stride_n, start + tokens, inside)
         scores = capped_scores(dots, inner, outer, SOFTCAP)
         scores = tl.where(score_mask, scores, float("-inf"))
         _, _, peak, total = softmax_step(scores, peak, total)
@@ -568,25 +553,6 @@ def _keep_kernel(
     tl.store(united_ptr + source, tl.where(mark == indices, ids, -1), mask=inside)
 
 
-@dataclass(frozen=True, eq=False)
-class KeyMask:
-    """Which keys count for which centroids.
-
-    Attributes:
-        valid: ``[B, n]`` bool.
-        positions: ``[B, C]``, the last slot that a centroid sees, or None.
-    """
-
-    valid: torch.Tensor
-    positions: torch.Tensor | None
-
-    def arguments(self, part: slice) -> tuple[Any, ...]:
-        """Of a kernel, for the centroids ``part``; it ignores the last three where all see all."""
-        valid = self.valid.view(torch.uint8)
-        limits = valid if self.positions is None else self.positions[:, part]
-        return valid, *valid.stride(), limits, *limits.stride()
-
-
 def whole_chunks(chunks: KeyChunks) -> Iterator[tuple[int, torch.Tensor]]:
     """Chunks that are not empty, their keys contiguous in the last dimension."""
     for start, keys in chunks():
@@ -595,20 +561,10 @@ def whole_chunks(chunks: KeyChunks) -> Iterator[tuple[int, torch.Tensor]]:
 
 
 @triton.jit
-def counted_keys(
-    valid_ptr,
-    valid_stride_n,
-    limits,
-    slots,
-    inside,
-    CAUSAL: tl.constexpr,
-):
-    """``[M, N]`` or ``[1, N]``: which keys count for which rows; ``limits [M]`` with CAUSAL."""
-    score_mask = inside & (tl.load(valid_ptr + slots * valid_stride_n, mask=inside, other=0) != 0)
-    score_mask = score_mask[None, :]
-    if CAUSAL:
-        score_mask = score_mask & (slots[None, :] <= limits[:, None])
-    return score_mask
+def counted_keys(valid_ptr, valid_stride_n, slots, inside):
+    """``[1, N]``: which keys count."""
+    valid = tl.load(valid_ptr + slots * valid_stride_n, mask=inside, other=0)
+    return (inside & (valid != 0))[None, :]
 
 
 # Numbers of a row that are multiplied at a time. fp32 takes many registers: more of it would spill.
