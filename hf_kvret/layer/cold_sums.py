@@ -33,10 +33,9 @@ class ColdSums(State):
         end: slot after the last token that was added.
     """
 
-    # [B, Hkv, 1, Dk + Dv], or Dk where values are numbers of the keys; older saves have more.
-    _sums: torch.Tensor | None = tensor(shared=True, dims="B H b w", dtype=torch.float64)
-    # [B, 1] int64.
-    _counts: torch.Tensor | None = tensor(shared=True, dims="B b", dtype=torch.int64)
+    # [B, Hkv, 1, Dk + Dv], or Dk where values are numbers of the keys.
+    _sums: torch.Tensor | None = tensor(shared=True, dims="B H 1 w", dtype=torch.float64)
+    _counts: torch.Tensor | None = tensor(shared=True, dims="B 1", dtype=torch.int64)
     end: int = number(0)
     # None: to be made of the sums.
     _mean: MeanToken | None = transient()
@@ -85,11 +84,6 @@ class ColdSums(State):
         """As every state's; nothing where rows were infinite: such sums could not be loaded."""
         finite = self._sums is not None and bool(self._sums.isfinite().all())
         return super().state_dict() if finite else {}
-
-    def loaded(self) -> None:
-        assert self._sums is not None and self._counts is not None, "they are loaded"
-        self._sums = self._sums.sum(2, keepdim=True)
-        self._counts = self._counts.sum(1, keepdim=True)
 
     def nbytes(self) -> int:
         """As every state's, with the mean."""

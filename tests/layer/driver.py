@@ -152,16 +152,16 @@ class Driver:
         yield self.forward(2)
         for rows in ([1, 0], [0, 0]):
             self.reorder(rows)
-            for _ in range(5):
+            for _ in range(3):
                 yield self.forward(1)
         # Into the cold tokens.
         self.crop(40)
-        for _ in range(6):
+        for _ in range(4):
             yield self.forward(1)
         fork = self.cache.fork()
         self.forward(30)
         yield self.forward(1)
         # The fork goes on from where it was taken.
         self.cache, self.mask = fork, self.mask[:, : fork.get_seq_length()]
-        for _ in range(6):
+        for _ in range(4):
             yield self.forward(1)

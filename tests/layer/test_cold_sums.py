@@ -186,16 +186,6 @@ def test_loaded_sums_are_not_made_of_the_rows_again(tmp_path: Path) -> None:
         check(driver, driver.forward(1))
 
 
-def test_sums_of_blocks_in_older_saves_are_added_up() -> None:
-    driver = Driver(rest="mean")
-    driver.forward(90, padded=11)
-    state = driver.layer.state_dict()
-    for name, dim in (("rest.sums", 2), ("rest.counts", 1)):
-        state[name] = torch.cat([state[name] - 3, torch.full_like(state[name], 3)], dim=dim)
-    driver.layer.load_state_dict(state, torch.device("cpu"))
-    check(driver, driver.forward(1))
-
-
 def test_sums_after_a_crop_are_saved_and_loaded(tmp_path: Path) -> None:
     driver = Driver(rest="mean")
     driver.forward(90)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_kvret import CTkvrCache, FlatKVCache, ParisKVCache
+from hf_kvret import FlatKVCache, ParisKVCache
 from hf_kvret.contracts.index import ColdTokens
 from hf_kvret.layer.layer import RetrievalLayer
 from hf_kvret.methods.flat import FlatIndex
@@ -62,14 +62,6 @@ def test_a_step_that_fails_counts_nothing_and_is_dropped_by_a_crop(
     assert driver.cache.get_seq_length() == 100
 
 
-def test_stores_and_indexes_that_give_no_descriptor_are_asked_step_by_step() -> None:
-    for options in ({"store": "resident"}, {"store": "higgs"}):
-        driver = Driver(ParisKVCache, **options)
-        driver.forward(100)
-        driver.forward(1)
-        assert driver.cache.stats()["layers"][0]["selected"] > 0
-
-
 WITH_OWN_SEARCH = [name for name in METHODS if name != "h2o"]
 
 
@@ -107,21 +99,6 @@ def test_other_options_take_effect_at_the_next_step() -> None:
     changed.layer.set_options(changed.cache.options.replace(top_k=140), lambda: None)
     changed.forward(1)
     assert changed.cache.stats()["layers"][0]["candidates"] == (130 + 140) * searches
-
-
-def test_candidates_are_counted_anew_when_tokens_came_back() -> None:
-    driver = Driver(CTkvrCache)
-    driver.forward(150)
-    driver.forward(1)
-    layer = driver.layer
-    driver.crop(60)
-    while layer.cold_len < 142:
-        driver.forward(1)
-    before = driver.cache.stats()["layers"][0]["candidates"]
-    driver.forward(1)
-    budget = driver.kv.config.budget(layer.cold_len)
-    each = driver.kv.index.cost(layer.cold_len, budget).candidates
-    assert driver.cache.stats()["layers"][0]["candidates"] - before == each * 2 * HEADS
 
 
 class NewestIndex(FlatIndex):
@@ -206,27 +183,3 @@ def test_layers_that_share_keys_attend_as_the_first_does(
 
     monkeypatch.setattr(driver.layer, "attend", twice)
     driver.forward(count)
-
-
-class OppositeIndex(FlatIndex):
-    """Searches for what a query is least like, which the CPU library can't do."""
-
-    def search(self, query: torch.Tensor, cold: ColdTokens) -> torch.Tensor:
-        return super().search(-query, cold)
-
-    def host_search(self, query: torch.Tensor, cold: ColdTokens) -> None:
-        """None: the CPU library would search for the query itself."""
-
-
-class OppositeCache(FlatKVCache):
-    """Attends to the tokens that attention needs least."""
-
-    @classmethod
-    def make_index(cls, options: Any, layer: int) -> OppositeIndex:
-        return OppositeIndex()
-
-
-def test_an_index_that_replaces_a_part_of_its_search_says_so() -> None:
-    got = list(Driver(OppositeCache).life())
-    with step_by_step():
-        torch.testing.assert_close(got, list(Driver(OppositeCache).life()), rtol=1e-5, atol=ERROR)

@@ -23,7 +23,7 @@ from hf_kvret.layer.queries import AttentionCall
 from hf_kvret.layer.retrieved import RetrievedTokens
 from hf_kvret.options.prompt import PromptRecipe
 
-TOKENS = 1700
+TOKENS = 1300
 SCALE = 0.3
 NOTHING_KEPT: dict[str, Any] = {"top_k": 0.125, "floor": 0, "above": 0, "exact": 0}
 

@@ -35,9 +35,9 @@ def _draft(model: PreTrainedModel, cache: Any, mode: str, length: int) -> torch.
     return model.generate(prompt(1, length), **run)
 
 
-@pytest.mark.parametrize("mode", ["lookup", "assistant", "broken"])
-@pytest.mark.parametrize("length", [2, 60])
-@pytest.mark.parametrize("name", ["gemma3", "lfm2"])
+@pytest.mark.factor("mode", ["lookup", "assistant", "broken"])
+@pytest.mark.factor("length", [2, 60])
+@pytest.mark.factor("name", ["gemma3", "lfm2"])
 def test_what_records_is_cut_back_when_a_call_is_over(name: str, length: int, mode: str) -> None:
     model = MODELS[name].build()
     cache = hf_kvret.FlatKVCache(model.config, **COVERING_OPTIONS)

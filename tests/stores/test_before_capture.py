@@ -136,27 +136,6 @@ def test_slots_can_be_captured_once_they_served_the_rows_as_they_are() -> None:
     check_ready_after_a_step(batch=3)
 
 
-def test_a_step_of_ready_slots_makes_no_tensor_that_the_next_one_needs() -> None:
-    """A replay writes where the captured step wrote: all that lasts must stay where it is."""
-    store = ResidentStore(CPU, 2.0)
-    store.append(_block())
-    _attend(store)
-    buffer = store._buffer
-    assert buffer is not None and store.capture_obstacle is None
-
-    def lasting() -> list[int]:
-        slots = buffer.slot_map
-        tensors = (buffer.memory, slots.table, slots.token, slots.stamp, slots.clock)
-        counts = (buffer.requests, buffer.misses)
-        return [x.data_ptr() for x in (*tensors, *counts, buffer.rows.table)]
-
-    before, clock = lasting(), int(buffer.slot_map.clock)
-    for _ in range(3):
-        _attend(store)
-    assert store._buffer is buffer and lasting() == before
-    assert int(buffer.slot_map.clock) == clock + 3
-
-
 class Silent(Store):
     """A store of a user's own, that says nothing of capturing."""
 

@@ -30,20 +30,6 @@ def test_a_chunk_is_twice_as_long_as_its_queries_within_bounds(
     assert chunk_len(queries, keys, elements) == expected
 
 
-def test_without_a_stream_a_chunk_is_read_when_it_is_asked_for() -> None:
-    read: list[int] = []
-
-    def note(first: int, last: int) -> torch.Tensor:
-        read.append(first)
-        return torch.full((last - first,), first)
-
-    chunks = read_ahead(note, [(0, 2), (2, 4), (4, 5)], None)
-    assert read == []
-    for number, (first, rows) in enumerate(chunks):
-        assert len(read) == number + 1 and rows.tolist() == [first] * (2 if first < 4 else 1)
-    assert read == [0, 2, 4]
-
-
 class _Stream:
     """What ``read_ahead`` uses of a stream, which writes down what it is told."""
 

@@ -81,14 +81,6 @@ def test_the_kernel_reads_the_same_chunks(make_memory: MakeMemory, chunk_len: in
         assert torch.equal(torch.cat(tensors, dim=2), expected[order])
 
 
-def test_a_chunk_belongs_to_its_reader() -> None:
-    store, keys, _ = filled(DeviceMemory(CPU), 20)
-    for _, some_keys, some_values in store.chunks(8):
-        some_keys.fill_(float("nan"))
-        some_values.fill_(float("nan"))
-    assert torch.equal(torch.cat([chunk for _, chunk, _ in store.chunks(8)], dim=2), keys)
-
-
 def test_reading_begins_before_the_first_chunk_is_taken(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -107,14 +99,6 @@ def test_reading_begins_before_the_first_chunk_is_taken(
         chunks = reader(8)
         assert starts == [1]
         assert len(list(chunks)) == 5
-
-
-def test_keys_are_read_without_values() -> None:
-    store, keys, _ = filled(DeviceMemory(CPU), 37)
-    chunks = list(store.key_chunks(8))
-    assert [start for start, _ in chunks] == [0, 8, 16, 24, 32]
-    assert torch.equal(torch.cat([chunk for _, chunk in chunks], dim=2), keys)
-    assert list(PagedStore(DeviceMemory(CPU)).key_chunks()) == []
 
 
 def test_a_chunk_that_was_dropped_is_freed_before_the_next_is_made(

@@ -135,10 +135,10 @@ def test_generation_is_the_same_as_with_plain_host_rows(
     for store in ("host", "resident"):
         cache = cache_class(model.config, store=store, slots=slots, **options)
         text = model.generate(
-            prompt(1, 90),
+            prompt(1, 50),
             past_key_values=cache,
-            max_new_tokens=40,
-            min_new_tokens=40,
+            max_new_tokens=16,
+            min_new_tokens=16,
             num_beams=beams,
             do_sample=False,
         )

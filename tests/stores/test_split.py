@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import gc
-import random
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
-from hf_kvret import ParisKVCache, TokenBlock
+from hf_kvret import ParisKVCache
 from hf_kvret.contracts.store import FirstRows
 from hf_kvret.methods.flat import FlatConfig
 from hf_kvret.stores import PagedStore, StoreChoice
-from hf_kvret.stores.memory import DeviceMemory, SplitMemory
+from hf_kvret.stores.memory import SplitMemory
 from hf_kvret.testing.scenario import prompt
 
 from .rows import CPU, HEADS, extend
@@ -25,22 +24,6 @@ PAGE = HEADS * PAGE_LEN * (KEY_DIM + VALUE_DIM) * 4
 def _store(pages: float, page_len: int = PAGE_LEN) -> PagedStore:
     """An empty store with a budget for so many pages."""
     return PagedStore(SplitMemory(CPU, int(pages * PAGE)), page_len)
-
-
-def _check_alike(stores: list[PagedStore], query: torch.Tensor, ids: torch.Tensor) -> None:
-    """Whatever is asked of the two stores has the same answer, to the bit."""
-    answers = (
-        [
-            *store.begin(query, ids, 0.5, 3.0)(),
-            store.scores(query, ids, 0.5),
-            store.best(query, ids, 7, 0.5),
-            *store.gather(ids),
-            *store.state_dict().values(),
-            *(tensor for _, *tensors in store.chunks(5) for tensor in tensors),
-        ]
-        for store in stores
-    )
-    assert all(torch.equal(one, other) for one, other in zip(*answers, strict=True))
 
 
 def _rows(store: PagedStore) -> tuple[int, int]:
@@ -83,36 +66,6 @@ def test_forks_share_the_budget_and_give_back_what_nobody_holds() -> None:
     assert _rows(other) == (10 * PAGE, 2 * PAGE)
 
 
-def test_no_more_than_the_budget_is_ever_held() -> None:
-    choose = random.Random(0)
-    first = _store(30)
-    extend(first, count=9)
-    stores, most = [first], 0
-    for step in range(80):
-        store = choose.choice(stores)
-        batch = len(store.paged_rows().table)
-        operation = choose.choice(["append", "append", "crop", "reorder", "fork", "drop"])
-        if operation == "append":
-            extend(store, count=choose.randint(1, 12), batch=batch, seed=step)
-        elif operation == "crop" and len(store) > 9:
-            store.crop(len(store) - choose.randint(1, 8))
-        elif operation == "reorder":
-            store.reorder(torch.randint(batch, (choose.randint(1, 3),)))
-        elif operation == "fork" and len(stores) < 4:
-            stores.append(store.fork())
-        elif operation == "drop" and len(stores) > 1:
-            stores.remove(store)
-        chunks = {
-            chunk.data_ptr(): chunk.nbytes
-            for each in stores
-            for chunk in each.paged_rows().chunks
-            if not each.memory.on_host(chunk)
-        }
-        most = max(most, sum(chunks.values()))
-        assert most <= 30 * PAGE
-    assert most > 20 * PAGE
-
-
 def test_without_a_budget_it_is_half_of_what_is_free_on_a_gpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -150,26 +103,3 @@ def test_a_cache_with_a_budget_splits_and_says_so(llama: PreTrainedModel) -> Non
     assert 0.3 * rows < memory.store_device < 0.5 * rows
     assert 0.5 * rows < memory.store_host < 0.7 * rows
     assert {layer.kv.store.bus_share for layer in split.retrieval_layers} == {0.6}
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("pages", [0.5, 3, 7, 900])
-def test_a_gpu_reads_both_parts(pages: float) -> None:
-    device = torch.device("cuda", torch.cuda.current_device())
-    stores = [
-        PagedStore(memory, PAGE_LEN)
-        for memory in (SplitMemory(device, int(pages * PAGE)), DeviceMemory(device))
-    ]
-    for step, count in enumerate((21, 4, 7)):
-        generator = torch.Generator().manual_seed(step)
-        keys = torch.randn(2, HEADS, count, KEY_DIM, generator=generator).to(device)
-        values = torch.randn(2, HEADS, count, VALUE_DIM, generator=generator).to(device)
-        for store in stores:
-            store.append(TokenBlock(keys, values, len(store)))
-    devices = {chunk.device.type for chunk in stores[0].paged_rows().chunks}
-    assert devices == ({"cpu"} if pages < 1 else {"cuda"} if pages > 99 else {"cpu", "cuda"})
-    stores[0].before_capture()
-    query = torch.randn(2, 2 * HEADS, 1, KEY_DIM, device=device)
-    ids = torch.rand(2, HEADS, 1, 32, device=device).argsort(-1)[..., :20].int()
-    _check_alike(stores, query, ids)
