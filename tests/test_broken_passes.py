@@ -102,7 +102,7 @@ def test_a_half_finished_pass_is_not_copied_or_saved(tmp_path: Path) -> None:
     assert cache.fork().get_seq_length() == 9
 
 
-@pytest.mark.factor("method", ["flat", "paris", "lrqk", "ctkvr", "h2o"])
+@pytest.mark.factor("method", ["paris", "lrqk", "h2o"])
 @pytest.mark.factor("length", [1, 30])
 @pytest.mark.factor("crop", [0, -3])
 def test_a_crop_drops_a_pass_that_broke_off(method: str, length: int, crop: int) -> None:
@@ -175,10 +175,8 @@ def _interrupted(call: Callable[[], Any], at: int) -> int:
 @pytest.mark.parametrize(
     ("method", "options"),
     [
-        ("lrqk", {"store": "host"}),
         ("ctkvr", {"store": "cpu"}),
         ("h2o", {}),
-        ("paris", {"store": "resident"}),
         ("paris", {"prompt": "retrieve"}),
     ],
 )

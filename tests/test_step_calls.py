@@ -60,12 +60,12 @@ def calls_of_a_step(backend: str | None, layers: int = LAYERS) -> Calls:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=64,
-        hidden_size=64,
-        intermediate_size=64,
+        hidden_size=32,
+        intermediate_size=32,
         num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=64,
+        head_dim=16,
     )
     model = LlamaForCausalLM(config).eval()
     hf_kvret.attach(model)
@@ -73,13 +73,13 @@ def calls_of_a_step(backend: str | None, layers: int = LAYERS) -> Calls:
     token, argument = torch.tensor([[5]]), as_argument(cache)
     preference = nullcontext() if backend is None else prefer(backend)
     with torch.inference_mode(), preference:
-        model(torch.randint(64, (1, 200)), **argument)
-        for _ in range(3):
+        model(torch.randint(64, (1, 60)), **argument)
+        for _ in range(2):
             model(token, **argument)
         with recording() as calls:
             model(token, **argument)
     steps = cache.stats()["layers"][0]["steps"]
-    assert steps == 4, "the step retrieves"
+    assert steps == 3, "the step retrieves"
     return calls
 
 

@@ -73,10 +73,3 @@ def test_keys_and_values_of_two_dtypes_are_refused_at_once() -> None:
         logits(model, cache, autocast=True)
     assert cache.get_seq_length() == 0
     assert torch.equal(logits(model, cache, autocast=False), expected)
-
-
-def test_latents_and_rotated_keys_of_two_dtypes_are_not_put_together() -> None:
-    cache = latent(LATENT_MODELS["deepseek_v3"].config())
-    latents, keys = torch.zeros(1, 1, 3, 16).bfloat16(), torch.zeros(1, 1, 3, 8)
-    with pytest.raises(ValueError, match=r"latents are torch\.bfloat16, rotated keys"):
-        cache.update(latents, keys, 0)

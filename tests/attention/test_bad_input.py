@@ -16,7 +16,7 @@ from transformers import (
 )
 
 import hf_kvret
-from hf_kvret import FlatKVCache, ParisKVCache, attach
+from hf_kvret import FlatKVCache, attach
 from hf_kvret.attention.attention import retrieval_attention
 from hf_kvret.attention.masks import base_mask, retrieval_mask
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
@@ -147,16 +147,6 @@ def test_values_that_change_after_the_cache_are_refused(llama: PreTrainedModel) 
     module = llama.model.layers[0].self_attn
     with pytest.raises(ValueError, match="changes keys or values between its cache"):
         retrieval_attention(module, torch.randn(1, 4, 9, 16), handle, value * 2, None)
-
-
-def test_a_cache_filled_in_inference_mode_goes_on_outside(llama: PreTrainedModel) -> None:
-    ids = _ids(1, 60)
-    expected = llama.generate(ids, **GREEDY)
-    attach(llama)
-    cache = ParisKVCache(llama.config, **COVERING_OPTIONS)
-    with torch.inference_mode():
-        llama(ids[:, :-2], past_key_values=cache)
-    assert torch.equal(llama.generate(ids, past_key_values=cache, **GREEDY), expected)
 
 
 def test_a_refused_call_leaves_the_filled_cache_usable(llama: PreTrainedModel) -> None:

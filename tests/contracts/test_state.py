@@ -134,17 +134,6 @@ def test_parts_are_made_or_assigned() -> None:
         Forgetful().load_state_dict({})
 
 
-def test_a_part_may_be_empty_where_that_is_said() -> None:
-    class Holder(State):
-        rows: TokenBuffer = tokens()
-        may: Inner = part(Inner, may_be_empty=True)
-
-    state, other = Holder(), Holder()
-    state.rows.append(rows(1))
-    other.load_state_dict(state.state_dict())
-    assert other.may.sums is None and len(other.rows) == 1
-
-
 def test_fields_of_all_bases_count() -> None:
     class Other(State):
         more: torch.Tensor | None = tensor(optional=True)

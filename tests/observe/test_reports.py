@@ -57,19 +57,6 @@ def test_counts_of_a_hand_made_case(llama: PreTrainedModel) -> None:
         assert not any(value for name, value in layer.items() if name != "layer")
 
 
-def test_rows_of_a_batch_add_up(llama: PreTrainedModel) -> None:
-    counts = []
-    for batch in (1, 3):
-        cache = FlatKVCache(llama.config, **SMALL)
-        _feed(llama, cache, 30, batch)
-        _feed(llama, cache, 1, batch)
-        counts.append(cache.stats()["layers"][0])
-    for name in ("selected", "cold_rows", "candidates", "bytes_fetched"):
-        assert counts[1][name] == 3 * counts[0][name]
-    assert counts[1]["queries"] == counts[0]["queries"] == 1
-    assert counts[1]["read_ratio"] == counts[0]["read_ratio"] == 5 / 22
-
-
 def test_recall_is_reported_when_it_is_asked_for(llama: PreTrainedModel) -> None:
     cache = FlatKVCache(llama.config, **SMALL, track_recall=True)
     assert "recall_overlap" not in cache.stats()["layers"][0]
@@ -100,7 +87,7 @@ def test_bytes_of_a_hand_made_case(llama: PreTrainedModel, store: str) -> None:
     assert f"full attention {report.full_attention / 2**20:.1f} MiB" in str(report)
 
 
-@pytest.mark.parametrize(("store", "bits"), [("higgs", 3), ("higgs-host", 2), ("higgs", 16)])
+@pytest.mark.parametrize(("store", "bits"), [("higgs-host", 2), ("higgs", 16)])
 def test_bytes_of_coded_rows(llama: PreTrainedModel, store: str, bits: int) -> None:
     """A key or value of 16 numbers: their codes and one scale; with 16 bits, four bytes each."""
     row = 2 * 16 * 4 if bits == 16 else 2 * (16 * bits // 8 + 2)
@@ -140,16 +127,5 @@ def test_layers_that_are_not_ours_count_on_both_sides() -> None:
 def test_an_empty_cache_reports_nothing(llama: PreTrainedModel) -> None:
     cache = ParisKVCache(llama.config)
     assert cache.memory().device == cache.memory().host == cache.memory().full_attention == 0
-    assert cache.stats()["layers"][1] == {
-        "layer": 1,
-        "lost_mass": None,
-        "steps": 0,
-        "queries": 0,
-        "cold_tokens": 0,
-        "candidates": 0,
-        "selected": 0,
-        "cold_rows": 0,
-        "read_ratio": 0.0,
-        "exact_rows": 0,
-        "bytes_fetched": 0,
-    }
+    numbers = cache.stats()["layers"][1]
+    assert numbers.pop("layer") == 1 and numbers["steps"] == 0 and not any(numbers.values())

@@ -231,6 +231,7 @@ def test_replayed_steps_give_the_tokens_of_usual_ones(
     assert compare(model, True, graphs) < 3e-4
 
 
+@pytest.mark.slow
 def test_a_number_that_a_model_counts_on_the_host_is_noticed_by_the_comparison(
     graphs: list[DecodeGraph],
 ) -> None:
