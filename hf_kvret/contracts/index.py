@@ -97,13 +97,11 @@ class SearchCost(NamedTuple):
         candidates: tokens that are scored in full precision or reranked, for each query and head.
         nbytes: bytes of the index that are read.
         keys_read: keys that are read in the store, for each query and KV head.
-        selected: tokens that are selected where these are more than the budget; None: they aren't.
     """
 
     candidates: int
     nbytes: int
     keys_read: int = 0
-    selected: int | None = None
 
 
 class Index(State):

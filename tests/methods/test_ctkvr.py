@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from hf_kvret import FlatKVCache, TokenBlock
-from hf_kvret.generate.attach import attach
-from hf_kvret.methods.ctkvr import CTkvrCache, CTkvrConfig, CTkvrIndex, inverted_file
+from hf_kvret import TokenBlock
+from hf_kvret.methods.ctkvr import CTkvrConfig, CTkvrIndex, inverted_file
 from hf_kvret.methods.ctkvr.inverted_file import (
     MOST_TOKENS,
     Centroids,
@@ -20,9 +19,7 @@ from hf_kvret.methods.ctkvr.inverted_file import (
 )
 from hf_kvret.methods.ctkvr.sampler import CentroidSampler, MixedSampler
 from hf_kvret.observe.recall import exact_scores
-from hf_kvret.testing import COVERING_OPTIONS, MODELS
 from hf_kvret.testing.cold import cold_tokens
-from hf_kvret.testing.scenario import prompt
 from hf_kvret_kernels.relevance import group_relevance
 
 from .codebooks import GROUP, HEADS
@@ -103,65 +100,16 @@ def test_the_rerank_takes_the_best_of_what_was_recalled(softcap: float | None) -
     assert slot_sets(ids) == slot_sets(best)
 
 
-@pytest.mark.parametrize("at_once", [False, True])
-def test_without_a_rerank_every_valid_recalled_token_is_selected(at_once: bool) -> None:
-    queries, keys = _prompt(300)
-    valid, options = ragged(2, 300), {"update": 1, "update_lists": "recalled"} if at_once else {}
-    run = _fill(_options(rerank="off", **options), queries, keys, valid, budget=8)
-    # Tokens that came later are in no list: all are recalled.
-    run.flush(9)
-    query = queries[:, :, [-1]]
-    run.see(query, keys[:, :, :1])
-    lists = _lists(run, query).flatten(0, 2)
-    ids = run.search(query)
-    expected = [{*row.flatten().tolist(), *range(280, 289)} - {-1} for row in lists]
-    assert slot_sets(ids) == expected and all(len(slots) > 2 * 8 for slots in expected)
-    newest = run.index._file.queue.generations()[-1]
-    assert (int(newest.slots[0, -1]) == 300) is at_once
-    if at_once:
-        assert torch.equal(_lists(run, query, 1)[:, :, 0, 0], ids[:, :, 0, :20])
-
-
-def test_lists_that_cover_everything_give_full_attention() -> None:
-    model = MODELS["llama"].build()
-    attach(model)
-    options = {**COVERING_OPTIONS, "store": "resident", "slots": 200}
-    caches = (
-        FlatKVCache(model.config, **{**options, "top_k": 1.0, "slots": 1.0}),
-        CTkvrCache(model.config, rerank="off", list_ratio=99.0, **{**options, "top_k": 6}),
-    )
-    logits = []
-    for cache in caches:
-        with torch.no_grad():
-            model(prompt(1, 120), past_key_values=cache)
-            steps = [model(prompt(1, 1), past_key_values=cache).logits for _ in range(20)]
-        logits.append(torch.cat(steps, dim=1))
-    torch.testing.assert_close(*logits, rtol=0, atol=1e-4)
-    for full, ours in zip(*(cache.stats()["layers"] for cache in caches), strict=True):
-        assert full["selected"] == ours["selected"] > 20 * 6 * 2
-
-
-def test_slots_that_can_not_hold_what_is_recalled_are_refused() -> None:
-    model = MODELS["llama"].build()
-    attach(model)
-    options = {**COVERING_OPTIONS, "store": "resident", "top_k": 6, "slots": 12}
-    cache = CTkvrCache(model.config, rerank="off", **options)
-    with torch.no_grad():
-        model(prompt(1, 120), past_key_values=cache)
-        with pytest.raises(ValueError, match=r"slots=12, and a query selects .*as slots=1\.0"):
-            model(prompt(1, 1), past_key_values=cache)
-
-
 def test_the_numbers_of_the_paper() -> None:
     paper = CTkvrConfig.preset("paper")
     assert [paper.centroids_for(n) for n in (3, 800, 32_768, 131_072)] == [1, 50, 2048, 2048]
     assert [paper.list_len(131_072, b) for b in (512, 1024)] == [1280, 2560]
-    assert (paper.nprobe, paper.update, paper.choice, paper.rerank) == (4, 1, "last", "auto")
+    assert (paper.nprobe, paper.update, paper.choice) == (4, 1, "last")
     assert (paper.pending, paper.questions, paper.update_lists) == (0, False, "recalled")
 
 
 def test_saved_caches_may_name_options_that_are_gone() -> None:
-    gone = {"seed": 0, "causal": False, "coverage": 0.5}
+    gone = {"seed": 0, "causal": False, "coverage": 0.5, "rerank": "auto"}
     assert CTkvrConfig.from_saved(**gone) == CTkvrConfig()
     recalled = {"update_lists": "recalled", **gone}
     with pytest.raises(ValueError, match=r"coverage=0\.5: this version only does as coverage=0"):

@@ -47,7 +47,7 @@ INDEXES: dict[str, Make] = {
     "lrqk, als": _als,
     "ctkvr": _ctkvr(),
     "ctkvr, at once": _ctkvr(**_AT_ONCE),
-    "ctkvr, off": _ctkvr(rerank="off", pending=6),
+    "ctkvr, few pending": _ctkvr(pending=6),
 }
 NAMES = [*INDEXES, "a2ats", "a2ats, union"]
 

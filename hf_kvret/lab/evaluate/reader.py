@@ -328,7 +328,7 @@ def _step_bytes(layer: RetrievalLayer) -> int:
     if not kv.cold_len:
         return read
     cost = kv.search_cost()
-    selected = cost.selected or layer.config.budget(kv.cold_len)
+    selected = layer.config.budget(kv.cold_len)
     row = (keys.shape[3] + values.shape[3]) * keys.element_size()
     if kv.store is not None:
         row = kv.store.row_nbytes(row)

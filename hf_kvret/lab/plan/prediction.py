@@ -272,7 +272,7 @@ def _selected_bytes(layer: RetrievalLayer) -> tuple[float, bool]:
     heads = counters_of(layer).cold_rows / cold_len
     count = cold_len
     if kv.index is not None or layer.config.follows_model:
-        count = kv.search_cost().selected or layer.config.budget(cold_len)
+        count = layer.config.budget(cold_len)
     row = kv.store.row_nbytes(window.row_dim * window.keys.element_size())
     return heads * count * row, kv.store.bus_share > 0
 

@@ -22,8 +22,6 @@ class CTkvrConfig(RetrievalConfig):
             half spread over the others. ``"last"``: the last ones.
         list_ratio: length of a centroid's list, as a multiple of the budget.
         nprobe: centroids whose lists a query recalls, C'.
-        rerank: ``"auto"``: the best of the recalled tokens are attended to, compared by their keys
-            where the store attends. ``"off"``: all of them are.
         update: decoded tokens from one new centroid to the next; each drops the oldest. 0: never.
         update_lists: the keys of a new centroid's list: ``"all"`` keys, at the next flush, or the
             ``"recalled"`` keys, at once.
@@ -47,14 +45,18 @@ class CTkvrConfig(RetrievalConfig):
         }
     }
 
-    retired: ClassVar[Mapping[str, Any]] = {"seed": 0, "causal": False, "coverage": 0.0}
+    retired: ClassVar[Mapping[str, Any]] = {
+        "seed": 0,
+        "causal": False,
+        "coverage": 0.0,
+        "rerank": "auto",
+    }
 
     centroids: int = option(2048, integer(1))
     tokens_per_centroid: int = option(16, integer(1))
     choice: str = option("mixed", OneOf("mixed", "last"))
     list_ratio: float = option(2.5, real(note="one list fills a budget", least=1, below=math.inf))
     nprobe: int = option(4, integer(1))
-    rerank: str = option("auto", OneOf("auto", "off"))
     update: int = option(8, integer(0))
     update_lists: str = option("all", OneOf("all", "recalled"))
     pending: int = option(2048, integer(0))

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch.nn.functional import pad
 
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.contracts.block import TokenBlock
@@ -129,10 +128,7 @@ class CTkvrIndex(Index):
         self._flushed = False
 
     def search(self, query: torch.Tensor, cold: ColdTokens) -> torch.Tensor:
-        """See ``Index.search``; fewer tokens than the budget if the recalled lists have fewer.
-
-        With ``rerank="off"`` all tokens of the recalled lists, whatever the budget.
-        """
+        """See ``Index.search``; fewer tokens than the budget if the recalled lists have fewer."""
         length = len(cold)
         if cold.budget >= length:
             ids = torch.arange(length, dtype=torch.int32, device=query.device)
@@ -141,12 +137,13 @@ class CTkvrIndex(Index):
         queue = self._file.queue
         assert queue is not None, "build, or before_search, has made lists for this budget"
         ids = self._recalled(queue, query, cold)
-        count = self._count(queue, cold)
+        # Lists of queries that become centroids at once may be longer than the budget.
+        count = max(cold.budget, queue.width) if self._columns else cold.budget
+        best = cold.store.best(query, ids, count, cold.scale, cold.softcap)
         if not self._columns:
-            return self._best(ids, query, count, cold)
-        best = self._best(ids, query, max(count, queue.width), cold)
+            return best
         self._selection = _Selection(self._grouped(query), best[..., : queue.width], length)
-        return best[..., :count].contiguous()
+        return best[..., : cold.budget].contiguous()
 
     def _recalled(
         self, queue: CentroidQueue, query: torch.Tensor, cold: ColdTokens
@@ -163,40 +160,15 @@ class CTkvrIndex(Index):
         ids = torch.cat([lists.flatten(3), newest.expand(*lists.shape[:3], -1)], dim=3)
         return centroid.unite(ids, cold.valid)
 
-    @property
-    def _compares(self) -> bool:
-        """Whether the store compares recalled tokens by their keys (algorithm 2, lines 5, 6)."""
-        return self.options.rerank == "auto"
-
-    def _count(self, queue: CentroidQueue, cold: ColdTokens) -> int:
-        """Tokens that a query selects: without a rerank all that it recalls (section 4.2.2)."""
-        return cold.budget if self._compares else self._candidates(queue, len(cold))
-
-    def _best(
-        self, ids: torch.Tensor, query: torch.Tensor, count: int, cold: ColdTokens
-    ) -> torch.Tensor:
-        """``[B, H, Q, count]`` int32 of the recalled ``ids``, best first, then -1."""
-        if self._compares:
-            return cold.store.best(query, ids, count, cold.scale, cold.softcap)
-        absent_last = (ids < 0).byte().argsort(dim=-1, stable=True)
-        selected = ids.gather(-1, absent_last[..., :count])
-        return pad(selected, (0, count - selected.shape[-1]), value=-1)
-
     def host_search(self, query: torch.Tensor, cold: ColdTokens) -> HostSearch | None:
-        """See ``Index.host_search``: where recalled tokens are compared by their keys."""
-        queue = self._reranked_queue(cold)
-        if queue is None:
+        """See ``Index.host_search``.
+
+        Not where all tokens are selected, nor where queries of this pass become centroids at once.
+        """
+        queue = self._file.queue
+        if cold.budget >= len(cold) or self._columns or queue is None:
             return None
         return queue.host_search(query, self.options.nprobe, self._file.pending(len(cold)))
-
-    def _reranked_queue(self, cold: ColdTokens) -> CentroidQueue | None:
-        """The centroids, where as many recalled tokens as the budget are selected by their keys.
-
-        Not where all are, nor where queries of this pass become centroids at once, whose lists are
-        longer than the budget.
-        """
-        covers = cold.budget >= len(cold)
-        return None if covers or self._columns or not self._compares else self._file.queue
 
     # Tensors kept here must be writable outside inference mode: see LayerKV.
     @torch.inference_mode(False)
@@ -216,13 +188,8 @@ class CTkvrIndex(Index):
         queue = self._file.queue
         if budget >= n or queue is None:
             return SearchCost(n, self._recall_nbytes())
-        candidates = self._candidates(queue, n)
-        if self._compares:
-            return SearchCost(candidates, self._recall_nbytes(), keys_read=candidates)
-        return SearchCost(candidates, self._recall_nbytes(), selected=candidates)
-
-    def _candidates(self, queue: CentroidQueue, n: int) -> int:
-        return min(n, self.options.nprobe * queue.width + self._file.pending(n))
+        candidates = min(n, self.options.nprobe * queue.width + self._file.pending(n))
+        return SearchCost(candidates, self._recall_nbytes(), keys_read=candidates)
 
     def _recall_nbytes(self) -> int:
         queue = self._file.queue

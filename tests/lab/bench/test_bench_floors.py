@@ -22,6 +22,7 @@ from hf_kvret.lab.bench.limits import shortage
 from hf_kvret.lab.bench.opponents import PreallocatedCache, choose_bench_caches
 from hf_kvret.lab.bench.shapes import WeightBytes, load_shape, random_model
 from hf_kvret.lab.evaluate.reader import Usage
+from hf_kvret.methods.ctkvr import CTkvrIndex
 
 WEIGHTS = WeightBytes(held=5000, read=4000, row=10)
 # The tiny shape has two layers and two KV heads of 64; a key of one head takes 256 bytes in fp32.
@@ -182,18 +183,23 @@ def test_rows_that_move_to_the_host_later_do_not_count_for_steps_before() -> Non
     assert after.since(before, 10) == Selections(3, 1.5, 15.5, 15, 1)
 
 
-def test_compared_keys_of_a_split_store_are_counted_where_they_lie(model: PreTrainedModel) -> None:
-    floors = []
-    for rerank in ("auto", "off"):
-        cache = CTkvrCache(
-            model.config,
-            tokens_per_centroid=4,
-            rerank=rerank,
-            store="split",
-            device_budget=BATCH * PAGE * LAYERS,
-            **SMALL,
-        )
-        fill(model, cache, PAGED, steps=1)
+def test_compared_keys_of_a_split_store_are_counted_where_they_lie(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = CTkvrCache(
+        model.config,
+        tokens_per_centroid=4,
+        store="split",
+        device_budget=BATCH * PAGE * LAYERS,
+        **SMALL,
+    )
+    fill(model, cache, PAGED, steps=1)
+    cost, floors = CTkvrIndex.cost, []
+    for compares in (True, False):
+        if not compares:
+            monkeypatch.setattr(
+                CTkvrIndex, "cost", lambda *sizes: cost(*sizes)._replace(keys_read=0)
+            )
         floors.append(decode_floor(WEIGHTS, cache, no_usage(), BATCH, Selections(), on_host=False))
     on_bus = floors[0].host_bytes - floors[1].host_bytes
     beside = floors[0].device_bytes - floors[1].device_bytes
