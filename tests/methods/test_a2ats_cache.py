@@ -123,8 +123,8 @@ def test_codes_are_of_their_tokens_in_every_mode_of_use(
     assert sum(_CheckedIndex.checked) > 100
 
 
-# Rows with RoPE, without it, with learned positions, interleaved, partial, of YaRN.
-@pytest.mark.parametrize("name", ["llama", "smollm3", "gpt2", "cohere", "gpt_neox", "gpt_oss"])
+# Rows without RoPE in some layers, with learned positions, of YaRN.
+@pytest.mark.parametrize("name", ["smollm3", "gpt2", "gpt_oss"])
 def test_codes_don_t_depend_on_padding_or_on_where_positions_begin(
     name: str, artifact_of: ArtifactOf
 ) -> None:

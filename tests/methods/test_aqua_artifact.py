@@ -71,11 +71,11 @@ def test_every_artifact_decodes_to_what_calibration_says(
     assert all(len(store._positions) == 0 for store in stores_of(cache)) == rotated
 
 
-@pytest.mark.parametrize("name", ["smollm3", "gpt_neox", "cohere", "glm", "gpt2", "gpt_oss"])
+@pytest.mark.parametrize("name", ["smollm3", "glm", "gpt2", "gpt_oss"])
 def test_every_kind_of_rotation_is_undone_and_done_again(
     name: str, artifact_of: ArtifactOf
 ) -> None:
-    """Layers without RoPE, partial and interleaved ones, learned positions, YaRN; padded rows."""
+    """Layers without RoPE, a partial and interleaved one, learned positions, YaRN; padded rows."""
     model = attached(MODELS[name].build())
     caches = [make_cache(model, artifact_of(name), bits=bits) for bits in (4, 16)]
     ids, mask = ragged((60, 41))
