@@ -93,7 +93,8 @@ class Engine:
 
 METHODS: dict[str, tuple[type[RetrievalCache], dict[str, Any]]] = {
     "flat": (FlatKVCache, {}),
-    "paris": (ParisKVCache, {"center": False}),
+    # 16 sign patterns, which the interpreter goes through in bearable time.
+    "paris": (ParisKVCache, {"center": False, "subspace_dim": 4}),
 }
 
 
