@@ -10,13 +10,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import hf_kvret
 from hf_kvret.artifacts.shared import shared_artifact
-from hf_kvret.lab.calibrate.aqua import AquaCalibration
-from hf_kvret.lab.calibrate.corpus import Corpus
 from hf_kvret.lab.calibrate.regression import predict
-from hf_kvret.lab.calibrate.runner import calibrate
+from hf_kvret.lab.calibrate.tiny import tiny_artifact
 from hf_kvret.methods.aqua import AquaKVCache, AquaStore
 from hf_kvret.testing import COVERING_OPTIONS
-from hf_kvret.testing.scenario import prompt
 from hf_kvret_kernels.higgs import HiggsCodec
 
 YARN = {
@@ -55,12 +52,9 @@ def attached(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def learn(model: PreTrainedModel, folder: Path, *, texts: int = 4, **options: Any) -> str:
+def learn(model: PreTrainedModel, folder: Path, **options: Any) -> str:
     """The folder with an artifact of the model, of 4 bits where ``options`` have no others."""
-    corpus = Corpus([prompt(1, 200, salt)[0] for salt in range(texts)], 0, {"text": "random"})
-    calibration = AquaCalibration(**{"bits": 4, **options})
-    calibrate(model, corpus, calibration, folder, progress=False)
-    return str(folder)
+    return tiny_artifact(model, "aqua", folder, **{"bits": 4, "space": "before", **options})
 
 
 def make_cache(model: PreTrainedModel, artifact: str | None, **changes: Any) -> AquaKVCache:

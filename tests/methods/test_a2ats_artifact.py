@@ -15,9 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_kvret.artifacts import CalibrationArtifact, hub
-from hf_kvret.lab.calibrate.a2ats import A2ATSCalibration
-from hf_kvret.lab.calibrate.corpus import Corpus
-from hf_kvret.lab.calibrate.runner import calibrate
+from hf_kvret.lab.calibrate.tiny import tiny_artifact
 from hf_kvret.methods.a2ats import A2ATSCache, A2ATSConfig
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
 from hf_kvret.testing.scenario import prompt
@@ -29,9 +27,7 @@ RUN: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
 
 
 def _calibrate(model: PreTrainedModel, folder: Path, seed: int = 0) -> None:
-    options = A2ATSCalibration(codewords=16, distance=32, rounds=3, compare=False, seed=seed)
-    corpus = Corpus([prompt(1, 120)[0]], 0, {"text": "random"})
-    calibrate(model, corpus, options, folder, progress=False)
+    tiny_artifact(model, "a2ats", folder, codewords=16, seed=seed)
 
 
 @pytest.fixture(scope="module")

@@ -12,9 +12,7 @@ from transformers import PreTrainedModel
 
 import hf_kvret
 from hf_kvret import ColdTokens
-from hf_kvret.lab.calibrate.a2ats import A2ATSCalibration
-from hf_kvret.lab.calibrate.corpus import Corpus
-from hf_kvret.lab.calibrate.runner import calibrate
+from hf_kvret.lab.calibrate.tiny import tiny_artifact
 from hf_kvret.methods.a2ats import A2ATSCache, A2ATSIndex
 from hf_kvret.testing import COVERING_OPTIONS, MODELS, Case, run_case
 from hf_kvret.testing.scenario import prompt, ragged
@@ -34,12 +32,7 @@ def artifact_of(tmp_path_factory: pytest.TempPathFactory) -> ArtifactOf:
     def find(name: str, space: str = "windowed") -> str:
         if (name, space) not in made:
             folder = tmp_path_factory.mktemp(f"a2ats-{name}-{space}")
-            options = A2ATSCalibration(
-                codewords=32, distance=32, rounds=5, compare=False, space=space
-            )
-            corpus = Corpus([prompt(1, 200, salt)[0] for salt in range(3)], 0, {"text": "random"})
-            calibrate(MODELS[name].build(), corpus, options, folder, progress=False)
-            made[name, space] = str(folder)
+            made[name, space] = tiny_artifact(MODELS[name].build(), "a2ats", folder, space=space)
         return made[name, space]
 
     return find

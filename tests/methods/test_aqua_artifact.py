@@ -35,7 +35,7 @@ def artifact_of(tmp_path_factory: pytest.TempPathFactory) -> ArtifactOf:
         key = f"{name} {options}"
         if key not in made:
             folder = tmp_path_factory.mktemp(f"aqua-{name}")
-            made[key] = learn(MODELS[name].build(), folder, texts=3, **options)
+            made[key] = learn(MODELS[name].build(), folder, **options)
         return made[key]
 
     return find

@@ -11,17 +11,14 @@ from transformers import PreTrainedModel
 
 from hf_kvret import AquaKVCache
 from hf_kvret.artifacts.shared import shared_artifact
-from hf_kvret.lab.calibrate.aqua import AquaCalibration
-from hf_kvret.lab.calibrate.corpus import Corpus
 from hf_kvret.lab.calibrate.regression import predict
-from hf_kvret.lab.calibrate.runner import calibrate
 from hf_kvret.testing import LATENT_MODELS
 from hf_kvret.testing.scenario import prompt
 from hf_kvret_kernels.higgs import HiggsCodec
 from hf_kvret_model_patches.rope import Rope
 
 from ..saved.saved_files import read_saved
-from .aqua_caches import attached, read, rows_of, stores_of
+from .aqua_caches import attached, learn, read, rows_of, stores_of
 
 RANK, ROW, GROUP = 16, 24, 8
 SLOW = pytest.mark.slow
@@ -36,9 +33,7 @@ FAMILIES = [
 def learned(name: str, folder: Path, **options: Any) -> PreTrainedModel:
     """A model whose attention is ours, with an artifact in ``folder``."""
     model = LATENT_MODELS[name].build()
-    corpus = Corpus([prompt(1, 120, salt)[0] for salt in range(4)], 1, {"text": "random"})
-    calibration = AquaCalibration(**{"bits": 4, "sinks": 0} | options)
-    calibrate(model, corpus, calibration, folder, progress=False)
+    learn(model, folder, **{"sinks": 0} | options)
     return attached(model)
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from hf_kvret.lab.calibrate.a2ats import A2ATSCalibration
 from hf_kvret.lab.calibrate.aqua import AquaCalibration
@@ -17,31 +17,24 @@ from hf_kvret.lab.calibrate.study import Calibration
 _SEQUENCES, _LENGTH = 3, 200
 
 
-def tiny_artifact(model: PreTrainedModel, method: str, folder: Path) -> str:
-    """The path of an artifact for ``model`` in ``folder``, learned from 600 random tokens."""
+def tiny_artifact(model: PreTrainedModel, method: str, folder: Path, **options: Any) -> str:
+    """The path of an artifact for ``model`` in ``folder``, learned from 600 random tokens.
+
+    ``options``: of the calibration, in place of those that make it short.
+    """
     generator = torch.Generator().manual_seed(0)
-    vocabulary = model.config.get_text_config(decoder=True).vocab_size
-    texts = [
-        torch.randint(3, vocabulary, (_LENGTH,), generator=generator) for _ in range(_SEQUENCES)
-    ]
-    calibration = _TINY[method](model.config)
+    text_config = model.config.get_text_config(decoder=True)
+    shape = (_SEQUENCES, _LENGTH)
+    texts = list(torch.randint(3, text_config.vocab_size, shape, generator=generator))
+    # Positions of three parts, which attention does not get.
+    pictures = "mrope_section" in (getattr(text_config, "rope_parameters", None) or {})
+    calibration: Calibration
+    if method == "a2ats":
+        options.setdefault("space", "rotated" if pictures else "windowed")
+        short = {"codewords": 32, "distance": 32, "rounds": 5, "compare": False}
+        calibration = A2ATSCalibration(**short | options)
+    else:
+        options.setdefault("space", "after" if pictures else "before")
+        calibration = AquaCalibration(**options)
     calibrate(model, Corpus(texts, 0, {"text": "random"}), calibration, folder, progress=False)
     return str(folder)
-
-
-def _a2ats(config: PreTrainedConfig) -> Calibration:
-    space = "rotated" if _puts_images(config) else "windowed"
-    return A2ATSCalibration(codewords=32, distance=32, rounds=5, compare=False, space=space)
-
-
-def _aqua(config: PreTrainedConfig) -> Calibration:
-    return AquaCalibration(space="after" if _puts_images(config) else "before")
-
-
-def _puts_images(config: PreTrainedConfig) -> bool:
-    """Whether positions have three parts, which attention does not get."""
-    rotation = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
-    return "mrope_section" in rotation
-
-
-_TINY: dict[str, Callable[[PreTrainedConfig], Calibration]] = {"a2ats": _a2ats, "aqua": _aqua}
