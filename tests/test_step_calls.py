@@ -69,13 +69,13 @@ def calls_of_a_step(backend: str | None, layers: int = LAYERS) -> Calls:
     )
     model = LlamaForCausalLM(config).eval()
     hf_kvret.attach(model)
-    options = {"top_k": 16, "recent": 16, "flush": 16, "dense_below": 0}
+    options = {"top_k": 4, "recent": 4, "flush": 8, "dense_below": 0}
     # 16 sign patterns, which the interpreter goes through in bearable time.
     cache = hf_kvret.ParisKVCache(config, subspace_dim=4, **options)
     token, argument = torch.tensor([[5]]), as_argument(cache)
     preference = nullcontext() if backend is None else prefer(backend)
     with torch.inference_mode(), preference:
-        model(torch.randint(64, (1, 60)), **argument)
+        model(torch.randint(64, (1, 24)), **argument)
         for _ in range(2):
             model(token, **argument)
         with recording() as calls:

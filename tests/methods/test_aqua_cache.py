@@ -129,7 +129,7 @@ class _ShadowCache(AquaKVCache):
         return _ShadowStore(layer_plan(options, layer), made.memory)
 
 
-TELLING = ("greedy_ragged", "beams_ragged", "prompt_lookup", "crop_deep", "prefix_reuse")
+TELLING = ("beams_ragged", "prompt_lookup", "crop_deep")
 
 
 @pytest.mark.parametrize(
