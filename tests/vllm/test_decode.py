@@ -24,7 +24,7 @@ from ..simulated_gpu.device import simulated
 
 BLOCK_LEN, DIM, HEADS, QUERY_HEADS = 16, 16, 2, 4
 WINDOW = {"dense_below": 0, "sink": 4, "recent": 16, "flush": 1}
-LENGTHS = [50, 21, 70]
+LENGTHS = [50, 31, 70]
 SCALE = DIM**-0.5
 
 
