@@ -24,6 +24,7 @@ from transformers import (
 )
 from transformers.cache_utils import Cache
 
+from hf_kvret.artifacts.shared import ArtifactConfig
 from hf_kvret.options.config import RetrievalConfig
 from hf_kvret.options.spec import parse_option, parse_spec
 from hf_kvret.registry import registered_methods
@@ -129,6 +130,19 @@ def choose_caches(
     if len(set(texts)) < len(texts):
         raise ValueError(f"the same cache twice in {', '.join(texts)}: name each once")
     return {text: choose_cache(text, defaults, device) for text in texts}
+
+
+def artifact_sha256(choice: CacheChoice, config: PreTrainedConfig) -> str | None:
+    """The digest of the artifact that a cache works with; None for none.
+
+    Raises:
+        OSError, ValueError: it needs one, and there is none.
+    """
+    if not isinstance(choice.options, ArtifactConfig):
+        return None
+    # A cache knows where the artifact is, and where another model's would be refused.
+    options: Any = choice.make(config, 1).options
+    return None if options.artifact is None else options.load().sha256
 
 
 def _quantized(text: str, options: dict[str, Any]) -> CacheChoice:

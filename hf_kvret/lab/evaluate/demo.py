@@ -16,7 +16,7 @@ import torch
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.generate.attach import attach
 from hf_kvret.lab.evaluate.bundled import load_bundled_model
-from hf_kvret.lab.evaluate.caches import CacheChoice, choose_caches
+from hf_kvret.lab.evaluate.caches import CacheChoice, artifact_sha256, choose_caches
 from hf_kvret.lab.evaluate.measurement import Measurement, Progress, Row
 from hf_kvret.lab.evaluate.needles import NeedleLanguage
 from hf_kvret.lab.evaluate.reader import (
@@ -102,6 +102,9 @@ class Demo(Measurement):
             )
         for choice in self.choices.values():
             choice.make(config, self.context)
+
+    def artifact_sha256(self, cache: str) -> str | None:
+        return artifact_sha256(self.choices[cache], self._model.config)
 
     def plan(self, results: Results) -> Iterator[Sequence[Cell]]:
         """One by one, after a line that says what is done."""

@@ -129,6 +129,13 @@ class Measurement(ABC):
                 So it is with errors that say that memory is used up.
         """
 
+    def artifact_sha256(self, cache: str) -> str | None:
+        """Which artifact a cache works with: ``CalibrationArtifact.sha256``; None for none.
+
+        Rows keep it, as a path may hold another artifact when the same command goes on.
+        """
+        return None
+
     def waiting(self, results: Results) -> list[Cell]:
         """The cells without numbers."""
         rows = ((cell, results.find(cell)) for cell in self.cells())
@@ -165,12 +172,18 @@ class Progress:
 
 
 def measure(measurement: Measurement, results: Results) -> list[tuple[Cell, str]]:
-    """Measure what ``results`` lack and add it; returns the cells that got no row, with reasons."""
+    """Measure what ``results`` lack and add it; returns the cells that got no row, with reasons.
+
+    Raises:
+        ValueError: the rows of a cache that is measured now are of another artifact.
+    """
     failed: list[tuple[Cell, str]] = []
     done = 0
     groups = measurement.plan(results)
     # The first group is taken before there is a bar, as mistakes are named then.
     first = list(islice(groups, 1))
+    if first:
+        _check_artifacts(measurement, results)
     with tqdm(
         total=measurement.count(results),
         desc=measurement.name or measurement.command,
@@ -187,10 +200,23 @@ def measure(measurement: Measurement, results: Results) -> list[tuple[Cell, str]
                 failed += [(cell, *why.values()) for cell in group]
             else:
                 for cell, row in zip(group, rows, strict=True):
-                    results.add(cell, row)
+                    artifact = measurement.artifact_sha256(cell["cache"])
+                    results.add(cell, row if artifact is None else row | {"artifact": artifact})
             done += len(group)
             bar.update(done - bar.n)
     return failed
+
+
+def _check_artifacts(measurement: Measurement, results: Results) -> None:
+    caches = dict.fromkeys(cell["cache"] for cell in measurement.waiting(results))
+    artifacts = {cache: measurement.artifact_sha256(cache) for cache in caches}
+    for cell, row in results:
+        then, now = row.get("artifact"), artifacts.get(cell["cache"])
+        if cell["cache"] in artifacts and FAILED not in row and then != now:
+            raise ValueError(
+                f"{results.path} has {cell['cache']} with another artifact (sha256 {then}, now "
+                f"{now}): give another --json, delete the file, or bring the artifact back"
+            )
 
 
 def attempt(work: Callable[[], Any]) -> tuple[Any, Row]:

@@ -18,7 +18,8 @@ from transformers.utils import is_accelerate_available
 from hf_kvret.generate.attach import attach
 from hf_kvret.lab.evaluate.bundled import OUR_MODELS, our_model
 from hf_kvret.lab.evaluate.smollm2 import SMOLLM2_MODEL, expand_smollm2
-from hf_kvret.saved.identity import printable
+from hf_kvret.saved.identity import facts_of, printable
+from hf_kvret.saved.plain_json import plain_bytes
 from hf_kvret.shelf.questions import plain_generation_config
 
 _KNOWN = {**OUR_MODELS, "smollm2": SMOLLM2_MODEL}
@@ -64,7 +65,7 @@ class Subject:
         return self.tokenizer
 
     def describe(self) -> dict[str, Any]:
-        """Name, size, type and a fingerprint of the weights, for JSON."""
+        """Name, size, type and a fingerprint of all that its folder holds, for JSON."""
         return {
             "model": self.name,
             "class": type(self.model).__name__,
@@ -74,8 +75,9 @@ class Subject:
         }
 
     def _fingerprint(self) -> str:
-        """The hash of a sample of every weight, and of the tokenizer."""
-        digest = hashlib.sha256()
+        """The hash of configuration, ends of a text, a sample of every weight, and tokenizer."""
+        digest = hashlib.sha256(plain_bytes(facts_of(self.model.config)))
+        digest.update(repr(self.model.generation_config.eos_token_id).encode())
         for name, weight in self.model.state_dict().items():
             if weight.is_meta:
                 weight = offloaded(self.model, name)

@@ -10,7 +10,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from hf_kvret.lab.evaluate.bundled import default_model
-from hf_kvret.lab.evaluate.caches import CacheChoice, choose_caches, known_caches
+from hf_kvret.lab.evaluate.caches import (
+    CacheChoice,
+    artifact_sha256,
+    choose_caches,
+    known_caches,
+)
 from hf_kvret.lab.evaluate.measurement import Measurement, Progress, Row
 from hf_kvret.lab.evaluate.reader import Reader
 from hf_kvret.lab.evaluate.subject import Subject, load_subject, model_folder
@@ -112,6 +117,9 @@ class Task(Measurement):
         """
         for name in dict.fromkeys(cell["cache"] for cell in cells):
             Reader(self.subject.model, self.choices[name], 0)
+
+    def artifact_sha256(self, cache: str) -> str | None:
+        return artifact_sha256(self.choices[cache], self.subject.model.config)
 
     def plan(self, results: Results) -> Iterator[Sequence[Cell]]:
         """One by one, after a look at all of them."""

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from hf_kvret.lab.evaluate.caches import artifact_sha256
 from hf_kvret.lab.evaluate.measurement import Measurement, Progress, Row, attempt
 from hf_kvret.lab.evaluate.reader import Reader, check_positions
 from hf_kvret.lab.evaluate.subject import Subject, load_subject
@@ -202,6 +203,11 @@ class Tune(Measurement):
             window, running = standing(results, list(self.variants))
         if self.out is not None and write_choice(self.out, results):
             tqdm.write(f"wrote {self.out}")
+
+    def artifact_sha256(self, cache: str) -> str | None:
+        if cache == FULL:
+            return None
+        return artifact_sha256(self.variants[cache].base, self.subject.model.config)
 
     def rows(self, group: Sequence[Cell], progress: Progress) -> list[Row]:
         """See ``Walker.row``; variants have their method and configuration too.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
+from hf_kvret.artifacts import CalibrationArtifact
 from hf_kvret.lab.evaluate.bundled import BUNDLED_MODEL
 from hf_kvret.lab.evaluate.subject import load_subject
 from hf_kvret.lab.evaluate.tasks.ppl import Perplexity
@@ -40,6 +42,10 @@ def test_a_subject_names_its_weights(tiny_model_dir: Path) -> None:
     described = subject.describe()
     assert described["class"] == "LlamaForCausalLM" and described["dtype"] == "float32"
     subject.model.get_input_embeddings().weight.data[0, 0] += 1
+    assert subject.describe()["fingerprint"] != described["fingerprint"]
+    subject.model.get_input_embeddings().weight.data[0, 0] -= 1
+    assert subject.describe() == described
+    subject.model.config.rope_parameters["rope_theta"] *= 2
     assert subject.describe()["fingerprint"] != described["fingerprint"]
     assert load_subject("needle").tokenizer is None
 
@@ -153,6 +159,27 @@ def arguments(tmp_path: Path) -> list[str]:
     small = f"a2ats:artifact={tmp_path / 'words'}:dense_below=0:recent=16:flush=16"
     options = ["--context", "256", "--depths", "50", "--samples", "1", "--answer-tokens", "2"]
     return ["eval", "niah", "--caches", small, *options, "--json", str(tmp_path / "r.json")]
+
+
+def test_rows_of_two_artifacts_at_one_path_are_not_mixed(
+    arguments: list[str], tmp_path: Path, program: Any
+) -> None:
+    words = [*arguments, "--model", "needle"]
+    program(*words)
+    file, folder = tmp_path / "r.json", tmp_path / "words"
+    before = json.loads(file.read_text())
+    artifact = CalibrationArtifact.from_pretrained(folder)
+    assert [entry["result"]["artifact"] for entry in before["cells"]] == [artifact.sha256]
+    replace(artifact, data={"text": "another"}).save_pretrained(folder)
+    # With nothing left to measure the table is shown as it was.
+    assert "1 cells were finished already" in program(*words).out
+    error = program(*words, "--depths", "0,50", status=2).err
+    assert f"with another artifact (sha256 {artifact.sha256}, now" in error
+    assert "give another --json, delete the file, or bring the artifact back" in error
+    assert json.loads(file.read_text()) == before
+    artifact.save_pretrained(folder)
+    program(*words, "--depths", "0,50")
+    assert len(json.loads(file.read_text())["cells"]) == 2
 
 
 def test_the_artifact_of_another_tune_is_refused(

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from hf_kvret import FlatKVCache
+from hf_kvret.artifacts import CalibrationArtifact
 from hf_kvret.cli import main
 from hf_kvret.generate.attach import restore
 from hf_kvret.lab.evaluate.bundled import BUNDLED_MODEL
@@ -201,6 +202,7 @@ def test_artifacts_bring_their_methods(tmp_path: Path, capsys: pytest.CaptureFix
     for method, budget in (("a2ats", ":top_k=16"), ("aqua", "")):
         row = rows[f"{method}{budget}:dense_below=400"]
         assert row["cache_config"]["artifact"] == str(BUNDLED_MODEL / method)
+        assert row["artifact"] == CalibrationArtifact.from_pretrained(BUNDLED_MODEL / method).sha256
 
 
 @pytest.mark.parametrize(
