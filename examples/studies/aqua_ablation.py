@@ -47,9 +47,9 @@ from hf_kvret.contracts.block import TokenBlock
 from hf_kvret.contracts.store import FirstRows
 from hf_kvret.lab.calibrate.aqua import AquaCalibration, AquaStudy
 from hf_kvret.lab.calibrate.corpus import Corpus
-from hf_kvret.lab.calibrate.runner import calibrate, learn_at_once
+from hf_kvret.lab.calibrate.runner import calibrate
 from hf_kvret.lab.calibrate.sources import cut, needle_documents, text_file
-from hf_kvret.lab.calibrate.study import Calibration, Carried, LayerFindings, Progress
+from hf_kvret.lab.calibrate.study import Carried, LayerFindings, Progress
 from hf_kvret.lab.evaluate.caches import CacheChoice, choose_cache
 from hf_kvret.lab.evaluate.reader import Reader
 from hf_kvret.lab.evaluate.subject import Subject
@@ -73,8 +73,6 @@ from hf_kvret_model_patches.rope import Rope
 _KEPT = 0.2
 # This share of the calibration's text is held out for figures of quality.
 _HELD_OUT = 0.1
-# Small models have few KV heads, so one pass of a text serves so many layers.
-_LAYERS_AT_ONCE = 8
 # Contexts have other seeds than the calibration.
 _CONTEXTS = 1_000
 
@@ -258,16 +256,14 @@ class AquaAblation(Ablation):
 
     def depths(self, subject: Subject) -> dict[str, list[dict[str, Any]]]:
         """Figures by layer of predictors that read one layer or two, exact ones or in 2 bits."""
-        learned: dict[str, Calibration] = {}
+        corpus, rows = self.corpus(subject), {}
         for bits, name in ((16, "exact"), (FEW_BITS, f"{FEW_BITS} bits")):
             for layers, cls in (("1 layer", AquaCalibration), ("2 layers", TwoLayerCalibration)):
                 calibration = cls(bits=bits, first_bits=max(4, bits), ridge=self.ridge)
-                learned[f"{layers}, {name}"] = calibration
-        found = learn_at_once(subject.model, self.corpus(subject), learned)
-        return {
-            name: [{"layer": layer, **one.quality} for layer, one in findings.items()]
-            for name, findings in found.items()
-        }
+                place = Path(self._temporary.name, "depths")
+                learned = calibrate(subject.model, corpus, calibration, place)
+                rows[f"{layers}, {name}"] = [dict(row) for row in learned.quality]
+        return rows
 
     def _pruned(self, name: str, subject: Subject, base: AquaConfig) -> CacheChoice:
         """Full attention, or a fifth of the cold tokens; predictors of the model's own artifact."""
@@ -305,7 +301,7 @@ class AquaAblation(Ablation):
         corpus, model = self.corpus(subject), subject.model
         if not (folder / DESCRIPTION).is_file():
             tqdm.write(f"calibrating: {folder}", file=sys.stderr)
-            return calibrate(model, corpus, calibration, folder, layers_at_once=_LAYERS_AT_ONCE)
+            return calibrate(model, corpus, calibration, folder)
         result = CalibrationArtifact.from_pretrained(folder, method=calibration.method)
         result.check(model.config)
         result.check_weights(model)

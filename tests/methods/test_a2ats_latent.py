@@ -37,7 +37,7 @@ def made(
     """A model, three sequences of 40 tokens, and a cache whose codewords are all of their rows."""
     model = LATENT_MODELS[name].build()
     ids = prompt(3, TOKENS)
-    settings = {"codewords": 3 * TOKENS, "distance": WINDOW, "rounds": 1, "compare": False}
+    settings = {"codewords": 3 * TOKENS, "distance": WINDOW, "rounds": 1}
     settings |= {"codeword_dtype": "float32"} | options
     corpus = Corpus(list(ids), 0, {"text": "random"})
     calibrate(model, corpus, A2ATSCalibration(**settings), folder, progress=False)

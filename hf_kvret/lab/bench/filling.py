@@ -304,7 +304,7 @@ class Turn:
 
 # Artifacts have the methods' own sizes and are made quickly: their values change no times.
 _SIZES: dict[str, Calibration] = {
-    "a2ats": A2ATSCalibration(rounds=0, compare=False),
+    "a2ats": A2ATSCalibration(rounds=0),
     "aqua": AquaCalibration(),
 }
 # "a2ats" has fewer codewords than these tokens, and most models have positions for the length.

@@ -76,9 +76,7 @@ class CodebookStudy(LayerStudy):
 
     @property
     def work(self) -> int:
-        books = 1 + (self.options.compare and self.options.query_aware)
-        heads = len(self._moments.get(False, ()))
-        return books * heads
+        return len(self._moments.get(False, ()))
 
     def add(self, tokens: LayerTokens, held_out: bool) -> None:
         rotated = self.options.space == "rotated"
@@ -97,20 +95,21 @@ class CodebookStudy(LayerStudy):
     def finish(self, progress: Progress, carried: object = None) -> LayerFindings:
         options = self.options
         options.check([keys.shape[1] for keys in self._keys[False]])
-        keys = self._all_keys(False)
-        identity = torch.eye(keys.shape[-1], device=self.device).expand(len(keys), -1, -1)
-        plain = aware = (identity, identity)
-        if options.query_aware:
-            aware = query_metric(self._moments[False].to(self.device))
-        words, error = self._learn(keys, *aware, progress)
-        quality = {"score_error": error}
-        if options.query_aware and options.compare:
-            quality["plain_score_error"] = self._learn(keys, *plain, progress)[1]
-        tensors = {"codewords": words, "metric": aware[0], "inv_freq": self.rope.inv_freq}
+        factor, inverse = query_metric(self._moments[False].to(self.device))
+        words = k_means(
+            self._all_keys(False) @ factor,
+            options.codewords,
+            rounds=options.rounds,
+            tolerance=options.tolerance,
+            seed=options.seed,
+            progress=progress,
+        )
+        words = words.to(CODEWORD_DTYPES[options.codeword_dtype])
+        tensors = {"codewords": words, "metric": factor, "inv_freq": self.rope.inv_freq}
         return LayerFindings(
             {name: x.cpu().contiguous() for name, x in tensors.items()},
             self.rope.settings,
-            quality,
+            {"score_error": self._score_error(words, factor, inverse)},
         )
 
     def _queries(self, tokens: LayerTokens, rotated: bool) -> Iterator[torch.Tensor]:
@@ -129,22 +128,6 @@ class CodebookStudy(LayerStudy):
     def _all_keys(self, held_out: bool) -> torch.Tensor:
         """All keys, ``[H, n, D]`` fp32 on the device."""
         return torch.cat(self._keys[held_out], dim=1).to(self.device).float()
-
-    def _learn(
-        self, keys: torch.Tensor, factor: torch.Tensor, inverse: torch.Tensor, progress: Progress
-    ) -> tuple[torch.Tensor, float | None]:
-        """Codewords ``[H, C, D]`` in the metric's space, as they are saved, and their error."""
-        options = self.options
-        words = k_means(
-            keys @ factor,
-            options.codewords,
-            rounds=options.rounds,
-            tolerance=options.tolerance,
-            seed=options.seed,
-            progress=progress,
-        )
-        words = words.to(CODEWORD_DTYPES[options.codeword_dtype])
-        return words, self._score_error(words, factor, inverse)
 
     def _score_error(
         self, words: torch.Tensor, factor: torch.Tensor, inverse: torch.Tensor

@@ -10,7 +10,7 @@ import torch
 
 from hf_kvret.artifacts.artifact import CalibrationArtifact
 from hf_kvret.artifacts.files import check_no_foreign_artifact
-from hf_kvret.artifacts.hub import find_folder, is_hub_id
+from hf_kvret.artifacts.hub import find_folder
 from hf_kvret.lab.calibrate.command_options import METHODS, CalibrateOptions
 from hf_kvret.lab.calibrate.corpus import Corpus
 from hf_kvret.lab.calibrate.inspection import describe, quality_table, verify
@@ -69,31 +69,21 @@ class InspectOptions:
     artifact: str = option(help="a folder or a hub id", name="artifact")
     revision: str | None = option(None, "branch, tag or commit on the hub")
     verify: bool = option(False, "check what is saved there, byte by byte")
-    json: bool = option(False, "print config.json's fields instead")
 
 
 def run_calibrate(options: CalibrateOptions) -> int:
     """Calibrate as the command line says; print what was made."""
     calibration = options.calibration()
-    _check_outputs(options, calibration.method)
+    outputs.check_folder("--out", options.out)
+    check_no_foreign_artifact(options.out, calibration.method)
     check_sources(options)
     check_device(options.device)
     place = DTYPES[options.dtype], options.device, options.device_map
     subject = load_subject(options.model, *place)
     corpus = make_corpus(options, subject)
-    artifact = calibrate(
-        subject.model,
-        corpus,
-        calibration,
-        options.out,
-        name=options.name,
-        layers_at_once=options.layers_at_once,
-    )
+    artifact = calibrate(subject.model, corpus, calibration, options.out, name=options.name)
     print(f"\n{describe(artifact)}\n\n{quality_table(artifact)}")
     print(f"\nwrote {printable(str(options.out))}")
-    if options.push_to_hub:
-        url = artifact.push_to_hub(options.push_to_hub, private=options.private or None)
-        print(f"pushed to {url}")
     return 0
 
 
@@ -165,27 +155,12 @@ def make_corpus(options: CalibrateOptions, subject: Subject) -> Corpus:
     return Corpus([*uuids, *sequences], held_out, {**description, "held_out_sequences": held_out})
 
 
-def _check_outputs(options: CalibrateOptions, method: str) -> None:
-    """Check the output places before the work starts."""
-    outputs.check_folder("--out", options.out)
-    check_no_foreign_artifact(options.out, method)
-    if options.push_to_hub and not is_hub_id(options.push_to_hub):
-        raise ValueError(f"--push-to-hub {options.push_to_hub}: no hub id, write user/name")
-    if options.private and not options.push_to_hub:
-        raise ValueError("--private is of what --push-to-hub uploads: give that too")
-
-
 def run_inspect(options: InspectOptions) -> int:
     """Print what an artifact is, or what is whole in a folder."""
     if options.verify:
-        if options.json:
-            raise ValueError("--verify says whether it is whole: leave --json out")
         path = find_folder(options.artifact, revision=options.revision)
         print("\n".join(verify(path)))
         return 0
     artifact = CalibrationArtifact.from_pretrained(options.artifact, revision=options.revision)
-    if options.json:
-        print(describe(artifact, as_json=True))
-    else:
-        print(f"{describe(artifact)}\n\n{quality_table(artifact)}")
+    print(f"{describe(artifact)}\n\n{quality_table(artifact)}")
     return 0

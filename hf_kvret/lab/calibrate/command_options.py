@@ -28,7 +28,6 @@ from hf_kvret.lab.program.common_options import (
 )
 from hf_kvret.lab.program.options import option
 from hf_kvret.methods.a2ats.learned import CODEWORD_DTYPES
-from hf_kvret.methods.a2ats.learned import SPACES as A2ATS_SPACES
 from hf_kvret.methods.aqua.coding import BITS, GROUPS
 from hf_kvret.methods.aqua.learned import SPACES
 
@@ -61,17 +60,10 @@ class CalibrateOptions(ABC):
     held_out: float = option(
         0.1, "share of the text that only measures quality", kind=share(zero=True)
     )
-    layers_at_once: int | None = option(
-        None,
-        "held in memory; fewer take more passes; default: as many as fit in 2 GiB",
-        kind=whole_number(1),
-    )
     name: str | None = option(
         None, "of the model in the artifact; default: its hub id or folder's name"
     )
     out: Path = option(help="folder of the artifact", kind=file_path, metavar="DIR")
-    push_to_hub: str | None = option(None, "upload the artifact too", metavar="ID")
-    private: bool = option(False, "of a repository that is made")
     dtype: str = dtype_option()
     device: str = device_option()
     device_map: str | None = device_map_option()
@@ -98,9 +90,9 @@ class A2ATSOptions(CalibrateOptions):
     codeword_dtype: str = option("bfloat16", "as they are saved", choices=CODEWORD_DTYPES)
     distance: int = option(2048, "b, of all tokens that are not local", kind=whole_number(0))
     rounds: int = option(300, "of k-means at most", kind=whole_number(0))
-    space: str = option("windowed", "rotated: for study", choices=A2ATS_SPACES)
-    plain: bool = option(False, "errors not as queries see them: study")
-    no_compare: bool = option(False, "no plain codebooks to compare with: half the time")
+    space: str = option(
+        "windowed", "rotated: for positions of three parts", choices=("windowed", "rotated")
+    )
 
     def calibration(self) -> A2ATSCalibration:
         """The calibration that the command line asks for."""
@@ -110,8 +102,6 @@ class A2ATSOptions(CalibrateOptions):
             distance=self.distance,
             rounds=self.rounds,
             space=self.space,
-            query_aware=not self.plain,
-            compare=not self.no_compare,
             seed=self.seed,
         )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,26 +13,10 @@ from hf_kvret.saved import description as caches
 from hf_kvret.saved.identity import printable
 
 
-def describe(artifact: CalibrationArtifact, *, as_json: bool = False) -> str:
-    """Method, model, data, options and sizes; ``as_json`` with quality, as one JSON object."""
+def describe(artifact: CalibrationArtifact) -> str:
+    """Method, model, data, options, sizes and digest."""
     model = artifact.model
-    sizes = {
-        name: {"shape": list(x.shape), "dtype": str(x.dtype).removeprefix("torch.")}
-        for name, x in sorted(artifact.tensors.items())
-    }
     options = {name: value for name, value in artifact.options.items() if name != "layers"}
-    if as_json:
-        whole = {
-            "method": artifact.method,
-            "model": model.as_json(),
-            "data": dict(artifact.data),
-            "options": dict(artifact.options),
-            "quality": list(artifact.quality),
-            "tensors": sizes,
-            "bytes": artifact.nbytes,
-            "sha256": artifact.sha256,
-        }
-        return json.dumps(whole, indent=1)
     layers = f", {len(artifact.quality)} layers" if artifact.quality else ""
     return "\n".join(
         printable(line)
@@ -42,7 +25,7 @@ def describe(artifact: CalibrationArtifact, *, as_json: bool = False) -> str:
             f"model    {model.name} ({model.facts.get('model_type')}, {model.sha256[:12]})",
             f"data     {_list(artifact.data)}",
             f"options  {_list(options)}",
-            f"tensors  {len(sizes)}, {artifact.nbytes / 2**20:.2f} MiB",
+            f"tensors  {len(artifact.tensors)}, {artifact.nbytes / 2**20:.2f} MiB",
             f"sha256   {artifact.sha256}",
         ]
     )

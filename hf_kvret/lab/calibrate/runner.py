@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from hf_kvret.models.ranks import check_calibration
 from hf_kvret_model_patches.decoders import decoder_of
 from hf_kvret_model_patches.rope import Rope
 
-# Bytes of tokens that are held at the same time, where the caller does not say of how many layers.
+# Bytes of tokens that are held at the same time; more take fewer passes.
 _MOST_HELD = 2 << 30
 
 
@@ -34,14 +34,13 @@ def calibrate(
     out: str | os.PathLike[str],
     *,
     name: str | None = None,
-    layers_at_once: int | None = None,
     progress: bool = True,
 ) -> CalibrationArtifact:
     """Learn what a method needs to know about ``model``; write the artifact to ``out``.
 
     First a trial checks that RoPE can be undone on queries and keys. Then the texts pass through
-    the model once for every ``layers_at_once`` layers, whose tokens are kept in memory. Layers
-    learn in ascending order, each with the tensors carried by the one before.
+    the model once for as many layers as 2 GiB hold the tokens of. Layers learn in ascending order,
+    each with the tensors carried by the one before.
 
     Args:
         model: in eval mode, on one device or several (``device_map``).
@@ -49,7 +48,6 @@ def calibrate(
         calibration: of a method.
         out: a folder, made if needed. An artifact of the same method in it is replaced.
         name: of the model in the artifact; None for where it was loaded from.
-        layers_at_once: more take fewer passes and more memory. None: as many as hold 2 GiB.
         progress: show progress bars and how long it will take, on stderr.
 
     Returns:
@@ -64,8 +62,6 @@ def calibrate(
     """
     folder = Path(out).expanduser()
     check_no_foreign_artifact(folder, calibration.method)
-    if layers_at_once is not None and layers_at_once < 1:
-        raise ValueError(f"layers_at_once={layers_at_once}: at least 1")
     if model.training:
         raise ValueError("the model is in training mode, where dropout acts: call model.eval()")
     check_model(model)
@@ -76,15 +72,14 @@ def calibrate(
     # Layers that slide or are recurrent never retrieve.
     ours = retrieval_layers(model.config)
     ropes = {layer: rope for layer, rope in check_rope(model).items() if layer in ours}
-    token_nbytes = _check_layers(model, calibration, ropes)
-    if layers_at_once is None:
-        layers_at_once = max(1, _MOST_HELD // (token_nbytes * corpus.tokens))
+    nbytes = _check_layers(model, calibration, ropes) * corpus.tokens
+    layers_at_once = max(1, _MOST_HELD // nbytes)
     identity = ModelIdentity.of(model, name)
     findings: dict[int, LayerFindings] = {}
     carried = None
     for first in range(0, len(ropes), layers_at_once):
         some = dict(list(ropes.items())[first : first + layers_at_once])
-        studies = _read(model, corpus, {"": calibration}, some, progress)[""]
+        studies = _read(model, corpus, calibration, some, progress)
         for layer in some:
             # A study has no name here, so that its tokens are freed before the next one learns.
             result = _learn(studies.pop(layer), layer, carried, progress)
@@ -94,38 +89,15 @@ def calibrate(
     return artifact
 
 
-def learn_at_once(
-    model: PreTrainedModel,
-    corpus: Corpus,
-    calibrations: Mapping[str, Calibration],
-    layers: Sequence[int] | None = None,
-) -> dict[str, dict[int, LayerFindings]]:
-    """What several calibrations find in one pass over the texts, by name and layer; for studies.
-
-    Nothing is written. All tokens of ``layers`` are held for each calibration; None: of all layers
-    that retrieve. ``model`` is as of ``calibrate``, which checks it; here it is not.
-    """
-    chosen = retrieval_layers(model.config) if layers is None else layers
-    ropes = {n: rope for n, rope in check_rope(model).items() if n in chosen}
-    studies = _read(model, corpus, calibrations, ropes)
-    findings: dict[str, dict[int, LayerFindings]] = {name: {} for name in calibrations}
-    for name, own in studies.items():
-        carried = None
-        for layer in ropes:
-            result = _learn(own.pop(layer), layer, carried)
-            carried, findings[name][layer] = result.carried, replace(result, carried=None)
-    return findings
-
-
 def _read(
     model: PreTrainedModel,
     corpus: Corpus,
-    calibrations: Mapping[str, Calibration],
+    calibration: Calibration,
     ropes: Mapping[int, Rope],
-    progress: bool = True,
-) -> dict[str, dict[int, LayerStudy]]:
-    """One pass over all sequences; studies by calibration of the layers in ``ropes``."""
-    studies: dict[str, dict[int, LayerStudy]] = {name: {} for name in calibrations}
+    progress: bool,
+) -> dict[int, LayerStudy]:
+    """One pass over all sequences; studies of the layers in ``ropes``."""
+    studies: dict[int, LayerStudy] = {}
     train_count = len(corpus.sequences) - corpus.held_out
     title = f"reading for layers {', '.join(map(str, ropes))}"
     with tqdm(total=corpus.tokens, desc=title, unit="tok", disable=not progress) as bar:
@@ -134,12 +106,12 @@ def _read(
             def take(
                 layer: int, tokens: LayerTokens, held_out: bool = index >= train_count
             ) -> None:
-                for name, calibration in calibrations.items() if layer in ropes else ():
-                    if layer not in studies[name]:
-                        # Weights may be elsewhere (offloading), so the tokens tell the device.
-                        study = calibration.study(layer, ropes[layer], tokens.key.device)
-                        studies[name][layer] = study
-                    studies[name][layer].add(tokens, held_out)
+                if layer not in ropes:
+                    return
+                if layer not in studies:
+                    # Weights may be elsewhere (offloading), so the tokens tell the device.
+                    studies[layer] = calibration.study(layer, ropes[layer], tokens.key.device)
+                studies[layer].add(tokens, held_out)
 
             with torch.no_grad(), tap_attention(model, take):
                 decoder_of(model)(ids[None].to(input_device(model)), use_cache=False)
@@ -147,9 +119,7 @@ def _read(
     return studies
 
 
-def _learn(
-    study: LayerStudy, layer: int, carried: Carried | None, progress: bool = True
-) -> LayerFindings:
+def _learn(study: LayerStudy, layer: int, carried: Carried | None, progress: bool) -> LayerFindings:
     with tqdm(total=study.work, desc=f"layer {layer}", disable=not progress) as bar:
         return study.finish(lambda units: bar.update(units), carried)
 

@@ -31,7 +31,7 @@ def tiny_artifact(model: PreTrainedModel, method: str, folder: Path, **options: 
     calibration: Calibration
     if method == "a2ats":
         options.setdefault("space", "rotated" if pictures else "windowed")
-        short = {"codewords": 32, "distance": 32, "rounds": 5, "compare": False}
+        short = {"codewords": 32, "distance": 32, "rounds": 5}
         calibration = A2ATSCalibration(**short | options)
     else:
         options.setdefault("space", "after" if pictures else "before")

@@ -20,7 +20,7 @@ from hf_kvret.artifacts.checks import (
     learned_rope,
 )
 from hf_kvret.artifacts.shared import made_once
-from hf_kvret.options.declare import FLAG, OneOf, check_options, integer, option, real
+from hf_kvret.options.declare import OneOf, check_options, integer, option, real
 from hf_kvret_kernels import codebook
 from hf_kvret_model_patches.rope import Rope
 
@@ -39,9 +39,6 @@ class CodebookOptions:
         rounds: most rounds of k-means; 300 is the authors' choice.
         tolerance: share by which a round must lower k-means' error for another one to follow.
         space: ``"windowed"``: keys before RoPE; ``"rotated"``: after it, for study (table 2).
-        query_aware: whether errors are weighted by the queries' second moments (equations 13 to
-            15); False for study.
-        compare: also make a plain codebook, to report its error; takes twice the time.
         codeword_dtype: of the codewords in the artifact and in memory, ``"bfloat16"`` or
             ``"float32"``. Codewords are learned in fp32 and rounded; reported errors are those of
             the rounded ones.
@@ -57,8 +54,6 @@ class CodebookOptions:
     rounds: int = option(300, integer(0))
     tolerance: float = option(1e-3, real(0, below=float("inf")))
     space: str = option("windowed", OneOf("windowed", "rotated"))
-    query_aware: bool = option(True, FLAG)
-    compare: bool = option(True, FLAG)
     codeword_dtype: str = option("bfloat16", OneOf(*CODEWORD_DTYPES))
     seed: int = option(0, integer(0))
 
@@ -142,6 +137,7 @@ SPACES: dict[str, type[KeySpace]] = {"windowed": WindowedSpace, "rotated": KeySp
 METHOD = "a2ats"
 STORED_NAMES = {"window": "distance"}
 """Options that artifacts have under another name."""
+_UNREAD = ("query_aware", "compare")
 
 # Elements of keys that are un-rotated and multiplied at once: an fp32 copy takes 64 MiB.
 _CHUNK_NUMBERS = 1 << 24
@@ -237,7 +233,7 @@ def _shape(artifact: CalibrationArtifact, layer: int) -> tuple[int, int]:
 
 
 def _options(artifact: CalibrationArtifact) -> CodebookOptions:
-    make = partial(calibration_options, artifact, CodebookOptions, STORED_NAMES)
+    make = partial(calibration_options, artifact, CodebookOptions, STORED_NAMES, _UNREAD)
     return made_once(artifact, "options", make)
 
 

@@ -25,7 +25,7 @@ from assumptions import (
 from hf_kvret import H2OCache, RetrievalCache
 from hf_kvret.lab.calibrate.aqua import AquaCalibration
 from hf_kvret.lab.calibrate.corpus import Corpus
-from hf_kvret.lab.calibrate.runner import learn_at_once
+from hf_kvret.lab.calibrate.runner import calibrate
 from hf_kvret.lab.evaluate.needles import NeedleLanguage
 from hf_kvret.lab.evaluate.subject import load_subject
 from hf_kvret.lab.evaluate.texts import read_text, token_ids
@@ -127,20 +127,20 @@ def test_pruned_rows_are_those_that_h2o_keeps() -> None:
         assert (codes - h2o).abs().max() > 1e-3
 
 
-def test_predictors_of_two_layers_read_two_layers() -> None:
+def test_predictors_of_two_layers_read_two_layers(tmp_path: Path) -> None:
     """From the second predicted layer on: one more input of keys, and one more of values."""
     model, ids = load_subject("needle").model, torch.randint(0, 100, (400,))
     corpus = Corpus([ids[:200], ids[200:300], ids[300:]], 1, {})
     options: dict[str, Any] = {"bits": 16, "first_bits": 16}
-    learned = learn_at_once(
-        model,
-        corpus,
-        {"one": AquaCalibration(**options), "two": TwoLayerCalibration(**options)},
+    one, two = (
+        calibrate(model, corpus, cls(**options), tmp_path, progress=False).tensors
+        for cls in (AquaCalibration, TwoLayerCalibration)
     )
-    one, two = ({n: x.tensors for n, x in learned[name].items()} for name in ("one", "two"))
-    width = one[1]["key.weight"].shape[1]
-    assert two[1]["key.weight"].shape[1] == width and two[2]["key.weight"].shape[1] == 2 * width
-    assert two[2]["value.weight"].shape[1] == 3 * width == one[2]["value.weight"].shape[1] + width
+    width = one["layers.1.key.weight"].shape[1]
+    assert two["layers.1.key.weight"].shape[1] == width
+    assert two["layers.2.key.weight"].shape[1] == 2 * width
+    wider = two["layers.2.value.weight"].shape[1]
+    assert wider == 3 * width == one["layers.2.value.weight"].shape[1] + width
 
 
 @pytest.mark.slow

@@ -1,10 +1,8 @@
-"""``hf-kvret inspect``: what an artifact is, as text and as JSON; whether files are whole."""
+"""``hf-kvret inspect``: what an artifact is; whether files are whole."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,6 @@ import torch
 
 from hf_kvret import FlatKVCache, attach
 from hf_kvret.artifacts import CalibrationArtifact
-from hf_kvret.cli import main
 from hf_kvret.lab.calibrate.inspection import quality_table, verify
 from hf_kvret.lab.evaluate.bundled import BUNDLED_MODEL
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
@@ -22,22 +19,10 @@ from hf_kvret.testing.scenario import prompt
 from ...saved.saved_files import saved_file
 
 
-@pytest.fixture
-def inspect(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """``inspect(*words)``: what the command prints; ``status=2``: what it says of a mistake."""
-
-    def run(*words: str | Path, status: int = 0) -> str:
-        assert main(["inspect", *map(str, words)]) == status
-        printed = capsys.readouterr()
-        return printed.err if status else printed.out
-
-    return run
-
-
 def test_text_says_what_an_artifact_is(
-    saved: Path, artifact: CalibrationArtifact, inspect: Callable[..., str]
+    saved: Path, artifact: CalibrationArtifact, program: Any
 ) -> None:
-    shown = inspect(saved)
+    shown = program("inspect", saved).out
     assert "method   a2ats, 2 layers" in shown and f"sha256   {artifact.sha256}\n" in shown
     assert "model    meta/tiny-llama (llama, " in shown
     assert "tokens 4096" in shown and "codewords 8" in shown
@@ -50,36 +35,19 @@ def test_text_says_what_an_artifact_is(
     assert last.replace(" ", "") == "|0|3.457e-05|123456|"
 
 
-def test_json_has_everything_but_the_tensors_values(
-    saved: Path, artifact: CalibrationArtifact, inspect: Callable[..., str]
-) -> None:
-    result = json.loads(inspect(saved, "--json"))
-    assert result["method"] == "a2ats" and result["bytes"] == artifact.nbytes
-    assert result["sha256"] == artifact.sha256
-    assert result["model"] == artifact.model.as_json()
-    assert result["quality"] == artifact.quality
-    assert result["data"] == artifact.data and result["options"] == artifact.options
-    expected = {"shape": [2, 8, 16], "dtype": "bfloat16"}
-    assert result["tensors"]["layers.0.codebook"] == expected
-    assert result["tensors"].keys() == artifact.tensors.keys()
-
-
 def test_artifacts_on_the_hub_are_inspected_at_a_revision(
-    hub: Any, saved: Path, inspect: Callable[..., str]
+    hub: Any, saved: Path, program: Any
 ) -> None:
     first = hub.add("alice/codebooks", {file.name: file.read_bytes() for file in saved.iterdir()})
     whole = CalibrationArtifact.from_pretrained(saved)
     options = {**whole.options, "seed": 7}
     dataclasses.replace(whole, options=options).save_pretrained(saved)
     hub.add("alice/codebooks", {file.name: file.read_bytes() for file in saved.iterdir()})
-    for seed, revision in ((7, []), (None, ["--revision", first])):
-        shown = json.loads(inspect("alice/codebooks", "--json", *revision))
-        assert shown["options"]["seed"] == seed
+    assert "seed 7" in program("inspect", "alice/codebooks").out
+    assert "seed 7" not in program("inspect", "alice/codebooks", "--revision", first).out
 
 
-def test_mistakes_say_what_is_wrong(
-    hub: Any, saved: Path, tmp_path: Path, inspect: Callable[..., str]
-) -> None:
+def test_mistakes_say_what_is_wrong(hub: Any, saved: Path, tmp_path: Path, program: Any) -> None:
     (tmp_path / "empty").mkdir()
     (tensors,) = saved.glob("artifact-*.safetensors")
     for words, message in (
@@ -87,13 +55,12 @@ def test_mistakes_say_what_is_wrong(
         ([tmp_path / "empty"], "config.json is missing"),
         ([saved / "config.json"], "is a file: give the folder"),
         ([saved, "--revision", "v1"], "only artifacts on the hub have revisions"),
-        (["--verify", saved, "--json"], "--verify"),
         (["--verify", tmp_path / "empty"], "checks folders with saved caches and artifacts"),
         (["--verify", "alice/none"], "Repository Not Found"),
     ):
-        assert message in inspect(*words, status=2), words
+        assert message in program("inspect", *words, status=2).err, words
     tensors.write_bytes(b"x")
-    assert "is damaged, or of another artifact" in inspect(saved, status=2)
+    assert "is damaged, or of another artifact" in program("inspect", saved, status=2).err
 
 
 @pytest.fixture
@@ -109,8 +76,8 @@ def both(tmp_path: Path) -> Path:
     return tmp_path / "both"
 
 
-def test_cache_and_artifact_are_verified(both: Path, inspect: Callable[..., str]) -> None:
-    shown = inspect("--verify", both).splitlines()
+def test_cache_and_artifact_are_verified(both: Path, program: Any) -> None:
+    shown = program("inspect", "--verify", both).out.splitlines()
     assert [line.split()[0] for line in shown if not line.startswith("tensors")] == [
         *("cache", "made", "artifact", "sha256"),
     ]

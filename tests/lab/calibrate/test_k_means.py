@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -42,19 +42,18 @@ def test_clusters_that_are_apart_are_found() -> None:
 
 
 def test_the_error_falls_to_a_fixed_point() -> None:
-    points = draw(3, 700, 6, seed=2)
+    points = draw(2, 300, 6, seed=2)
     errors = [
-        errors_of(points, k_means(points, 40, seed=1, tolerance=0.0, rounds=rounds))
-        for rounds in range(5)
+        errors_of(points, k_means(points, 20, seed=1, tolerance=0.0, rounds=rounds))
+        for rounds in range(4)
     ]
     assert all(bool((after <= before * (1 + 1e-6)).all()) for before, after in pairwise(errors))
-    codebook = k_means(points, 40, seed=1, tolerance=0.0)
+    codebook = k_means(points, 20, seed=1, tolerance=0.0)
     # Each codeword is the mean of its points.
     nearest = torch.cdist(points, codebook).argmin(-1)
-    for head in range(3):
-        for word in range(40):
-            mean = points[head, nearest[head] == word].mean(0)
-            assert (codebook[head, word] - mean).abs().max() <= 1e-3
+    for head, word in product(range(2), range(20)):
+        mean = points[head, nearest[head] == word].mean(0)
+        assert (codebook[head, word] - mean).abs().max() <= 1e-3
 
 
 def test_seeds_are_drawn_by_distance() -> None:
@@ -92,20 +91,15 @@ def test_fewer_distinct_points_than_codewords_are_met_exactly() -> None:
     assert (torch.cdist(codebook.double(), distinct.double()).amin(-1) <= 1e-5).all()
 
 
-def test_one_seed_gives_one_codebook() -> None:
+def test_one_seed_gives_one_codebook(monkeypatch: pytest.MonkeyPatch) -> None:
     points = draw(2, 500, 6, seed=8)
     state = torch.get_rng_state()
     first = k_means(points, 30, seed=3)
     assert torch.equal(torch.get_rng_state(), state)
-    assert torch.equal(first, k_means(points, 30, seed=3))
     assert not torch.equal(first, k_means(points, 30, seed=4))
-
-
-def test_chunks_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
-    points = draw(2, 500, 6, seed=11)
-    whole = k_means(points, 30, seed=0)
+    # Chunks make no difference.
     monkeypatch.setattr(module, "_CHUNK_NUMBERS", 100)
-    assert torch.equal(whole, k_means(points, 30, seed=0))
+    assert torch.equal(first, k_means(points, 30, seed=3))
 
 
 def test_the_order_of_points_makes_no_difference_to_means() -> None:

@@ -116,25 +116,17 @@ LATENT = [
 
 
 @pytest.mark.parametrize("name", LATENT)
-def test_rows_are_those_of_a_cache(name: str) -> None:
+def test_latent_rows_are_those_of_a_cache_and_their_queries_can_be_absorbed(name: str) -> None:
     model = LATENT_MODELS[name].build()
     with torch.no_grad():
         output = model(PROMPT, use_cache=True)
-        expected = model(PROMPT, use_cache=False).logits
     seen = tapped(model)
     assert set(seen) == set(LATENT_MODELS[name].full_attention)
-    assert torch.equal(model(PROMPT, use_cache=False).logits, expected)
     for layer, tokens in seen.items():
         entry = output.past_key_values.layers[layer]
         assert torch.equal(tokens.key, torch.cat([entry.keys, entry.values], dim=-1))
         assert torch.equal(tokens.value, entry.keys)
         assert tokens.latent is not None and tokens.key.shape == (2, 1, 7, RANK + ROTATED)
-
-
-@pytest.mark.parametrize("name", LATENT)
-def test_absorbing_and_unrotating_queries_commute(name: str) -> None:
-    model = LATENT_MODELS[name].build()
-    for layer, tokens in tapped(model).items():
         rope, heads = Rope.of(model.config, layer), ModuleHeads(tokens.latent)
         with torch.no_grad():
             absorbed = before_rope(heads.absorb(tokens.query), rope)

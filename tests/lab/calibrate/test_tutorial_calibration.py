@@ -89,6 +89,7 @@ def read(page: Path, hub: Any) -> Reader:
     return reader
 
 
+@pytest.mark.slow
 def test_the_tutorial_of_aqua_does_what_it_says(hub: Any, here: Path) -> None:
     reader = read(AQUA, hub)
     # Nothing on this page asks a hub.
