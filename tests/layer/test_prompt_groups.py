@@ -17,7 +17,7 @@ from hf_kvret.contracts.index import Scoring
 from hf_kvret.lab.evaluate.bundled import load_bundled_model
 from hf_kvret.lab.evaluate.caches import choose_cache
 from hf_kvret.lab.evaluate.needles import NeedleLanguage
-from hf_kvret.lab.tune.variants import _fork
+from hf_kvret.lab.tune.variants import make_variants
 from hf_kvret.layer.prompt_groups import BLOCK, GROUP, PromptPass
 from hf_kvret.layer.queries import AttentionCall
 from hf_kvret.layer.retrieved import RetrievedTokens
@@ -243,14 +243,12 @@ def test_a_dot_names_an_entry_of_the_recipe() -> None:
 
 def test_a_tuned_prompt_is_measured_with_its_own_rows() -> None:
     """Variants that read the prompt in another way share no filled cache."""
-    names = ("paris:top_k=64", "paris:prompt.above=0:top_k=64", "paris:prompt.above=0:top_k=32")
-    bases: dict[str, Any] = {}
-    variants = [_fork(choose_cache(name), bases) for name in names]
-    assert list(bases) == ["paris", "paris:prompt.above=0"]
-    assert [variant.base.name for variant in variants] == [*bases, "paris:prompt.above=0"]
-    assert all("prompt" not in variant.changes for variant in variants)
-    assert choose_cache(variants[1].base.name).options is not None
-    json.dumps([variant.cache_config for variant in variants])
+    budgets = ("top_k=64", "prompt.above=0:top_k=64", "prompt.above=0:top_k=32")
+    names = [f"paris:rest=none:{budget}" for budget in budgets]
+    first, second, third = make_variants(names, [], 4096).values()
+    assert first.base is not second.base and second.base is third.base
+    assert all("prompt" not in variant.changes for variant in (first, second, third))
+    json.dumps([variant.cache_config for variant in (first, second, third)])
 
 
 @pytest.mark.parametrize(

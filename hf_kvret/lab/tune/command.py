@@ -16,7 +16,7 @@ from hf_kvret.lab.evaluate.reader import Reader, check_positions
 from hf_kvret.lab.evaluate.subject import Subject, load_subject
 from hf_kvret.lab.evaluate.texts import describe_file, read_text, token_ids
 from hf_kvret.lab.program import arguments
-from hf_kvret.lab.program.arguments import DTYPES, check_device, known_names, names, several
+from hf_kvret.lab.program.arguments import DTYPES, check_device, names, several
 from hf_kvret.lab.program.common_options import (
     count_option,
     device_map_option,
@@ -32,15 +32,7 @@ from hf_kvret.lab.report.results import Cell, Results
 from hf_kvret.lab.tune.measuring import Walker, cut_windows, needle_windows
 from hf_kvret.lab.tune.selection import FULL, complete, standing
 from hf_kvret.lab.tune.table import draw_tuning, tuning_text, write_choice
-from hf_kvret.lab.tune.variants import (
-    OFF,
-    Variant,
-    check_method,
-    find_artifacts,
-    ladder,
-    make_variants,
-)
-from hf_kvret.stores import store_names
+from hf_kvret.lab.tune.variants import Variant, check_method, ladder, make_variants
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,25 +67,14 @@ class Tune(Measurement):
         kind=arguments.number(0, 1),
     )
     methods: str = option(
-        "flat,paris,lrqk,ctkvr", "to try, comma-separated, options after colons as paris:recent=64"
+        "flat,paris,lrqk,ctkvr",
+        "to try, comma-separated, options after colons as paris:recent=64:store=host",
     )
-    stores: str = option("auto", f"to try, comma-separated, of {store_names()}")
     top_k: tuple[int | float, ...] | None = option(
         None,
         "budgets to try, as 64,256 or 0.02,0.1; default: powers of two from 1/128 of the context "
         "to a half, and 3/4",
         kind=several(arguments.budget),
-    )
-    rest: tuple[str, ...] = option(
-        (OFF, "mean"),
-        "what stands for tokens that are not selected: off, mean",
-        kind=known_names((OFF, "mean")),
-        metavar="REST",
-    )
-    artifact: str | None = option(
-        None,
-        "what a method learned about the model, a folder or a hub id, comma-separated for several; "
-        "the method is tried too",
     )
     tokens: int = count_option(1024, "measured for a variant, over all windows")
     windows: int = count_option(8, "contexts, at different places of the text")
@@ -112,12 +93,6 @@ class Tune(Measurement):
                 if self.text
                 else "give --text FILE, a text of the kind that the model will read"
             )
-        for name, values in (("--top-k", self.top_k or ()), ("--stores", names(self.stores))):
-            if len(set(values)) < len(values):
-                raise ValueError(f"{name} has the same value twice: name each once")
-        for store in names(self.stores):
-            if store not in store_names().split(", "):
-                raise ValueError(f"--stores {store}: choose among {store_names()}")
 
     @cached_property
     def subject(self) -> Subject:
@@ -131,17 +106,12 @@ class Tune(Measurement):
         Raises:
             ValueError: see ``variants.check_method`` and ``variants.make_variants``.
         """
-        artifacts = find_artifacts(names(self.artifact or ""))
-        methods, stores = names(self.methods), names(self.stores)
-        without_options = {text.partition(":")[0].strip() for text in methods}
-        methods += [method for method in artifacts if method not in without_options]
-        for name, values in (("--methods", methods), ("--stores", stores)):
-            if not values:
-                raise ValueError(f"{name}: none is named")
+        methods = names(self.methods)
+        if not methods:
+            raise ValueError("--methods: none is named")
         for text in methods:
-            check_method(text, artifacts, self.model)
-        budgets = self.top_k or ladder(self.context)
-        return make_variants(methods, stores, budgets, self.rest, artifacts, self.context)
+            check_method(text, self.model)
+        return make_variants(methods, self.top_k or ladder(self.context), self.context)
 
     def check(self) -> None:
         """Whatever can be said without the model."""
@@ -154,7 +124,7 @@ class Tune(Measurement):
     def setup(self) -> dict[str, Any]:
         keys = (
             *("device", "seed", "context", "tokens", "windows", "agreement"),
-            *("methods", "stores", "top_k", "rest"),
+            *("methods", "top_k"),
         )
         text = describe_file("--text", self.text)
         search = {"text": text, "variants": len(self.variants)}

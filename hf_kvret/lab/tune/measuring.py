@@ -12,7 +12,7 @@ import torch
 from hf_kvret.lab.calibrate.sources import needle_documents
 from hf_kvret.lab.evaluate.caches import CacheChoice, choose_cache
 from hf_kvret.lab.evaluate.measurement import Row
-from hf_kvret.lab.evaluate.reader import Reader
+from hf_kvret.lab.evaluate.reader import Reader, divergence
 from hf_kvret.lab.evaluate.subject import Subject
 from hf_kvret.lab.program.progress import tqdm
 from hf_kvret.lab.tune.selection import FULL
@@ -61,10 +61,6 @@ def needle_windows(context: int, new: int, count: int, seed: int) -> list[torch.
     """
     size = context + new
     return list(needle_documents(count * size, size, seed))
-
-
-# The divergence takes logits of so many tokens at a time: fp64 of a large vocabulary takes room.
-_CHUNK = 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,12 +150,3 @@ class Walker:
             "ms": median(times),
         }
         return row, own
-
-
-def divergence(full: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """``[n]`` fp64 KL(full || other) in nats of logits ``[n, vocab]``, never below 0."""
-    results = []
-    for chunks in zip(full.split(_CHUNK), other.split(_CHUNK), strict=True):
-        p, q = (logits.double().log_softmax(-1) for logits in chunks)
-        results.append((p.exp() * (p - q)).sum(-1).clamp(min=0))
-    return torch.cat(results)

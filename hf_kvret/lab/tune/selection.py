@@ -80,20 +80,6 @@ class Measured:
         return _TEXT * math.sqrt(share * (1 - share) / self.tokens)
 
 
-@dataclass(frozen=True)
-class Choice:
-    """The choice, and how sure it is.
-
-    Attributes:
-        variant: None where there is none.
-        certainty: ``"sure"``: its agreement reaches the target with a standard error to spare;
-            ``"mean"``: the mean reaches it; ``"missed"``: it is the best there is.
-    """
-
-    variant: Measured | None
-    certainty: str
-
-
 def collect(cells: Iterable[tuple[Cell, Row]]) -> dict[str, Measured]:
     """All measurements by cache, up to the first window that has no numbers."""
     by_cache: dict[str, dict[int, Row]] = {}
@@ -151,14 +137,18 @@ def finalists(results: Results) -> list[Measured]:
     return complete(results, running, windows)
 
 
-def choose(measured: Sequence[Measured], target: float) -> Choice:
-    """The cheapest variant that reaches ``target``; see ``Choice``."""
+def choose(measured: Sequence[Measured], target: float) -> tuple[Measured | None, str]:
+    """The cheapest variant that reaches ``target``, and how sure that is; None of none.
+
+    ``"sure"``: with a standard error to spare; ``"mean"``: the mean reaches it; ``"missed"``: none
+    does, and this is the best there is.
+    """
     by_cost = sorted(measured, key=lambda one: one.cost)
     for certainty, errors in (("sure", 1.0), ("mean", 0.0)):
         for one in by_cost:
             if one.agreement - errors * one.agreement_error >= target:
-                return Choice(one, certainty)
-    return Choice(max(by_cost, key=lambda one: one.agreement, default=None), "missed")
+                return one, certainty
+    return max(by_cost, key=lambda one: one.agreement, default=None), "missed"
 
 
 def front(measured: Sequence[Measured]) -> list[Measured]:

@@ -11,17 +11,12 @@ from hf_kvret.lab.bench.tables import series
 from hf_kvret.lab.report.plots import plot_lines
 from hf_kvret.lab.report.results import Results
 from hf_kvret.lab.report.tables import markdown_table
-from hf_kvret.lab.tune.selection import FULL, Choice, Measured, choose, collect, finalists, front
+from hf_kvret.lab.tune.selection import FULL, Measured, choose, collect, finalists, front
 from hf_kvret.saved.folder import replace_file
 
 _HEADER = (
     *("cache", "tokens", "agreement, %", "KL", "MB a step", "of full", "device MB", "ms a step"),
 )
-
-
-def choice_of(results: Results) -> Choice:
-    """The choice of a tuning; of one that is not finished there is none."""
-    return choose(finalists(results), results.setup["agreement"])
 
 
 def configuration(results: Results, name: str) -> dict[str, Any]:
@@ -32,7 +27,7 @@ def configuration(results: Results, name: str) -> dict[str, Any]:
 
 def write_choice(path: Path, results: Results) -> bool:
     """Write the configuration of the choice as JSON; returns whether there is one."""
-    choice = choice_of(results).variant
+    choice, _ = _choice(results)
     if choice is not None:
         text = json.dumps(configuration(results, choice.name), indent=1)
         replace_file(path, f"{text}\n".encode())
@@ -46,14 +41,16 @@ def tuning_text(results: Results) -> str:
     if FULL not in measured or not variants:
         why = (row["out_of_memory"] for _, row in results if "out_of_memory" in row)
         return f"Nothing was compared with full attention{next((f': {x}' for x in why), '')}."
-    full, choice = measured[FULL], choice_of(results)
-    best = front(variants)
+    full, best = measured[FULL], front(variants)
+    choice, certainty = _choice(results)
     # One that is cheaper and agrees more may have been measured on fewer windows.
-    if choice.variant is not None and choice.variant not in best:
-        best = sorted([*best, choice.variant], key=lambda one: one.cost)
-    rows = [_line(one, full, one == choice.variant) for one in (full, *best)]
+    if choice is not None and choice not in best:
+        best = sorted([*best, choice], key=lambda one: one.cost)
+    rows = [_line(one, full, one == choice) for one in (full, *best)]
     paragraphs = [markdown_table(_HEADER, rows), _remarks(results, variants, best)]
-    return "\n\n".join([*paragraphs, *_choice_text(results, choice, full)])
+    if choice is None:
+        return "\n\n".join([*paragraphs, "Not finished: nothing is chosen yet."])
+    return "\n\n".join([*paragraphs, *_choice_text(results, choice, certainty, full)])
 
 
 def draw_tuning(path: Path, results: Results) -> None:
@@ -72,6 +69,11 @@ def draw_tuning(path: Path, results: Results) -> None:
         y="agreement with full attention, %",
         log_x=True,
     )
+
+
+def _choice(results: Results) -> tuple[Measured | None, str]:
+    """The choice of a tuning; of one that is not finished there is none."""
+    return choose(finalists(results), results.setup["agreement"])
 
 
 def _without_budget(name: str) -> str:
@@ -109,11 +111,8 @@ def _remarks(results: Results, variants: Sequence[Measured], best: Sequence[Meas
     return f"{text}."
 
 
-def _choice_text(results: Results, choice: Choice, full: Measured) -> list[str]:
+def _choice_text(results: Results, one: Measured, certainty: str, full: Measured) -> list[str]:
     """The choice in words, and its configuration."""
-    one = choice.variant
-    if one is None:
-        return ["Not finished: nothing is chosen yet."]
     goal = f"an agreement of {results.setup['agreement']:.4g}"
     start = {
         "sure": f"The cheapest with {goal}, a standard error to spare",
@@ -121,7 +120,7 @@ def _choice_text(results: Results, choice: Choice, full: Measured) -> list[str]:
         "make it surer)",
         "missed": f"MISSED: no variant has {goal}; try larger --top-k, other --methods, or a lower "
         "--agreement, or stay with full attention. The nearest one",
-    }[choice.certainty]
+    }[certainty]
     text = (
         f"{start}: **{one.name}**, {one.agreement:.4f} ± {one.agreement_error:.4f} over "
         f"{one.tokens} tokens, {one.step_bytes / full.step_bytes:.1%} of the bytes that full "

@@ -1,22 +1,16 @@
-"""The variants to try: methods with stores, budgets and rests, as forks of few filled caches."""
+"""The variants to try: methods with budgets and rests, as forks of few filled caches."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from hf_kvret.artifacts.files import read_description
-from hf_kvret.artifacts.hub import find_folder
 from hf_kvret.lab.evaluate.caches import CacheChoice, choose_cache
 from hf_kvret.lab.evaluate.subject import model_folder
 from hf_kvret.options.config import FORK_OPTIONS, RetrievalConfig
 from hf_kvret.options.spec import parse_spec
 from hf_kvret.registry import registered_methods
-
-OFF = "off"
-"""The name of ``rest=None`` on the command line."""
 
 _LEAST_BUDGET = 16
 
@@ -49,29 +43,11 @@ def ladder(context: int) -> tuple[int, ...]:
     return tuple(budget for budget in (*shares, 3 * context // 4) if budget >= _LEAST_BUDGET)
 
 
-def find_artifacts(sources: Sequence[str]) -> dict[str, str]:
-    """By method, the folder or hub id of its artifact.
-
-    Raises:
-        FileNotFoundError, ValueError: no artifact there; two of one method.
-    """
-    artifacts: dict[str, str] = {}
-    for source in sources:
-        method = read_description(find_folder(source))["method"]
-        if method in artifacts:
-            raise ValueError(
-                f"--artifact {artifacts[method]} and {source} are both of {method}: give one"
-            )
-        artifacts[method] = source
-    return artifacts
-
-
-def check_method(text: str, artifacts: Mapping[str, str], model: str) -> None:
+def check_method(text: str, model: str) -> None:
     """Refuse a method that can't be tried.
 
     Args:
         text: of ``--methods``, options included.
-        artifacts: as ``find_artifacts`` returns them.
         model: of ``--model``, whose folder may have an artifact.
 
     Raises:
@@ -82,33 +58,24 @@ def check_method(text: str, artifacts: Mapping[str, str], model: str) -> None:
     names = [name for name, cls in registered_methods().items() if cls.Config.retrieves]
     if method not in names:
         raise ValueError(f"--methods: unknown: {method}; choose among {', '.join(names)}")
-    choice = choose_cache(text, _defaults(method, "auto", artifacts))
-    if choice.lacks_artifact and not (model_folder(model) / method).is_dir():
+    if choose_cache(text).lacks_artifact and not (model_folder(model) / method).is_dir():
         raise ValueError(
-            f"--methods {method}: it is tried with what it learned about the model: name that with "
-            f"--artifact FOLDER (hf-kvret calibrate {method} makes it), or leave the method out"
+            f"--methods {method}: it is tried with what it learned about the model: write "
+            f"{method}:artifact=FOLDER (hf-kvret calibrate {method} makes it), or leave it out"
         )
 
 
 def make_variants(
-    methods: Sequence[str],
-    stores: Sequence[str],
-    budgets: Sequence[int | float],
-    rests: Sequence[str],
-    artifacts: Mapping[str, str],
-    context: int,
+    methods: Sequence[str], budgets: Sequence[int | float], context: int
 ) -> dict[str, Variant]:
-    """Every combination by its name; those that share a filled cache stand together.
+    """Every method at every budget, without a rest and with the mean, by name.
 
-    A method that attends to all tokens has one variant for each store. Options that a text of
-    ``methods`` names stay as they are.
+    A method that attends to all tokens has one variant. Options that a text of ``methods`` names
+    stay as they are.
 
     Args:
         methods: with options, as ``paris`` or ``paris:recent=64``; ``check_method`` looked at them.
-        stores: names.
         budgets: values of ``top_k``.
-        rests: values of ``rest``, ``"off"`` for None.
-        artifacts: by method.
         context: tokens that are read before a method selects.
 
     Raises:
@@ -116,67 +83,36 @@ def make_variants(
             nothing at this context.
     """
     variants: dict[str, Variant] = {}
-    seen: list[tuple[str, RetrievalConfig]] = []
-    bases: dict[str, CacheChoice] = {}
+    bases: list[CacheChoice] = []
     for text in methods:
-        method = text.partition(":")[0].strip()
-        for store in stores:
-            defaults = _defaults(method, store, artifacts)
-            for name in _names(text, store, budgets, rests, defaults):
-                choice = _retrieving(choose_cache(name, defaults), defaults, context)
-                assert choice.options is not None
-                if (method, choice.options) in seen:
-                    # The method has no use for this store.
-                    continue
-                if choice.name in variants:
-                    raise ValueError(f"--methods: {choice.name} twice: name each once")
-                seen.append((method, choice.options))
-                variants[choice.name] = _fork(choice, bases)
-    order = list(bases)
-    ranked = sorted(variants.values(), key=lambda one: order.index(one.base.name))
-    return {one.name: one for one in ranked}
+        for name in _names(text, budgets):
+            choice = _retrieving(choose_cache(name), context)
+            if choice.name in variants:
+                raise ValueError(f"--methods: {choice.name} twice: name each once")
+            variants[choice.name] = _fork(choice, bases)
+    return variants
 
 
-def _defaults(method: str, store: str, artifacts: Mapping[str, str]) -> dict[str, Any]:
-    artifact = {"artifact": artifacts[method]} if method in artifacts else {}
-    return {"store": store, **artifact}
-
-
-def _names(
-    text: str,
-    store: str,
-    budgets: Sequence[int | float],
-    rests: Sequence[str],
-    defaults: Mapping[str, Any],
-) -> list[str]:
-    """The names of all variants of one method and store."""
-    options = choose_cache(text, dict(defaults)).options
+def _names(text: str, budgets: Sequence[int | float]) -> list[str]:
+    """The names of all variants of one method."""
+    options = choose_cache(text).options
     assert options is not None
-    _, words = parse_spec(text)
-    fixed = options.written_out(words)
-    start = text
-    if store != "auto" and "store" not in fixed and type(options).takes("store", store):
-        start += f":store={store}"
     # With a default budget of all rows nothing is selected, and budgets and rests mean nothing.
     if type(options).top_k == 1.0:
-        return [start]
-    ends = [""] if "top_k" in fixed else [f":top_k={budget}" for budget in budgets]
-    if "rest" not in fixed:
-        ends = [
-            end + ("" if rest == OFF else f":rest={rest}")
-            for rest in rests
-            if rest == OFF or options.takes("rest", rest)
-            for end in ends
-        ]
-    return [start + end for end in ends]
+        return [text]
+    fixed = options.written_out(parse_spec(text)[1])
+    names = [text] if "top_k" in fixed else [f"{text}:top_k={budget}" for budget in budgets]
+    if "rest" not in fixed and options.takes("rest", "mean"):
+        return [f"{name}{rest}" for name in names for rest in ("", ":rest=mean")]
+    return names
 
 
-def _retrieving(choice: CacheChoice, defaults: dict[str, Any], context: int) -> CacheChoice:
+def _retrieving(choice: CacheChoice, context: int) -> CacheChoice:
     """The choice, with a ``dense_below`` of half the context where its own would be beyond it."""
     options = choice.options
     assert options is not None
     if options.dense_len >= context and options.dense_below is None:
-        choice = choose_cache(f"{choice.name}:dense_below={context // 2}", defaults)
+        choice = choose_cache(f"{choice.name}:dense_below={context // 2}")
         options = choice.options
         assert options is not None
     window = options.sink + options.recent + options.flush
@@ -191,46 +127,41 @@ def _retrieving(choice: CacheChoice, defaults: dict[str, Any], context: int) -> 
     return choice
 
 
-def _fork(choice: CacheChoice, bases: dict[str, CacheChoice]) -> Variant:
+def _fork(choice: CacheChoice, bases: list[CacheChoice]) -> Variant:
     """The variant of ``choice``, as a fork of one of ``bases``, to which a new base is added."""
     options = choice.options
     assert options is not None
-    free = FORK_OPTIONS.difference(options.evicts_by, ("prompt",))
-    # The length from which on a cache retrieves makes no difference to one that does.
-    fixed = {
-        field.name: getattr(options, field.name)
-        for field in dataclasses.fields(options)
-        if field.name not in free and field.name != "dense_below"
-    }
     own = type(options)()
-    words = [
-        f"{name}.{entry}={each}" if entry else f"{name}={each}"
-        for name, value in fixed.items()
-        if value != getattr(own, name)
-        for entry, each in (value.items() if isinstance(value, dict) else [("", value)])
-    ]
-    text = ":".join([choice.method, *words])
-    if text not in bases:
-        filled = options.replace(dense_below=options.dense_len)
-        cls = registered_methods()[choice.method]
-        bases[text] = replace(
-            choice,
-            name=text,
-            make=lambda config, capacity: cls(config=config, options=filled),
-            options=filled,
-        )
-    base = bases[text]
-    changes = {
-        name: getattr(options, name)
-        for name in sorted(free)
-        if hasattr(options, name) and getattr(options, name) != getattr(base.options, name)
-    }
-    config = {
-        field.name: getattr(options, field.name)
-        for field in dataclasses.fields(options)
-        if getattr(options, field.name) != getattr(own, field.name)
-    }
+    free = FORK_OPTIONS.difference(options.evicts_by, ("prompt",))
+
+    def different(other: RetrievalConfig | None) -> dict[str, Any]:
+        """The options in which ``other`` is not as those of the choice."""
+        values = ((field.name, getattr(options, field.name)) for field in fields(options))
+        return {name: value for name, value in values if value != getattr(other, name)}
+
+    base = _filled(choice)
+    for one in bases:
+        # The length from which on a cache retrieves makes no difference to one that does.
+        same_method = one.method == choice.method
+        if same_method and different(one.options).keys() <= {*free, "dense_below"}:
+            base = one
+            break
+    else:
+        bases.append(base)
+    changes = {name: value for name, value in different(base.options).items() if name in free}
+    config = different(own)
     if own.top_k != 1.0:
         # The budget is always named, as it is the result of the search.
         config = {"top_k": options.top_k, **config}
     return Variant(choice.name, base, changes, config)
+
+
+def _filled(choice: CacheChoice) -> CacheChoice:
+    """The choice, as it is filled for variants that are forks of it."""
+    options = choice.options
+    assert options is not None
+    filled = options.replace(dense_below=options.dense_len)
+    cls = registered_methods()[choice.method]
+    return replace(
+        choice, make=lambda config, capacity: cls(config=config, options=filled), options=filled
+    )
