@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 import sys
 import time
@@ -31,7 +30,7 @@ from hf_kvret.models.versions import as_argument
 from hf_kvret.registry import registered_methods
 from hf_kvret.saved.description import verify_cache
 from hf_kvret.saved.identity import printable
-from hf_kvret.shelf import Shelf, ShelfEntry, ask, document_ids
+from hf_kvret.shelf import Shelf, ask, document_ids
 from hf_kvret.shelf.questions import positions
 from hf_kvret.shelf.shelf import can_crop
 from hf_kvret.stores.placement import CODED
@@ -40,7 +39,6 @@ _FOLDER = Path("~/.cache/hf_kvret/shelf")
 _CHUNK = 2048
 # A cache takes a shorter chunk for drafted tokens.
 _LEAST_CHUNK = 512
-_NO_TEXT = (".pdf", ".doc", ".docx", ".odt", ".epub", ".rtf", ".html", ".htm", ".xhtml")
 _OF_SHELF = ("list", "inspect", "verify", "remove")
 
 
@@ -65,7 +63,6 @@ class ReadOptions:
     max_size: str | None = option(
         None, "of all that is on the shelf; default: half of what its disk has", metavar="SIZE"
     )
-    most_bytes: int = count_option(20_000_000, "of the document")
     dtype: str = dtype_option()
     device: str = device_option()
 
@@ -81,7 +78,6 @@ class AskOptions:
     top_k: int | None = option(None, "tokens to retrieve", kind=whole_number(1))
     new_tokens: int = count_option(512, "of the answer at most")
     device: str = device_option()
-    json: bool = option(False, "print answer, times and counts when all is there")
 
 
 @dataclass(frozen=True)
@@ -91,7 +87,6 @@ class ShelfOptions:
     action: str = option(help=", ".join(_OF_SHELF), choices=_OF_SHELF, name="action")
     name: str | None = option(None, "or title of an entry, but for list")
     shelf: Path = _shelf_option()
-    json: bool = option(False, "print JSON")
 
 
 def add_document_parsers(commands: Any) -> None:
@@ -129,7 +124,7 @@ def add_document_parsers(commands: Any) -> None:
 
 def run_read(options: ReadOptions) -> int:
     """Read a document as the command line says."""
-    text = document_text(options.document, options.most_bytes)
+    text = document_text(options.document)
     choice = choose_cache(options.method)
     if choice.options is None:
         raise ValueError(f"--method {options.method}: only caches of hf-kvret go on a shelf")
@@ -186,25 +181,17 @@ def _check_positions(subject: Subject, tokens: int, new: int = 0) -> None:
     print(f"warning: {fact}: {rest}", file=sys.stderr)
 
 
-def document_text(path: Path, most_bytes: int) -> str:
+def document_text(path: Path) -> str:
     """The text of a file or a pipe; ``-`` is standard input. No host is asked for anything.
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: larger than ``most_bytes``, of another kind, not UTF-8, or without text.
+        ValueError: not UTF-8, or without text.
     """
     name = printable(str(path))
     if not is_stream(path) and not path.is_file():
         raise FileNotFoundError(f"no file {name}: give a text or Markdown file, or a pipe")
-    if path.suffix.lower() in _NO_TEXT:
-        raise ValueError(f"{name} is no plain text: save it as text or Markdown")
-    with nullcontext(sys.stdin.buffer) if str(path) == "-" else path.open("rb") as file:
-        content = file.read(most_bytes + 1)
-    if len(content) > most_bytes:
-        raise ValueError(
-            f"{name} has more than {most_bytes:,} bytes, and at most so many are read: give a part "
-            "of it, or a larger --most-bytes"
-        )
+    content = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -279,25 +266,13 @@ def run_ask(options: AskOptions) -> int:
         )
     subject = load_subject(options.model or entry.model, DTYPES[entry.dtype], options.device)
     tokenizer = subject.need_tokenizer("ask")
-    started = time.perf_counter()
     changes = {} if options.top_k is None else {"top_k": options.top_k}
     cache = shelf.load(entry.name, subject.model, **changes)
     asked = len(tokenizer(options.question, add_special_tokens=False)["input_ids"])
     _check_positions(subject, entry.tokens + asked, options.new_tokens)
-    loaded = time.perf_counter()
-    more: dict[str, Any] = {"max_new_tokens": options.new_tokens}
-    if not options.json:
-        more["streamer"] = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-    answer = ask(subject.model, tokenizer, cache, options.question, **more)
-    if options.json:
-        report = {
-            "answer": answer,
-            "tokens": entry.tokens,
-            "entry": entry.name,
-            "seconds_to_load": loaded - started,
-            "seconds_to_answer": time.perf_counter() - loaded,
-        }
-        print(json.dumps(report, ensure_ascii=False))
+    streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    more: dict[str, Any] = {"max_new_tokens": options.new_tokens, "streamer": streamer}
+    ask(subject.model, tokenizer, cache, options.question, **more)
     return 0
 
 
@@ -305,44 +280,36 @@ def run_shelf(options: ShelfOptions) -> int:
     """Say what is on a shelf, check it or remove it."""
     shelf = Shelf(options.shelf)
     if options.action == "list":
-        return _list(shelf, options.json)
+        print(_table(shelf))
+        return 0
     if options.name is None:
         raise ValueError(f"shelf {options.action}: give --name, as hf-kvret shelf list has it")
     if options.action == "remove":
         # A damaged one has no facts.
         shelf.remove(options.name)
-        facts, lines = {"name": options.name}, [f"removed {printable(options.name)}"]
+        lines = [f"removed {options.name}"]
     else:
         entry = shelf.entry(options.name)
-        facts, folder = _facts(entry), shelf.folder / entry.name
-        lines = [f"{name}: {value}" for name, value in (facts | {"folder": folder}).items()]
+        folder = shelf.folder / entry.name
         if options.action == "verify":
             lines = verify_cache(folder)
-    if options.json:
-        print(json.dumps({"entry": facts, "said": lines}))
-    else:
-        print("\n".join(map(printable, lines)))
+        else:
+            facts = asdict(entry) | {"folder": folder}
+            # Hashes are for the shelf.
+            lines = [f"{name}: {x}" for name, x in facts.items() if name not in ("key", "chain")]
+    print("\n".join(map(printable, lines)))
     return 0
 
 
-def _list(shelf: Shelf, as_json: bool) -> int:
-    entries = shelf.entries()
-    if as_json:
-        print(json.dumps([_facts(entry) for entry in entries]))
-        return 0
+def _table(shelf: Shelf) -> str:
+    """A line for each entry."""
     rows = [
         (
             *(entry.title or "-", entry.name, entry.method, entry.model or "-"),
             *(f"{entry.tokens:,}", f"{entry.nbytes / 1e9:.2f}"),
             time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used)),
         )
-        for entry in entries
+        for entry in shelf.entries()
     ]
     header = ("title", "name", "method", "model", "tokens", "GB", "last used")
-    print(markdown_table(header, rows) if rows else f"nothing is on {printable(str(shelf.folder))}")
-    return 0
-
-
-def _facts(entry: ShelfEntry) -> dict[str, Any]:
-    """All that is not hashes."""
-    return {name: value for name, value in asdict(entry).items() if name not in ("key", "chain")}
+    return markdown_table(header, rows) if rows else f"nothing is on {printable(str(shelf.folder))}"

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -97,25 +96,21 @@ def add_models_parser(commands: argparse._SubParsersAction[argparse.ArgumentPars
         help="say which models are served, and why others are refused",
         description="Say whether a model is served, from its config.json alone, or list every "
         "type of transformers that generates text, by its default configuration.",
-        epilog=example_lines(["hf-kvret models gemma3", "hf-kvret models ./my-model --json"]),
+        epilog=example_lines(["hf-kvret models gemma3", "hf-kvret models ./my-model"]),
     )
     parser.add_argument(
         "model", nargs="?", help="one model: a type, a folder with config.json, or a hub id"
     )
-    parser.add_argument("--json", action="store_true", help="print JSON instead")
-    parser.set_defaults(run=lambda parsed: _run(parsed.model, parsed.json))
+    parser.set_defaults(run=lambda parsed: _run(parsed.model))
 
 
-def _run(model: str | None, as_json: bool) -> int:
+def _run(model: str | None) -> int:
     transformers_logging.set_verbosity_error()
-    types = scan() if model is None else [find_type(model)]
-    if as_json:
-        entries = [asdict(one) | {"layers": dict(one.layers)} for one in types]
-        print(json.dumps(entries if model is None else entries[0], indent=1))
-    elif model is None:
-        print(_table(types))
+    if model is None:
+        print(_table(scan()))
     else:
-        print("\n".join(printable(f"{name}: {text}") for name, text in _facts(types[0])))
+        facts = _facts(find_type(model))
+        print("\n".join(printable(f"{name}: {text}") for name, text in facts))
     return 0
 
 

@@ -22,18 +22,13 @@ _REFUSED = {
     "--compile": "it would use transformers' static cache",
     "--non-blocking": "the server would go on without the cache",
 }
-_OURS = ("--method", "--shelf", "--max-size", "--max-prompt")
 
 
 @dataclass(frozen=True)
 class ServeOptions:
     """The options of ``hf-kvret serve`` that are ours."""
 
-    method: str | None = option(
-        None,
-        "of requests that name no cache, and its options after colons; the one that the model's "
-        "generation config names unless given, else paris",
-    )
+    method: str = option("paris", "of all requests, and its options after colons")
     shelf: Path | None = option(
         None,
         "keep prompts there, so that what requests have in common is read once",
@@ -58,7 +53,7 @@ def add_serve_parser(commands: Any) -> None:
         help="serve a model over an OpenAI-compatible API, with a retrieval cache",
         description="Run `transformers serve` with a retrieval cache for every request. What "
         "follows the model is for transformers, see `transformers serve --help`. A request's own "
-        "generation_config may name another cache and set its budget.",
+        "generation_config may set the budget.",
         epilog=example_lines(
             ["hf-kvret serve --method paris:top_k=512 --shelf shelf MODEL --port 8000"]
         ),
@@ -93,11 +88,9 @@ def run_serve(arguments: Sequence[str], options: ServeOptions) -> int:
         raise ValueError("name the model: hf-kvret serve [our options] MODEL [transformers' own]")
     for word in words[1:]:
         name = word.partition("=")[0]
-        if name in _OURS:
-            raise ValueError(f"{name} is hf-kvret's: put it in front of {words[0]}")
         if name in _REFUSED:
             raise ValueError(f"{name}: {_REFUSED[name]}; leave it out, or use `transformers serve`")
-    choice = choose_cache(options.method or "paris")
+    choice = choose_cache(options.method)
     if choice.options is None:
         raise ValueError(
             f"--method {options.method}: name a cache of hf-kvret, or use `transformers serve`"
@@ -120,7 +113,7 @@ def run_serve(arguments: Sequence[str], options: ServeOptions) -> int:
         place = str(options.shelf) if options.max_size is None else shelf
     app = typer.Typer(add_completion=False)
     app.command()(Serve)
-    cache = ServedCache(choice.method, chosen, place, model_first=options.method is None)
+    cache = ServedCache(choice.method, chosen, place)
     with answering_with(cache, options.max_prompt):
         try:
             app(args=words, prog_name="hf-kvret serve MODEL")

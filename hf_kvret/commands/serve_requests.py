@@ -38,10 +38,6 @@ _log = logging.getLogger(__name__)
 BUDGETS = ("top_k", "rest", "prompt")
 """Options of a cache that a request may set: none names a path, a memory or a repository."""
 
-# Options of the server's that a cache of another method gets too.
-_MEMORY = ("store", "disk", "device_budget", "slots", "bits", "prefill_chunk", "graph")
-# Options that name folders and repositories: a model's own config does not decide on them.
-_PLACES = ("disk", "artifact", "revision", "artifact_sha256", SHELF, STEP)
 # Routes that take a body, and the field that each of them needs.
 _ROUTES = {
     "/v1/chat/completions": "messages",
@@ -159,68 +155,46 @@ class BodyCheck:
 
 @dataclass(frozen=True)
 class ServedCache:
-    """The cache of requests that name none.
+    """The cache of requests.
 
     Attributes:
         method: name of a registered method.
         options: of ``cache_config``.
         shelf: for prompts, a folder or a ``Shelf``; None for none.
-        model_first: whether a cache that the model's generation config names is taken before it.
     """
 
     method: str
     options: dict[str, Any]
     shelf: Shelf | str | None = None
-    model_first: bool = False
 
-    def set_cache(
-        self, config: GenerationConfig, requested: dict[str, Any], defaults: GenerationConfig
-    ) -> None:
+    def set_cache(self, config: GenerationConfig, requested: dict[str, Any]) -> None:
         """Put a cache into the ``config`` of a request.
 
         Args:
             config: of the request; one of its own, or a copy of the model's.
             requested: the request's own generation config, empty where it has none.
-            defaults: the model's.
 
         Raises:
             ValueError: a cache, or options, that a request can't set.
         """
-        name, budgets = requested.get("cache_implementation"), requested.get("cache_config")
-        for option in budgets or {}:
+        name, budgets = requested.get("cache_implementation"), requested.get("cache_config") or {}
+        if name == "dynamic" and not budgets:
+            return
+        if name not in (None, self.method):
+            raise ValueError(
+                f"cache_implementation={name!r}: a request may name {self.method!r}, or 'dynamic' "
+                "without cache_config"
+            )
+        for option in budgets:
             if option not in BUDGETS:
                 raise ValueError(
                     f"cache_config has {option!r}, which is the server's: a request may set "
                     f"{', '.join(BUDGETS)}"
                 )
-        method, options = self._for_model(defaults)
-        if name not in (None, method):
-            if name == "dynamic" and not budgets:
-                return
-            method, options = name, self._for_method(name)
-        config.cache_implementation, config.cache_config = method, {**options, **(budgets or {})}
+        config.cache_implementation = self.method
+        config.cache_config = {**self.options, **budgets}
         if self.shelf is not None:
             config.cache_config[SHELF] = self.shelf
-
-    def _for_model(self, defaults: GenerationConfig) -> tuple[str, dict[str, Any]]:
-        """Method and options of the model's generation config, or the server's."""
-        method = defaults.cache_implementation
-        if not self.model_first or method not in registered_methods():
-            return self.method, self.options
-        options = defaults.cache_config or {}
-        return method, {name: x for name, x in options.items() if name not in _PLACES}
-
-    def _for_method(self, name: str) -> dict[str, Any]:
-        """Options for another method than the server's; ValueError for one that can't be named."""
-        cls = registered_methods().get(name)
-        if cls is None or cls.needs_artifact:
-            known = [key for key, one in registered_methods().items() if not one.needs_artifact]
-            raise ValueError(
-                f"cache_implementation={name!r}: a request may name {', '.join(known)}, or "
-                "'dynamic' without cache_config"
-            )
-        given = ((key, self.options[key]) for key in _MEMORY if key in self.options)
-        return {key: value for key, value in given if cls.Config.takes(key, value)}
 
 
 class CheckedManager(serving.GenerateManager):
@@ -287,14 +261,12 @@ class CheckedManager(serving.GenerateManager):
 
 @contextmanager
 def answering_with(cache: ServedCache, max_prompt: int | None = None) -> Iterator[None]:
-    """Inside, transformers' servers of one model give its requests ``cache``.
+    """Inside, transformers' servers of one model give its requests ``cache``, and no other model.
 
-    Requests may name another cache, as far as ``set_cache`` lets them, and no other model. Their
-    prompts have at most ``max_prompt`` tokens; None: as many as the model has positions.
+    Prompts have at most ``max_prompt`` tokens; None: as many as the model has positions.
     """
     handler, manager = serving.BaseHandler, model_manager.ModelManager
     build, load, make = handler._build_generation_config, manager._load_model, server.build_server
-    load_processor = manager._load_processor
 
     def build_with_cache(
         self: Any, body: dict[str, Any], defaults: GenerationConfig, use_cb: bool = False
@@ -304,20 +276,14 @@ def answering_with(cache: ServedCache, max_prompt: int | None = None) -> Iterato
             body = {**body, "generation_config": json.dumps(requested)}
         try:
             config = build(self, body, defaults, use_cb=use_cb)
-            cache.set_cache(config, requested, defaults)
+            cache.set_cache(config, requested)
         except (TypeError, ValueError) as error:
             raise HTTPException(400, str(error)) from error
         return config
 
     def load_watched(*args: Any, **kwargs: Any) -> Any:
         model = load(*args, **kwargs)
-        own = model.generation_config
         model.generation_config, dropped = plain_generation_config(model)
-        if own.cache_implementation in registered_methods():
-            # A cache of ours contradicts nothing, see `model_first`.
-            model.generation_config.cache_implementation = own.cache_implementation
-            model.generation_config.cache_config = own.cache_config
-            dropped = [name for name in dropped if not name.startswith("cache_")]
         if dropped:
             _log.warning("left out of the model's generation_config: %s", ", ".join(dropped))
         prepare = model.prepare_inputs_for_generation
@@ -332,15 +298,6 @@ def answering_with(cache: ServedCache, max_prompt: int | None = None) -> Iterato
         model.prepare_inputs_for_generation = prepare_unless_left
         return model
 
-    def load_and_tell(*args: Any, **kwargs: Any) -> Any:
-        processor = load_processor(*args, **kwargs)
-        if getattr(processor, "chat_template", None) is None:
-            _log.warning(
-                "the model has no chat template: chat/completions and responses are answered with "
-                "status 400; use completions, or put a chat_template.jinja into the model's folder"
-            )
-        return processor
-
     def make_checked(models: Any, *args: Any, **kwargs: Any) -> Any:
         app = make(models, *args, **kwargs)
         # The innermost, so that its answers get the headers of the others.
@@ -351,7 +308,6 @@ def answering_with(cache: ServedCache, max_prompt: int | None = None) -> Iterato
         patch.object(handler, "_build_generation_config", build_with_cache),
         patch.object(serving, "GenerateManager", partial(CheckedManager, max_prompt)),
         patch.object(manager, "_load_model", load_watched),
-        patch.object(manager, "_load_processor", load_and_tell),
         patch.object(server, "build_server", make_checked),
     ):
         yield

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,6 @@ def test_the_list_has_a_line_for_each_type(program: Any, monkeypatch: pytest.Mon
     assert cells[1][:4] == ["gemma3", "22 sliding, 4 full", "4 x 256", "16,384"]
     assert cells[2] == ["gpt2", "12 full", "12 x 64", "36,864", "yes", ""]
     assert cells[3] == ["jamba", "28 recurrent, 4 full", "8 x 128", "16,384", "", ""]
-    entries = json.loads(program("models", "--json").out)
-    assert [entry["name"] for entry in entries] == list(NAMES[:4])
 
 
 def test_one_type_says_all_that_is_known(program: Any) -> None:
@@ -43,19 +40,19 @@ def test_values_narrower_than_keys_count_with_their_own_size() -> None:
 
 
 def test_a_folder_with_a_configuration_is_read(
-    tmp_path: Path, program: Any, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     MistralConfig(sliding_window=None, num_hidden_layers=3).save_pretrained(tmp_path / "full")
-    full = json.loads(program("models", str(tmp_path / "full"), "--json").out)
-    assert (full["name"], full["layers"], full["refusal"]) == ("mistral", {"full": 3}, "")
+    full = models.find_type(str(tmp_path / "full"))
+    assert (full.name, full.layer_counts, full.refusal) == ("mistral", "3 full", "")
     LlamaConfig(
         hidden_size=128, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=5
     ).save_pretrained(tmp_path / "a" / "b" / "c")
     monkeypatch.chdir(tmp_path)
     for name in ("a/b/c", "./a/b/c", "a/b/c/"):
-        small = json.loads(program("models", name, "--json").out)
-        assert (small["kv_heads"], small["key_dim"]) == (2, 32)
-        assert small["token_bytes"] == 5 * 2 * 64 * 2
+        small = models.find_type(name)
+        assert (small.kv_heads, small.key_dim) == (2, 32)
+        assert small.token_bytes == 5 * 2 * 64 * 2
 
 
 def test_an_unknown_type_and_one_without_text_say_so(program: Any) -> None:

@@ -13,6 +13,7 @@ from ..lab.calibrate.test_tutorial_calibration import read
 PAGE = ROOT / "docs" / "tutorials" / "ask-a-long-text.md"
 
 
+@pytest.mark.slow
 def test_a_long_text_is_read_once_and_found_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
