@@ -33,37 +33,23 @@ OUR_MODELS = {
 """The folder of each, whether it is there or not."""
 
 
-def our_model(name: str) -> Path:
+def example_model(name: str) -> Path:
     """The folder of one of ``OUR_MODELS``.
 
     Raises:
+        ValueError: another name.
         FileNotFoundError: it is not there; says what helps.
     """
+    if name not in OUR_MODELS:
+        raise ValueError(f"there is no model {name!r}: choose one of {', '.join(OUR_MODELS)}")
     folder = OUR_MODELS[name]
-    if (folder / "model.safetensors").is_file():
-        return folder
-    if name == "needle":
+    if not (folder / "model.safetensors").is_file():
         raise FileNotFoundError(
-            f"the bundled model is missing from {folder}: install hf_kvret again, or train it "
-            "with examples/train_needle_model.py"
+            f"the model {name} is not in {folder}: needle comes with the package, so install "
+            "hf_kvret again; the others are in the examples of its repository, so run this in the "
+            "folder of a checkout, or put a model of yours in its place"
         )
-    raise FileNotFoundError(
-        f"the model {name} is in the examples of hf-kvret's repository, not in the package: run "
-        "this in the folder of a checkout, take needle, or put a model of yours in its place"
-    )
-
-
-def example_model(name: str) -> Path:
-    """The folder of ``reference``, ``reference-latent`` or ``reference-books``.
-
-    Raises:
-        ValueError: another name.
-        FileNotFoundError: no checkout has it; says what helps.
-    """
-    names = [one for one in OUR_MODELS if one != "needle"]
-    if name not in names:
-        raise ValueError(f"there is no model {name!r}: choose one of {', '.join(names)}")
-    return our_model(name)
+    return folder
 
 
 def default_model() -> str:
@@ -79,6 +65,6 @@ def load_bundled_model(
     Raises:
         FileNotFoundError: the weights are not in this installation.
     """
-    folder = our_model("needle")
+    folder = example_model("needle")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
     return model.to(device).eval()

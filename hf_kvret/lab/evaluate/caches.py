@@ -8,7 +8,6 @@ A name may carry options (``hf_kvret.options.spec``): ``paris:top_k=100:store=ho
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -146,37 +145,21 @@ def artifact_sha256(choice: CacheChoice, config: PreTrainedConfig) -> str | None
 
 
 def _quantized(text: str, options: dict[str, Any]) -> CacheChoice:
-    allowed = ("backend", "nbits", "axis_key", "axis_value", "q_group_size", "residual_length")
-    unknown = [name for name in options if name not in allowed]
-    if unknown:
-        raise ValueError(f"{text!r}: unknown option {unknown[0]!r}, allowed: {', '.join(allowed)}")
-    backends = {"quanto": "optimum.quanto", "hqq": "hqq", "fp8": "torch"}
-    backend = options.pop("backend", None)
-    if backend is None:
-        backend = next((name for name in ("quanto", "hqq") if _installed(backends[name])), None)
-        if backend is None:
-            raise ModuleNotFoundError(
-                "quantized needs a backend: pip install optimum-quanto, or hqq, or name "
-                "quantized:backend=fp8 (transformers 5.23), which needs none"
-            )
-    if backend not in backends:
-        raise ValueError(f"{text!r}: backend={backend!r}, allowed: {', '.join(backends)}")
-    if not _installed(backends[backend]):
-        package = {"quanto": "optimum-quanto", "hqq": "hqq"}[backend]
-        raise ModuleNotFoundError(f"{text!r} needs {package}: pip install {package}")
-    if backend == "hqq":
+    options = {"backend": "quanto", **options}
+    if options["backend"] == "hqq":
         # Its own default, axis 0, rounds old rows again whenever new ones join them.
         options = {"axis_key": 1, "axis_value": 1, **options}
-    return CacheChoice(text, lambda config, capacity: QuantizedCache(backend, config, **options))
+    return CacheChoice(text, lambda config, capacity: QuantizedCache(config=config, **options))
 
 
 def _press(text: str) -> CacheChoice:
-    if not _installed("kvpress"):
+    try:
+        import kvpress
+    except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             f"{text!r} needs kvpress, which alone would bring an older transformers: pip install "
             "--no-deps kvpress, and what docs/evaluation.md lists beside it"
-        )
-    import kvpress
+        ) from error
 
     words = [word.strip() for word in text.split(":")[1:]]
     presses = sorted(
@@ -195,10 +178,3 @@ def _press(text: str) -> CacheChoice:
     except (TypeError, AssertionError, ValueError) as error:
         raise ValueError(f"{text!r}: {error}") from error
     return CacheChoice(text, lambda config, capacity: DynamicCache(config=config), press)
-
-
-def _installed(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False

@@ -19,25 +19,17 @@ from hf_kvret.lab.evaluate.bundled import load_bundled_model
 from hf_kvret.lab.evaluate.caches import CacheChoice, artifact_sha256, choose_caches
 from hf_kvret.lab.evaluate.measurement import Measurement, Progress, Row
 from hf_kvret.lab.evaluate.needles import NeedleLanguage
-from hf_kvret.lab.evaluate.reader import (
-    LayerRecall,
-    Reader,
-    UsageSum,
-    mean_by_layer,
-    mean_recall,
-)
+from hf_kvret.lab.evaluate.reader import LayerRecall, Reader, UsageSum, mean_recall
 from hf_kvret.lab.program import common_options as common
 from hf_kvret.lab.program.arguments import DTYPES, check_device, length, names
 from hf_kvret.lab.program.options import option
 from hf_kvret.lab.program.progress import tqdm
 from hf_kvret.lab.report.plots import plot_shares
 from hf_kvret.lab.report.results import Cell, Results
-from hf_kvret.lab.report.tables import markdown_table, share, table_of
+from hf_kvret.lab.report.tables import share, table_of
 
-_BAR = 40
-# Only ``--full`` asks these: transformers' slower cache, and a method that decodes all rows.
-_SLOW = ("full", "aqua")
-_USUAL = ("static", "flat", "paris", "lrqk", "ctkvr", "a2ats")
+# Neither transformers' slower cache nor a method that decodes all rows: both take long.
+_CACHES = ("static", "flat", "paris", "lrqk", "ctkvr", "a2ats")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,12 +45,9 @@ class Demo(Measurement):
     examples: ClassVar[tuple[str, ...]] = ("hf-kvret demo --context 8K --caches static,paris",)
 
     context: int = option(16_384, "document length in tokens, as 4096 or 4K", kind=length)
-    caches: str | None = option(
-        None,
-        "comma-separated, options after colons as lrqk:rank=16:store=resident; default: "
-        + ",".join(_USUAL),
+    caches: str = option(
+        ",".join(_CACHES), "comma-separated, options after colons as lrqk:rank=16:store=resident"
     )
-    full: bool = option(False, f"ask {' and '.join(_SLOW)} too, which take long")
     questions: int = common.count_option(128, "needles asked for")
     top_k: int | float = common.budget_option()
     store: str = common.store_option("host")
@@ -69,8 +58,6 @@ class Demo(Measurement):
     """How many questions are asked again with recall measured."""
 
     def __post_init__(self) -> None:
-        if self.full and self.caches is not None:
-            raise ValueError("--full is a list of caches: leave it out, or --caches")
         language = NeedleLanguage()
         most, least = language.most_needles, language.least_length(self.questions)
         if self.questions > most:
@@ -86,10 +73,8 @@ class Demo(Measurement):
     @cached_property
     def choices(self) -> dict[str, CacheChoice]:
         """The caches that are asked; ValueError for an unknown name or option."""
-        usual = [_SLOW[0], *_USUAL, *_SLOW[1:]] if self.full else [*_USUAL]
-        chosen = usual if self.caches is None else names(self.caches)
         retrieval = {"top_k": self.top_k, "store": self.store}
-        return choose_caches(chosen, retrieval, self.device)
+        return choose_caches(names(self.caches), retrieval, self.device)
 
     def check(self) -> None:
         """Caches and context are refused before the document is read."""
@@ -183,8 +168,7 @@ class Demo(Measurement):
             used.add(turn)
             progress.advance(step)
         usage = reader.usage()
-        layers = _recall(reader, again, answers.shape[1])
-        means = mean_recall(layers)
+        recall = mean_recall(_recall(reader, again, answers.shape[1]))
         return {
             "right_ratio": right / len(prompts),
             "prefill_seconds": reader.seconds,
@@ -193,52 +177,50 @@ class Demo(Measurement):
             "host_bytes": usage.host_bytes,
             "full_bytes": usage.full_bytes,
             "read_ratio": used.usage.read_ratio or 0.0,
-            "recall": means["overlap"],
-            "mass": means["mass"],
+            "recall": recall["overlap"],
+            "mass": recall["mass"],
             "example": example,
-            "recall_by_layer": {str(one["layer"]): one["overlap"] for one in layers},
-            "mass_by_layer": {str(one["layer"]): one["mass"] for one in layers},
         }
 
     @classmethod
     def table(cls, results: Results) -> str:
-        """A question and its answers, costs, recall by layer, bars, and a conclusion."""
+        """A question and its answers, costs, and a conclusion."""
         setup = results.setup
         title = (
             f"{setup['questions']} questions about {setup['context']:,} tokens, {setup['dtype']}, "
             f"top_k={setup['top_k']}, store={setup['store']}"
         )
-        texts = [title, _example(results), _costs(results), _by_layer(results)]
-        texts += [f"```\n{_bars(results)}\n```", _conclusion(results)]
-        return "\n\n".join(text for text in texts if text)
+        texts = [title, _example(results), _costs(results), _conclusion(results)]
+        return "\n\n".join(filter(None, texts))
 
     @classmethod
     def plot(cls, path: Path, results: Results) -> None:
         """Answers, device bytes and rows read, a bar for each cache."""
-        caches = [cell["cache"] for cell, _ in results]
+        caches, rows = zip(*((cell["cache"], row) for cell, row in results), strict=True)
+        panels = {
+            "answers right": [row["right_ratio"] for row in rows],
+            "device bytes / full K,V": [row["device_bytes"] / row["full_bytes"] for row in rows],
+            "cold rows read": [row["read_ratio"] for row in rows],
+        }
         title = f"{results.setup['context']:,} tokens of context"
-        plot_shares(path, caches, _shares(results), title=title)
+        plot_shares(path, caches, panels, title=title)
 
 
 def _recall(reader: Reader, prompts: torch.Tensor, count: int) -> list[LayerRecall]:
-    """The recall of each layer, mean over the questions; empty for other caches."""
-    samples = []
+    """The recall of each layer at each question; empty for other caches."""
+    recalls = []
     if isinstance(reader.cache, RetrievalCache):
         for prompt in tqdm(list(prompts), desc=f"{reader.choice.name}: recall", leave=False):
             turn = reader.branch()
             turn.answer(turn.feed(prompt), count)
-            samples.append(turn.recalls())
-    return mean_by_layer(samples)
-
-
-def _examples(results: Results) -> dict[str, Any]:
-    """The first question by cache; none in files of earlier versions."""
-    return {cell["cache"]: row["example"] for cell, row in results if row.get("example")}
+            recalls += turn.recalls()
+    return recalls
 
 
 def _example(results: Results) -> str:
     """The first question, and what each cache answers; the model's words are numbers."""
-    examples = _examples(results)
+    examples = {cell["cache"]: row["example"] for cell, row in results if "example" in row}
+    # Files of 0.1.0 have none.
     if not examples:
         return ""
     first = next(iter(examples.values()))
@@ -256,8 +238,8 @@ def _conclusion(results: Results) -> str:
     """What full attention and the best cache that retrieves have in common, and what not."""
     rows = [(cell["cache"], row) for cell, row in results]
     full = next((one for one in rows if one[0] in ("full", "static")), None)
-    caches = [one for one in rows if one[1]["recall_by_layer"]]
-    if full is None or not caches or not _examples(results):
+    caches = [one for one in rows if one[1]["recall"] is not None]
+    if full is None or not caches:
         return ""
     name, best = max(caches, key=lambda one: (one[1]["right_ratio"], -one[1]["device_bytes"]))
     return (
@@ -282,41 +264,3 @@ def _costs(results: Results) -> str:
         "attention mass": lambda cell, row: share(row["mass"]),
     }
     return table_of(results, columns)
-
-
-def _by_layer(results: Results) -> str:
-    """Recall of the exact top-k and attention mass by layer; empty where nothing retrieves."""
-    retrieving = [(cell, row) for cell, row in results if row["recall_by_layer"]]
-    numbers = sorted({int(n) for _, row in retrieving for n in row["recall_by_layer"]})
-    header = ["recall / mass", *(f"layer {number}" for number in numbers)]
-    lines = [
-        [cell["cache"]]
-        + [
-            f"{row['recall_by_layer'][str(n)]:.3f} / {row['mass_by_layer'][str(n)]:.3f}"
-            for n in numbers
-        ]
-        for cell, row in retrieving
-    ]
-    return markdown_table(header, lines) if lines else ""
-
-
-def _shares(results: Results) -> dict[str, list[float]]:
-    rows = [row for _, row in results]
-    return {
-        "answers right": [row["right_ratio"] for row in rows],
-        "device bytes / full K,V": [row["device_bytes"] / row["full_bytes"] for row in rows],
-        "cold rows read": [row["read_ratio"] for row in rows],
-    }
-
-
-def _bars(results: Results) -> str:
-    """The shares as a picture in text."""
-    caches = [cell["cache"] for cell, _ in results]
-    width, lines = max(8, *map(len, caches)), []
-    for title, shares in _shares(results).items():
-        lines.append(title)
-        for cache, value in zip(caches, shares, strict=True):
-            filled = min(_BAR, round(value * _BAR))
-            bar = "█" * filled + "·" * (_BAR - filled)
-            lines.append(f"  {cache:>{width}} {bar} {value:.1%}")
-    return "\n".join(lines)

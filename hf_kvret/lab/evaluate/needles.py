@@ -21,10 +21,9 @@ import numpy as np
 import torch
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from hf_kvret.lab.evaluate.ruler.prompts import NOISE, TEMPLATES, filled
+from hf_kvret.lab.evaluate.ruler.prompts import NOISE, TEMPLATES, adjective_noun_pairs, filled
 from hf_kvret.lab.evaluate.subject import Subject
 from hf_kvret.lab.evaluate.texts import encode, first_tokens, read_text
-from hf_kvret.lab.evaluate.words import adjective_noun_pairs
 
 # Fewer tokens of haystack are no haystack; a length that leaves less is refused.
 LEAST_HAYSTACK = 16
@@ -232,7 +231,6 @@ class Wording:
     """How documents and questions are worded.
 
     Attributes:
-        name: of the style.
         heads: what comes before the haystack, BOS included: for one question, for several.
         haystack: what needles are hidden in.
         facts: ``facts(rng, count)`` draws that many.
@@ -241,7 +239,6 @@ class Wording:
         stop: tokens that end an answer.
     """
 
-    name: str
     heads: tuple[list[int], list[int]]
     haystack: Haystack
     facts: Callable[[np.random.Generator, int], list[Fact]]
@@ -271,8 +268,8 @@ class Wording:
         if length < other + LEAST_HAYSTACK:
             raise ValueError(
                 f"--context {length} is too short: instruction, {len(facts)} needles, {questions} "
-                f"questions and their answers take {other} tokens in style {self.name}, so give at "
-                f"least {other + LEAST_HAYSTACK}"
+                f"questions and their answers take {other} tokens, so give at least "
+                f"{other + LEAST_HAYSTACK}"
             )
         tokens = self.haystack.take(rng, length - other, start)
         indices = [self.haystack.index(tokens, depth) for depth in depths]
@@ -297,7 +294,7 @@ def magic_wording(subject: Subject, task: str, essays: Path | None, answer_len: 
         FileNotFoundError: no such file.
         ModuleNotFoundError: wonderwords, which the keys are drawn from, is not installed.
     """
-    tokenizer = subject.need_tokenizer(f"{task} --style magic")
+    tokenizer = subject.need_tokenizer(task)
     pairs = adjective_noun_pairs()
 
     def draw(rng: np.random.Generator, count: int) -> list[Fact]:
@@ -316,7 +313,6 @@ def magic_wording(subject: Subject, task: str, essays: Path | None, answer_len: 
         return first_tokens(tokenizer) + encode(tokenizer, text)
 
     return Wording(
-        "magic",
         (head("niah_one", "number"), head("niah", "numbers")),
         TextHaystack(tokenizer, NOISE if essays is None else read_text(essays)),
         draw,
@@ -326,22 +322,9 @@ def magic_wording(subject: Subject, task: str, essays: Path | None, answer_len: 
     )
 
 
-def token_wording(subject: Subject, task: str) -> Wording:
-    """The language of the bundled needle model; answers are written as token ids.
-
-    Raises:
-        ValueError: the model can't have learned it, as its configuration has other token ids.
-    """
-    language, config = NeedleLanguage(), subject.model.config
-    # Models of text have an end of text, and their ids mean something else.
-    learned = (config.vocab_size, config.bos_token_id, config.pad_token_id, config.eos_token_id)
-    if learned != (language.vocab_size, language.bos, language.pad, None):
-        if subject.tokenizer is None:
-            subject.need_tokenizer(task)
-        raise ValueError(
-            f"{task} --style tokens is the language of --model needle, which {subject.name!r} has "
-            "not learned (its config.json has other token ids): use --style magic"
-        )
+def token_wording() -> Wording:
+    """The language of the bundled needle model; answers are written as token ids."""
+    language = NeedleLanguage()
 
     def facts(rng: np.random.Generator, count: int) -> list[Fact]:
         keys, values = language.pairs(rng, count)
@@ -354,25 +337,32 @@ def token_wording(subject: Subject, task: str) -> Wording:
 
     heads = ([language.bos], [language.bos])
     haystack = NoiseHaystack(language)
-    return Wording("tokens", heads, haystack, facts, _spelled, language.value_len, frozenset())
+    return Wording(heads, haystack, facts, _spelled, language.value_len, frozenset())
 
 
-def choose_wording(
-    style: str | None, subject: Subject, task: str, essays: Path | None, answer_len: int
-) -> Wording:
-    """The wording of a style; None is ``magic``, or ``tokens`` for a model without tokenizer.
+def choose_wording(subject: Subject, task: str, essays: Path | None, answer_len: int) -> Wording:
+    """The wording of RULER; for the needle model, which has no tokenizer, that of its language.
 
     Raises:
-        ValueError: essays for tokens, or a model that can't be asked so.
+        ValueError: essays for the needle model, or another model without a tokenizer.
     """
-    if (style or ("magic" if subject.tokenizer else "tokens")) == "magic":
+    if not is_needle_model(subject):
         return magic_wording(subject, task, essays, answer_len)
     if essays is not None:
         raise ValueError(
-            f"--essays {essays} is text, and --style tokens, in which {subject.name} is asked, has "
-            "none: leave --essays out, or take another --style or --model"
+            f"--essays {essays} is text, and {subject.name} is asked in token ids: leave --essays "
+            "out, or take another --model"
         )
-    return token_wording(subject, task)
+    return token_wording()
+
+
+def is_needle_model(subject: Subject) -> bool:
+    """Whether a model speaks the needle language: it has no tokenizer, and the language's ids."""
+    language, config = NeedleLanguage(), subject.model.config
+    # Models of text have an end of text, and their ids mean something else.
+    ids = (config.vocab_size, config.bos_token_id, config.pad_token_id, config.eos_token_id)
+    learned = ids == (language.vocab_size, language.bos, language.pad, None)
+    return learned and subject.tokenizer is None
 
 
 def end_tokens(subject: Subject) -> frozenset[int]:

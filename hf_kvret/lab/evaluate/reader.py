@@ -24,6 +24,8 @@ from hf_kvret.models.versions import as_argument
 # These layers replace their tensors and never write into them, so that copies may share.
 _SHAREABLE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
 _SHARES = ("overlap", "mass", "best_mass")
+# The divergence takes logits of so many tokens at a time: fp64 of a large vocabulary takes room.
+_CHUNK = 16
 
 LayerRecall = dict[str, Any]
 """``layer``, and ``overlap``, ``mass`` and ``best_mass`` as in ``observe.recall.Recall``."""
@@ -316,6 +318,15 @@ def mean_by_layer(samples: Iterable[Sequence[LayerRecall]]) -> list[LayerRecall]
     for one in (recall for sample in samples for recall in sample):
         by_layer.setdefault(one["layer"], []).append(one)
     return [{"layer": layer, **mean_recall(some)} for layer, some in sorted(by_layer.items())]
+
+
+def divergence(full: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """``[n]`` fp64 KL(full || other) in nats of logits ``[n, vocab]``, never below 0."""
+    results = []
+    for chunks in zip(full.split(_CHUNK), other.split(_CHUNK), strict=True):
+        p, q = (logits.double().log_softmax(-1) for logits in chunks)
+        results.append((p.exp() * (p - q)).sum(-1).clamp(min=0))
+    return torch.cat(results)
 
 
 def _step_bytes(layer: RetrievalLayer) -> int:

@@ -16,7 +16,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils import is_accelerate_available
 
 from hf_kvret.generate.attach import attach
-from hf_kvret.lab.evaluate.bundled import OUR_MODELS, our_model
+from hf_kvret.lab.evaluate.bundled import OUR_MODELS, example_model
 from hf_kvret.lab.evaluate.smollm2 import SMOLLM2_MODEL, expand_smollm2
 from hf_kvret.saved.identity import facts_of, printable
 from hf_kvret.saved.plain_json import plain_bytes
@@ -131,7 +131,7 @@ def load_subject(
     if name == "smollm2":
         expand_smollm2()
     if name in OUR_MODELS:
-        our_model(name)
+        example_model(name)
     if name not in _KNOWN:
         print(f"loading the model {printable(name)} ...", file=sys.stderr)
     try:

@@ -99,11 +99,6 @@ def essays_option() -> Any:
     )
 
 
-def style_option(*styles: str) -> Any:
-    """``--style``, how needles and questions are worded."""
-    return option(None, "default: magic, or tokens without a tokenizer", choices=styles)
-
-
 def answer_tokens_option() -> Any:
     """``--answer-tokens``."""
     return count_option(32, "most tokens of an answer in text")

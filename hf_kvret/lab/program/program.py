@@ -25,7 +25,8 @@ _MISTAKES = (
     ValueError,
     TypeError,
     OSError,
-    ModuleNotFoundError,
+    # Packages for opponents, pictures or artifacts may be missing.
+    ImportError,
     RecursionError,
     SafetensorError,
     MemoryError,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 
 import pytest
 import torch
 from transformers import DynamicCache, LlamaConfig, StaticCache
 
 from hf_kvret import FlatKVCache, ParisKVCache
-from hf_kvret.lab.evaluate import caches
 from hf_kvret.lab.evaluate.caches import choose_cache, choose_caches, known_caches
 from hf_kvret.lab.evaluate.reader import Reader
 from hf_kvret.lab.evaluate.subject import Subject
@@ -53,7 +53,6 @@ def test_opponents_are_transformers_own() -> None:
         ("paris:topk=3", "did you mean 'top_k'"),
         ("paris:top_k", "'top_k' is no option, write NAME=VALUE"),
         ("offloaded", "offloads from a CUDA device only"),
-        ("quantized:bits=2", "unknown option 'bits', allowed: backend, nbits"),
     ],
 )
 def test_mistakes_are_named(name: str, message: str) -> None:
@@ -69,8 +68,13 @@ def test_lists_of_caches() -> None:
         choose_caches(["full", "full"])
 
 
+def test_options_of_a_quantized_cache_reach_transformers() -> None:
+    with pytest.raises(TypeError, match="bits"):
+        choose_cache("quantized:bits=2").make(CONFIG, 100)
+
+
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(caches, "_installed", lambda module: module == "torch")
+    monkeypatch.setitem(sys.modules, "kvpress", None)
     with pytest.raises(ModuleNotFoundError, match="pip install --no-deps kvpress"):
         choose_cache("kvpress:SnapKV")
 

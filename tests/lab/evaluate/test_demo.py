@@ -15,49 +15,39 @@ from hf_kvret.lab.evaluate.bundled import load_bundled_model
 from hf_kvret.lab.evaluate.demo import Demo
 from hf_kvret.lab.evaluate.measurement import measure
 from hf_kvret.lab.report.results import Results
-from hf_kvret.stores import store_names
 
 
-@pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> dict:
-    folder = tmp_path_factory.mktemp("demo")
-    arguments = ["demo", "--full", "--context", "2048", "--questions", "6", "--top-k", "64"]
-    arguments += ["--json", str(folder / "demo.json"), "--plot", str(folder / "demo.png")]
+def rows_of(file: Path) -> dict[str, dict[str, Any]]:
+    cells = json.loads(file.read_text())["cells"]
+    return {entry["cell"]["cache"]: entry["result"] for entry in cells}
+
+
+def test_every_cache_answers_and_reads_few_rows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, picture = tmp_path / "demo.json", tmp_path / "demo.png"
+    arguments = ["demo", "--caches", "full,paris,a2ats,aqua", "--context", "2048"]
+    arguments += ["--questions", "4", "--top-k", "64", "--json", str(file), "--plot", str(picture)]
     assert main(arguments) == 0
-    assert (folder / "demo.png").read_bytes().startswith(b"\x89PNG")
-    content = json.loads((folder / "demo.json").read_text())
-    assert content["name"] == "demo"
-    return content
-
-
-def rows_of(report: dict) -> dict[str, dict]:
-    return {entry["cell"]["cache"]: entry["result"] for entry in report["cells"]}
-
-
-def test_every_cache_answers_and_reads_few_rows(report: dict) -> None:
-    rows = rows_of(report)
-    quick = [cell["cache"] for cell in Demo().cells()]
-    assert quick == ["static", "flat", "paris", "lrqk", "ctkvr", "a2ats"]
-    assert set(rows) == {*quick, "full", "aqua"}
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    rows = rows_of(file)
     for row in rows.values():
         # One of the questions may go wrong in a model that is 98% right.
-        assert row["right_ratio"] >= 5 / 6
-        assert row["tokens_per_second"] > 0
-    assert rows["full"]["read_ratio"] == rows["static"]["read_ratio"] == 1.0
-    assert rows["aqua"]["read_ratio"] > 0.99
-    assert rows["aqua"]["host_bytes"] < 0.1 * rows["aqua"]["full_bytes"]
-    for name in quick[1:]:
-        cold = 2048 - (64 if name == "a2ats" else 256)
-        assert rows[name]["read_ratio"] == pytest.approx(64 / cold, rel=0.01)
-        assert rows[name]["host_bytes"] > 0
-    assert rows["flat"]["recall"] == pytest.approx(1.0)
-    assert all(rows[name]["recall"] > 0.8 for name in ("paris", "lrqk", "ctkvr"))
-    # Its first layer looks for positions, which windowed RoPE forgets.
-    assert min(rows["a2ats"]["recall_by_layer"][layer] for layer in ("1", "2")) > 0.3
-    assert rows["full"]["recall_by_layer"] == {}
-    by_layer = rows["lrqk"]["recall_by_layer"]
-    assert list(by_layer) == ["0", "1", "2"]
-    assert sum(by_layer.values()) / 3 == pytest.approx(rows["lrqk"]["recall"])
+        assert row["right_ratio"] >= 3 / 4 and row["tokens_per_second"] > 0
+    full, paris, a2ats, aqua = rows.values()
+    assert full["read_ratio"] == 1 and full["recall"] is None
+    assert aqua["read_ratio"] > 0.99 and aqua["host_bytes"] < 0.1 * aqua["full_bytes"]
+    assert paris["read_ratio"] == pytest.approx(64 / (2048 - 256), rel=0.01)
+    assert a2ats["read_ratio"] == pytest.approx(64 / (2048 - 64), rel=0.01)
+    assert paris["host_bytes"] > 0 and paris["recall"] > 0.8 > a2ats["recall"] > 0.2
+    shown = capsys.readouterr().out
+    assert "which two words stand behind" in shown and "| paris " in shown
+    assert "of the questions right, full attention (full)" in shown
+
+
+def test_the_usual_caches_are_a_full_one_and_those_that_retrieve() -> None:
+    usual = [cell["cache"] for cell in Demo().cells()]
+    assert usual == ["static", "flat", "paris", "lrqk", "ctkvr", "a2ats"]
 
 
 @pytest.mark.slow
@@ -70,7 +60,7 @@ def test_a_long_document_is_answered_as_well_as_by_full_attention(
     file = tmp_path / "demo.json"
     arguments = ["demo", "--context", str(context), "--dtype", dtype, "--json", str(file)]
     assert main(arguments) == 0
-    rows = rows_of(json.loads(file.read_text()))
+    rows = rows_of(file)
     full = rows["full"]["right_ratio"]
     assert full >= 0.98
     for name in ("flat", "paris", "lrqk", "ctkvr", "a2ats"):
@@ -121,10 +111,7 @@ def test_a_mistake_is_named_in_the_last_line(
     assert message in program("demo", *arguments, status=2).err.splitlines()[-1]
 
 
-@pytest.mark.parametrize(
-    "store", [name for name in store_names().split(", ") if name not in ("host", "disk")]
-)
-def test_every_store_serves_the_default_caches(store: str, program: Any) -> None:
-    """AQUA-KV, which has no slots and no other codes, keeps the store of its own."""
-    words = ["demo", "--context", 400, "--questions", 2, "--store", store]
+def test_a_store_that_a_cache_does_not_take_is_left_to_the_others(program: Any) -> None:
+    """AQUA-KV has codes of its own."""
+    words = ["demo", "--context", 400, "--questions", 2, "--store", "higgs"]
     assert "| aqua" in program(*words, "--caches", "flat,aqua").out

@@ -1,27 +1,21 @@
-"""``hf-kvret eval ruler``: cells, scores, both places of the question, and going on."""
+"""``hf-kvret eval ruler``: cells, scores, and both places of the question."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from hf_kvret.cli import main
 from hf_kvret.lab.evaluate.tasks import ruler
 
-TASKS = "niah_single_1,vt"
+from .runs import run_eval
 
 
-def _arguments(model: Path, *more: str) -> list[str]:
-    caches = "full,flat:top_k=1.0:dense_below=0:recent=64"
-    return [
-        "eval",
-        "ruler",
-        *("--model", str(model), "--tasks", TASKS, "--context", "1100", "--samples", "2"),
-        *("--caches", caches, *more),
-    ]
+def _run(folder: Path, model: Path, *more: str) -> list[dict[str, Any]]:
+    words = ["--model", str(model), "--context", "1100", "--samples", "1", *more]
+    return run_eval("ruler", folder / "ruler.json", *words)
 
 
 def test_a_covering_cache_answers_as_full_attention_does(
@@ -30,21 +24,18 @@ def test_a_covering_cache_answers_as_full_attention_does(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    for name in TASKS.split(","):
-        monkeypatch.setitem(ruler.TASKS, name, replace(ruler.TASKS[name], max_new_tokens=10))
-    file, picture = tmp_path / "ruler.json", tmp_path / "ruler.png"
-    more = ["--questions", "both", "--json", str(file), "--plot", str(picture)]
-    assert main(_arguments(tiny_model_dir, *more)) == 0
+    for name in ("niah_single_1", "vt"):
+        monkeypatch.setitem(ruler.TASKS, name, replace(ruler.TASKS[name], max_new_tokens=4))
+    picture, flat = tmp_path / "ruler.png", "flat:top_k=1.0:dense_below=0:recent=64"
+    more = ["--tasks", "niah_single_1,vt", "--questions", "both", "--plot", str(picture)]
+    cells = _run(tmp_path, tiny_model_dir, *more, "--caches", f"full,{flat}")
     assert picture.read_bytes().startswith(b"\x89PNG")
-    content = json.loads(file.read_text())
-    cells = {tuple(entry["cell"].values()): entry["result"] for entry in content["cells"]}
-    assert len(cells) == 2 * 2 * 2
-    for (cache, *place), result in cells.items():
-        full = cells["full", *place]
-        assert result["answers"] == full["answers"] and any(result["answers"])
-        assert len(result["scores"]) == 2 and 0 <= result["score"] <= 100
-        if cache != "full":
-            assert result["read_ratio"] == pytest.approx(1.0, abs=0.1)
+    results = {tuple(one["cell"].values()): one["result"] for one in cells}
+    assert len(results) == 2 * 2 * 2
+    for (_, *place), result in results.items():
+        assert result["answers"] == results["full", *place]["answers"] and any(result["answers"])
+        assert len(result["scores"]) == 1 and 0 <= result["score"] <= 100
+        assert result["read_ratio"] == pytest.approx(1.0, abs=0.1)
     printed = capsys.readouterr().out
     assert "| niah_single_1" in printed and "full, 1100 after" in printed
 
@@ -60,7 +51,6 @@ def test_an_answer_ends_when_its_score_is_full(
 
     monkeypatch.setattr(ruler, "sample_score", right_after_three)
     monkeypatch.setattr(ruler, "end_tokens", lambda subject: frozenset())
-    arguments = _arguments(tiny_model_dir, "--json", str(tmp_path / "r.json"), "--tasks", "vt")
-    assert main([*arguments, "--caches", "full", "--samples", "1"]) == 0
+    _run(tmp_path, tiny_model_dir, "--tasks", "vt", "--caches", "full")
     # Three tokens, then the finished answer once more.
     assert len(calls) == 4 and calls[2] == calls[3]

@@ -18,6 +18,7 @@ from hf_kvret.lab.evaluate.measurement import (
     Progress,
     Row,
     measure,
+    out_of_memory,
     run_measurement,
 )
 from hf_kvret.lab.program.options import option
@@ -104,26 +105,29 @@ def test_a_mistake_is_said_before_any_cell(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "error",
+    ("error", "why"),
     [
-        MemoryError(),
-        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB"),
-        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"),
-        CheckFailed("1 is no square"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB"), "out of memory ("),
+        (CheckFailed("1 is no square"), "1 is no square"),
     ],
 )
 def test_a_cell_that_fails_is_named_and_tried_again(
-    error: Exception, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    error: Exception, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Squares.raises[1] = error
     outputs = Outputs(json=tmp_path / "a.json")
     assert run_measurement(Squares(), outputs) == 1
-    why = "1 is no square" if isinstance(error, CheckFailed) else "out of memory ("
     assert f"of 1 1: {why}" in capsys.readouterr().out
     assert set(numbers(outputs.json)) == {0, 2, 3}
     Squares.raises.clear()
     assert run_measurement(Squares(), outputs) == 0
     assert Squares.events[-1] == "1" and numbers(outputs.json)[1] == {"square": 1}
+
+
+def test_errors_that_say_that_memory_ran_out() -> None:
+    no_room = "[enforce fail] DefaultCPUAllocator: can't allocate memory"
+    assert out_of_memory(MemoryError()) and out_of_memory(RuntimeError(no_room))
+    assert not out_of_memory(RuntimeError("index out of bounds"))
 
 
 def test_a_row_that_says_why_a_check_failed_is_measured_again(
@@ -154,7 +158,7 @@ def test_cells_of_a_group_are_measured_together() -> None:
             yield waiting[2:]
 
     results = Results("eval squares", {})
-    Squares.raises[2] = MemoryError("no room for both")
+    Squares.raises[2] = CheckFailed("2 is no square")
     failed = measure(Pairs(), results)
     assert Squares.events == ["0+1", "2+3"]
     assert [row for _, row in results] == [{"square": 0}, {"square": 1}]

@@ -13,9 +13,8 @@ from torch.nn.functional import cross_entropy
 from hf_kvret.lab.evaluate.bundled import BOOKS_MODEL, LATENT_MODEL, REFERENCE_MODEL
 from hf_kvret.lab.evaluate.caches import choose_cache
 from hf_kvret.lab.evaluate.reader import Reader
-from hf_kvret.lab.evaluate.ruler.prompts import generate
-from hf_kvret.lab.evaluate.ruler.task import sample_score
-from hf_kvret.lab.evaluate.subject import Subject, load_subject
+from hf_kvret.lab.evaluate.ruler.prompts import generate, sample_score
+from hf_kvret.lab.evaluate.subject import load_subject
 from hf_kvret.lab.evaluate.texts import token_ids
 
 LICENCES = ("CC BY-SA 3.0", "CC BY 4.0", "CC0", "public domain")
@@ -28,21 +27,6 @@ PASSAGE = (
     "be of no possible consequence to the reader, in this stage of the business at all events; "
     "the item of mortality whose name is prefixed to the head of this chapter."
 )
-
-
-@pytest.fixture(scope="module")
-def reference() -> Subject:
-    return load_subject("reference")
-
-
-@pytest.fixture(scope="module")
-def latent() -> Subject:
-    return load_subject("reference-latent")
-
-
-@pytest.fixture(scope="module")
-def books() -> Subject:
-    return load_subject("reference-books")
 
 
 @pytest.mark.parametrize(
@@ -66,32 +50,22 @@ def test_a_model_is_small_and_bf16_and_names_its_texts(
     assert all(word in card for word in words)
 
 
-def _right(subject: Subject, cache: str, length: int, count: int, answer_len: int) -> float:
-    """How many of ``count`` needles are found."""
+@pytest.mark.parametrize("name", ["reference", "reference-latent"])
+def test_a_cache_finds_a_needle(name: str) -> None:
+    subject = load_subject(name)
     tokenizer = subject.need_tokenizer("test")
-    right = 0.0
-    for sample in generate("niah_single_1", lambda x: token_ids(tokenizer, x), length, count):
-        ids = token_ids(tokenizer, sample.prompt)
-        reader = Reader(subject.model, choose_cache(cache), len(ids) + answer_len)
-        answer = tokenizer.decode(reader.answer(reader.prefill(ids), answer_len))
-        right += sample_score("niah_single_1", answer, sample.outputs)
-    return right
-
-
-@pytest.mark.parametrize("cache", ["full", "paris:top_k=64:dense_below=0"])
-def test_the_reference_finds_a_needle(cache: str, reference: Subject) -> None:
-    assert _right(reference, cache, 1200, count=4, answer_len=32) >= 3
-
-
-@pytest.mark.parametrize("method", ["flat", "paris"])
-def test_the_latent_model_finds_a_needle(method: str, latent: Subject) -> None:
-    cache = f"{method}:top_k=32:recent=64:flush=64:dense_below=0"
-    assert _right(latent, cache, 900, count=1, answer_len=16) == 1
+    (sample,) = generate("niah_single_1", lambda text: token_ids(tokenizer, text), 900, 1)
+    ids = token_ids(tokenizer, sample.prompt)
+    cache = choose_cache("paris:top_k=64:recent=64:flush=64:dense_below=0")
+    reader = Reader(subject.model, cache, len(ids) + 16)
+    answer = tokenizer.decode(reader.answer(reader.prefill(ids), 16))
+    assert sample_score("niah_single_1", answer, sample.outputs) == 1
 
 
 @torch.no_grad()
-def test_books_has_learnt_to_read(books: Subject) -> None:
+def test_books_has_learnt_to_read() -> None:
     """English is likelier to it than by chance, and than the same words in disorder."""
+    books = load_subject("reference-books")
 
     def loss(text: str) -> float:
         ids = token_ids(books.need_tokenizer("test"), text)

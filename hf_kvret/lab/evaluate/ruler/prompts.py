@@ -1,8 +1,10 @@
-"""RULER's prompts: needles, chains, lists and documents (arXiv 2404.06654, section 3).
+"""RULER's tasks and prompts: needles, chains, lists and documents (arXiv 2404.06654, section 3).
 
-Templates are those of NVIDIA/RULER (Apache-2.0); random numbers are others, so prompts are not the
-same. There is a class for each family of tasks, whose haystacks have a size in units of the task:
-lines, sentences, different words, documents.
+Names, lengths of answers and scores are those of ``scripts/synthetic.yaml``,
+``scripts/data/synthetic/constants.py`` and ``scripts/eval`` in NVIDIA/RULER (Apache-2.0), and so
+are templates. Random numbers are others, so prompts are not the same. There is a class for each
+family of tasks, whose haystacks have a size in units of the task: lines, sentences, different
+words, documents.
 """
 
 from __future__ import annotations
@@ -14,17 +16,16 @@ import re
 import string
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sized
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from dataclasses import dataclass, replace
+from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from hf_kvret.lab.evaluate.ruler.task import TASKS, RulerTask, Sample, Symbols
 from hf_kvret.lab.evaluate.texts import read_text
-from hf_kvret.lab.evaluate.words import adjective_noun_pairs, single_words
 
 TEMPLATES: dict[str, Any] = json.loads(Path(__file__).with_name("templates.json").read_bytes())
 """A family's text and answer prefix, a needle, and a line of noise; placeholders in braces."""
@@ -44,6 +45,91 @@ _ZETA = math.pi**2 / 6  # the zeta function at 2
 # Sizes are fitted up to so many parts of them.
 _STEPS = 50
 
+Symbols = Literal["words", "numbers", "uuids"]
+
+
+@dataclass(frozen=True)
+class RulerTask:
+    """One task.
+
+    Attributes:
+        name: key in :data:`TASKS`.
+        max_new_tokens: tokens that an answer may have; they count towards a sample's length.
+        metric: ``all`` counts the share of the references that are in the answer, ``part``
+            whether any is.
+        data: the file that the task needs; None where it makes up its text.
+        haystack: what hides the needles of ``niah_*`` without essays: noise, or other needles.
+        key, value: what keys and values of needles look like.
+        keys, values: how many keys there are, how many values each has, one needle for each.
+        queries: how many of the keys are asked for.
+    """
+
+    name: str
+    max_new_tokens: int
+    metric: Literal["all", "part"] = "all"
+    data: Literal["essays", "squad", "hotpot"] | None = None
+    haystack: Literal["noise", "needles"] = "noise"
+    key: Symbols = "words"
+    value: Symbols = "numbers"
+    keys: int = 1
+    values: int = 1
+    queries: int = 1
+
+
+TASKS: dict[str, RulerTask] = {
+    task.name: task
+    for task in (
+        RulerTask("niah_single_1", 128),
+        RulerTask("niah_single_2", 128, data="essays"),
+        RulerTask("niah_single_3", 128, data="essays", value="uuids"),
+        RulerTask("niah_multikey_1", 128, data="essays", keys=4),
+        RulerTask("niah_multikey_2", 128, haystack="needles"),
+        RulerTask("niah_multikey_3", 128, haystack="needles", key="uuids", value="uuids"),
+        RulerTask("niah_multivalue", 128, data="essays", values=4),
+        # As many keys as are asked for, as RULER makes it.
+        RulerTask("niah_multiquery", 128, data="essays", keys=4, queries=4),
+        RulerTask("vt", 30),
+        RulerTask("cwe", 120),
+        RulerTask("fwe", 50),
+        RulerTask("qa_1", 32, metric="part", data="squad"),
+        RulerTask("qa_2", 32, metric="part", data="hotpot"),
+    )
+}
+"""All tasks by name, in the order of RULER's tables."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One prompt, in the parts that a model may be given apart, and its right answers.
+
+    Attributes:
+        context: instruction, one-shot example and haystack. It can be read before the question is
+            known.
+        question: the text behind the haystack.
+        answer_prefix: beginning of the answer that is put into the model's mouth.
+        outputs: references; the task's metric says how they count.
+    """
+
+    context: str
+    question: str
+    answer_prefix: str
+    outputs: tuple[str, ...]
+
+    @property
+    def prompt(self) -> str:
+        """All that the model is given."""
+        return self.context + self.question + self.answer_prefix
+
+
+def sample_score(task: str, prediction: str, references: Sequence[str]) -> float:
+    """Score of one answer, 0 to 1: references count where they are substrings, case aside.
+
+    In the answer each control character 0x00-0x1f is a newline first, and the ends are stripped.
+    """
+    text = re.sub(r"[\x00-\x1f]", "\n", prediction).strip().lower()
+    scores = [float(reference.lower() in text) for reference in references]
+    return max(scores) if TASKS[task].metric == "part" else sum(scores) / len(scores)
+
 
 def filled(template: str, context: str, outputs: tuple[str, ...], **fields: object) -> Sample:
     """The prompt of a template around a haystack."""
@@ -51,6 +137,45 @@ def filled(template: str, context: str, outputs: tuple[str, ...], **fields: obje
     head, _, tail = text.partition("{context}")
     head, tail, prefix = (part.format(**fields) for part in (head, tail, answer_prefix))
     return Sample(head + context, tail, prefix, outputs)
+
+
+def single_words() -> list[str]:
+    """All nouns, adjectives and verbs, sorted, without repetitions (8,166 in wonderwords 3.0.1)."""
+    return sorted({*_word_list("noun"), *_word_list("adjective"), *_word_list("verb")})
+
+
+def adjective_noun_pairs() -> Pairs:
+    """All six million "adjective-noun" pairs."""
+    return Pairs(_word_list("adjective"), _word_list("noun"))
+
+
+class Pairs:
+    """Every ``f"{first}-{second}"``, by first and then by second word; made on demand."""
+
+    def __init__(self, firsts: Iterable[str], seconds: Iterable[str]) -> None:
+        self._firsts = sorted({f"{first}-" for first in firsts})
+        self._seconds = sorted(set(seconds))
+
+    def __len__(self) -> int:
+        return len(self._firsts) * len(self._seconds)
+
+    def __getitem__(self, index: int) -> str:
+        first, second = divmod(index, len(self._seconds))
+        return self._firsts[first] + self._seconds[second]
+
+
+def _word_list(name: str) -> list[str]:
+    """The words of one list, in the file's order and with its repetitions."""
+    try:
+        import wonderwords  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "RULER draws its words from the lists of wonderwords, which is not installed: "
+            "pip install wonderwords, or in the checkout pip install -c constraints.txt '.[eval]'",
+            name=error.name,
+        ) from error
+    text = files("wonderwords.assets").joinpath(f"{name}list.txt").read_text(encoding="utf-8")
+    return [line.rstrip() for line in text.splitlines()]
 
 
 class Prompts(ABC):

@@ -17,6 +17,7 @@ from hf_kvret.lab.evaluate.reader import (
     Reader,
     UsageSum,
     check_positions,
+    divergence,
     mean_by_layer,
     mean_recall,
 )
@@ -79,7 +80,7 @@ class Agreement(Task):
             forced += int(equal.sum())
             accepted += _rounds(equal.tolist())
             exact = _full_logits(self.subject.model, context, fed)
-            kls.append(_divergence(exact, logits))
+            kls.append(divergence(exact, logits))
             first = self.new_tokens if equal.all() else int(equal.int().argmin())
             firsts.append(first)
             # Up to its first other token a free run is the forced one.
@@ -197,12 +198,6 @@ def _rounds(equal: list[bool]) -> list[int]:
         # The pass that verifies gives one token more.
         start += accepted[-1] + 1
     return accepted or [equal.index(False) if False in equal else len(equal)]
-
-
-def _divergence(full: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """``[n]`` fp64 KL(full || other) in nats of logits ``[n, vocab]``, never below 0."""
-    p, q = full.double().log_softmax(-1), other.double().log_softmax(-1)
-    return (p.exp() * (p - q)).sum(-1).clamp(min=0)
 
 
 def _layer_table(results: Results) -> str:

@@ -19,7 +19,6 @@ from hf_kvret.lab.evaluate.needles import (
     contains,
 )
 from hf_kvret.lab.evaluate.reader import Reader, UsageSum, check_positions
-from hf_kvret.lab.evaluate.subject import Subject
 from hf_kvret.lab.evaluate.task import Task, lengths_of
 from hf_kvret.lab.program import common_options as common
 from hf_kvret.lab.program.arguments import one_or_both
@@ -60,7 +59,6 @@ class MultiTurn(Task):
         metavar="{turns,forks,both}",
         name="--mode",
     )
-    style: str | None = common.style_option("magic", "tokens")
     essays: Path | None = common.essays_option()
     answer_tokens: int = common.answer_tokens_option()
 
@@ -84,14 +82,30 @@ class MultiTurn(Task):
         used, answers = UsageSum(), []
         for sample in tqdm(range(self.samples), leave=False, desc=choice.name, unit="context"):
             document = self._document(cell["length"], sample)
-            talk = _Talk(self.subject, choice, cell["length"], document.context, wording, used)
+            reader = Reader(self.subject.model, choice, cell["length"])
+            reader.prefill(document.context)
+            prefill_seconds = reader.seconds
+            # Tokens of the last answer that the cache does not hold yet.
+            pending: list[int] = []
             for turn, fact in enumerate(document.facts):
-                reply = talk.ask(fact.question)
-                if cell["mode"] == "turns":
-                    talk.correct(fact.question, fact.gold)
+                question = torch.tensor([*pending, *fact.question])
+                # A fork answers, so that what it says is gone.
+                fork = reader.fork()
+                given = fork.answer(fork.feed(question), wording.answer_len, wording.stop)
+                used.add(fork)
+                reply = wording.text(given)
                 right[sample, turn] = contains(fact.answer, reply)
                 answers.append({"turn": turn + 1, "expected": fact.answer, "given": reply})
-            talk.end()
+                if cell["mode"] == "turns":
+                    reader.feed(question)
+                    # One a pass, as if the model had said them; the last comes with a question.
+                    *fed, last = fact.gold
+                    for token in fed:
+                        reader.feed(torch.tensor([token]))
+                    pending = [last]
+            # Right answers that were fed count neither as rows read nor as time.
+            usage = replace(reader.usage(), rows_read=0, rows_cold=0)
+            used.count(usage, prefill_seconds)
         return {
             "right": right.mean(axis=0).tolist(),
             "mean": float(right.mean()),
@@ -101,7 +115,7 @@ class MultiTurn(Task):
 
     @cached_property
     def _wording(self) -> Wording:
-        return choose_wording(self.style, self.subject, self.name, self.essays, self.answer_tokens)
+        return choose_wording(self.subject, self.name, self.essays, self.answer_tokens)
 
     def _document(self, length: int, sample: int) -> Document:
         # The same document for every cache and mode. Depths are drawn, so turns don't follow the
@@ -148,52 +162,6 @@ class MultiTurn(Task):
             low=-3,
             high=103,
         )
-
-
-class _Talk:
-    """A context that was read, and the turns on it.
-
-    ``used`` counts what questions and answers read, and the seconds of all forward passes whose
-    result counts.
-    """
-
-    def __init__(
-        self,
-        subject: Subject,
-        choice: CacheChoice,
-        capacity: int,
-        context: torch.Tensor,
-        wording: Wording,
-        used: UsageSum,
-    ) -> None:
-        self._wording, self._used = wording, used
-        self._reader = Reader(subject.model, choice, capacity)
-        self._reader.prefill(context)
-        # Tokens of the last answer that the cache does not hold yet.
-        self._pending: list[int] = []
-        self._prefill_seconds = self._reader.seconds
-
-    def ask(self, question: list[int]) -> str:
-        """The answer, given on a fork, so that the cache is what it was."""
-        fork = self._reader.fork()
-        tokens = torch.tensor([*self._pending, *question])
-        reply = fork.answer(fork.feed(tokens), self._wording.answer_len, self._wording.stop)
-        self._used.add(fork)
-        return self._wording.text(reply)
-
-    def correct(self, question: list[int], gold: list[int]) -> None:
-        """Go on with the question and its right answer; what the fork said is gone."""
-        self._reader.feed(torch.tensor([*self._pending, *question]))
-        # One a pass, as if the model had said them; the last one comes with the next question.
-        *fed, last = gold
-        for token in fed:
-            self._reader.feed(torch.tensor([token]))
-        self._pending = [last]
-
-    def end(self) -> None:
-        """Count the reading of the context, and the bytes held before another question."""
-        usage = replace(self._reader.usage(), rows_read=0, rows_cold=0)
-        self._used.count(usage, self._prefill_seconds)
 
 
 def _right(turn: int, cell: Cell, row: dict[str, Any]) -> str:

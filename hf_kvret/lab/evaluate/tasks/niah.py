@@ -22,7 +22,7 @@ from hf_kvret.lab.evaluate.needles import (
 from hf_kvret.lab.evaluate.reader import UsageSum, begin, check_positions
 from hf_kvret.lab.evaluate.task import Task, lengths_of
 from hf_kvret.lab.program import common_options as common
-from hf_kvret.lab.program.arguments import whole_number
+from hf_kvret.lab.program.arguments import several, whole_number
 from hf_kvret.lab.program.options import option
 from hf_kvret.lab.program.progress import tqdm
 from hf_kvret.lab.report.plots import count_label, plot_heat_maps
@@ -30,32 +30,26 @@ from hf_kvret.lab.report.results import Cell, Results
 from hf_kvret.lab.report.tables import markdown_table, mean_or_dash, over_full
 
 
-def percents(text: str) -> tuple[float, ...]:
-    """Comma-separated percentages from 0 to 100, for argparse."""
-    depths = []
-    for word in text.split(","):
-        try:
-            depth = float(word)
-        except ValueError:
-            depth = -1.0
-        if not 0 <= depth <= 100:
-            message = f"{word.strip()!r} is no depth: write percents from 0 to 100, as 0,12.5,100"
-            raise argparse.ArgumentTypeError(message)
-        depths.append(depth)
-    if len(set(depths)) < len(depths):
-        raise argparse.ArgumentTypeError(f"the same depth twice in {text!r}")
-    return tuple(depths)
+def percent(text: str) -> float:
+    """A percentage from 0 to 100, for argparse."""
+    try:
+        depth = float(text)
+    except ValueError:
+        depth = -1.0
+    if not 0 <= depth <= 100:
+        message = f"{text!r} is no depth: write percents from 0 to 100, as 0,12.5,100"
+        raise argparse.ArgumentTypeError(message)
+    return depth
 
 
 @dataclass(frozen=True, kw_only=True)
 class NeedleInHaystack(Task):
     """A needle in a haystack, at every depth of every length: a heat map for each cache.
 
-    Styles: "magic" is RULER's wording with a random key and number, which small models can
-    answer; "tokens" is the language of the bundled needle model and needs no tokenizer. An
-    answer is right when the expected text is in it. With --questions inside, the question is
-    read with the text in one pass; with after, the text is read without it, and the question is
-    fed then.
+    The wording is RULER's, with a random key and number, which small models can answer; the
+    bundled needle model is asked in its own language. An answer is right when the expected text
+    is in it. With --questions inside, the question is read with the text in one pass; with
+    after, the text is read without it, and the question is fed then.
     """
 
     name: ClassVar[str] = "niah"
@@ -71,9 +65,8 @@ class NeedleInHaystack(Task):
     depths: tuple[float, ...] = option(
         tuple(float(depth) for depth in range(0, 101, 10)),
         "where the needle is, in percent of the haystack, comma-separated",
-        kind=percents,
+        kind=several(percent),
     )
-    style: str | None = common.style_option("magic", "tokens")
     samples: int = common.count_option(3, "documents in each cell")
     distractors: int = option(0, "more needles, with other keys, anywhere", kind=whole_number(0))
     questions: tuple[str, ...] = common.questions_option()
@@ -117,7 +110,7 @@ class NeedleInHaystack(Task):
 
     @cached_property
     def _wording(self) -> Wording:
-        return choose_wording(self.style, self.subject, self.name, self.essays, self.answer_tokens)
+        return choose_wording(self.subject, self.name, self.essays, self.answer_tokens)
 
     def _document(self, length: int, depth: float, sample: int) -> Document:
         # The same document for every cache and both set-ups; each sample starts elsewhere in the
@@ -128,12 +121,8 @@ class NeedleInHaystack(Task):
 
     @classmethod
     def table(cls, results: Results) -> str:
-        """A line for each cache and set-up, and below it how many depths a mean is of.
-
-        A mean of fewer depths than others says so.
-        """
+        """A line for each cache and set-up: means over depths."""
         lengths = sorted({cell["length"] for cell, _ in results})
-        count = len({cell["depth"] for cell, _ in results})
         rows = []
         for cache, questions in dict.fromkeys((c["cache"], c["questions"]) for c, _ in results):
             line = {"cache": cache, "questions": questions}.items()
@@ -141,15 +130,13 @@ class NeedleInHaystack(Task):
             differences = [over_full(results, cell, row, "score") for cell, row in cells]
             over = [difference for difference in differences if difference is not None]
             read = [row["read_ratio"] for _, row in cells if row["read_ratio"] is not None]
-            scores = [
-                _percent_of([row["score"] for cell, row in cells if cell["length"] == n], count)
-                for n in lengths
-            ]
-            scores.append(_percent_of([row["score"] for _, row in cells], count * len(lengths)))
+            groups = [[row for cell, row in cells if cell["length"] == n] for n in lengths]
+            groups.append([row for _, row in cells])
+            scores = [mean_or_dash([row["score"] for row in some], ".1f", 100) for some in groups]
             scores += [mean_or_dash(over, "+.1f", 100), mean_or_dash(read, ".2f", 100)]
             rows.append([cache, questions, *scores])
         header = ["cache", "question", *map(str, lengths), "mean", "over full", "cold rows read, %"]
-        return f"{markdown_table(header, rows)}\n\n{_depths_note(count, rows)}"
+        return markdown_table(header, rows)
 
     @classmethod
     def plot(cls, path: Path, results: Results) -> None:
@@ -167,17 +154,3 @@ class NeedleInHaystack(Task):
             x="tokens",
             y="depth of the needle, %",
         )
-
-
-def _percent_of(shares: list[float], count: int) -> str:
-    """The mean of ``shares`` in percent, and how many they are where there should be ``count``."""
-    mean = mean_or_dash(shares, ".1f", times=100)
-    return mean if len(shares) in (0, count) else f"{mean} ({len(shares)} of {count})"
-
-
-def _depths_note(count: int, rows: Sequence[Sequence[str]]) -> str:
-    """How many depths the table's means are of, and how it shows those of fewer cells."""
-    note = f"A length's mean is of {count} {'depth' if count == 1 else 'depths'}."
-    if any(" of " in text or text == "-" for row in rows for text in row[2:-2]):
-        note += " (n of m) is a mean of n cells where others have m, and - has none."
-    return note

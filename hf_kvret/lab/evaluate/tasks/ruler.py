@@ -15,8 +15,7 @@ from hf_kvret.lab.evaluate.caches import CacheChoice
 from hf_kvret.lab.evaluate.measurement import Row
 from hf_kvret.lab.evaluate.needles import end_tokens
 from hf_kvret.lab.evaluate.reader import Reader, UsageSum, begin, check_positions
-from hf_kvret.lab.evaluate.ruler.prompts import generate
-from hf_kvret.lab.evaluate.ruler.task import TASKS, Sample, sample_score
+from hf_kvret.lab.evaluate.ruler.prompts import TASKS, Sample, generate, sample_score
 from hf_kvret.lab.evaluate.task import Task, lengths_of
 from hf_kvret.lab.evaluate.texts import encode, token_ids
 from hf_kvret.lab.program.arguments import file_path, known_names
