@@ -1,9 +1,13 @@
-"""Random small changes of the product, and the test that notices each: a measure for cuts of tests.
+"""Small changes of the product, and the test that notices each: a measure for cuts of tests.
 
-    python tests/mutants/sampled.py --draw 120      draw them into sampled.json, by cosmic-ray
+    python tests/mutants/sampled.py --planted       plant the faults of faults.json; commit first
+    python tests/mutants/sampled.py --draw 120      draw others into sampled.json, by cosmic-ray
     python tests/mutants/sampled.py --run           plant those that have no outcome there
     python tests/mutants/sampled.py --run FILE      the same in code that changed since
     python tests/mutants/sampled.py --compare FILE  FILE's outcomes beside those of sampled.json
+
+A fault of faults.json names a text that stands once in its file, and the text in place of it: when
+code moves, move its fault. ``--planted`` ends with status 1 if one survives.
 
 A mutant changes one line, by whose text it is found again. It meets tests of its room, then some
 cases of conformance, each for half a minute of CPU time. Rooms take turns, so a part tells of all.
@@ -13,6 +17,7 @@ An entry may have the outcome of an earlier commit, too, as ``before``.
 from __future__ import annotations
 
 import argparse
+import ast
 import importlib
 import json
 import os
@@ -25,14 +30,18 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from run import ROOT, Fault, imported, plant, rooms, tests_of
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+import rooms
+
+ROOT = rooms.ROOT
 SAMPLED = Path(__file__).with_suffix(".json")
 # Cosmic-ray's operators that seldom leave the meaning as it is.
 OPERATORS = re.compile(
@@ -43,6 +52,85 @@ OPERATORS = re.compile(
 ROOMS = [*rooms.ROOMS[: rooms.LEVELS[rooms.FACE]], "hf_kvret.vllm"]
 CONFORMANCE = ["tests/conformance/test_matrix.py", "-k", "llama"]
 LIMIT_S, IMPORT = 30, "importing"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A small change of the library that some default test must notice.
+
+    Attributes:
+        name: of the fault.
+        file: path from the root of the repository.
+        right: the text in the file, which stands there exactly once.
+        wrong: the text there when the fault is planted.
+    """
+
+    name: str
+    file: str
+    right: str
+    wrong: str
+
+
+FAULTS = [
+    Fault(**row)
+    for row in json.loads(Path(__file__).with_name("faults.json").read_text(encoding="utf-8"))
+]
+
+
+@cache
+def imported(test: Path) -> set[str]:
+    """Full names of what a test file imports, with and without the last part.
+
+    What modules of the tests import counts for the tests that import these.
+    """
+    names: set[str] = set()
+    files, done = [test], {test}
+    while files:
+        file = files.pop()
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                names.update(alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom) and node.level:
+                home = file.parents[node.level - 1] / (node.module or "").replace(".", "/")
+                modules = [home, *(home / alias.name for alias in node.names)]
+                paths = {module.with_suffix(".py") for module in modules}
+                files += [path for path in paths - done if path.is_file()]
+                done |= paths
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                names.add(node.module)
+                names.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return names
+
+
+def tests_of(file: str) -> list[str]:
+    """Test files that import the module or its package, bear its name or lie in its folder."""
+    module = rooms.module_name(ROOT / file)
+    package, _, stem = module.rpartition(".")
+    wanted = {module, package} - {"hf_kvret"}
+    # Tests mirror the source: those of a room are in the folder of its name.
+    folder = ROOT / "tests" / package.removeprefix("hf_kvret").strip(".").replace(".", "/")
+    return [
+        str(test.relative_to(ROOT))
+        for test in sorted((ROOT / "tests").rglob("test_*.py"))
+        if imported(test) & wanted or test.stem == f"test_{stem}" or test.parent == folder
+    ]
+
+
+def plant(fault: Fault) -> str:
+    """Put ``fault`` into its file; returns what the file held.
+
+    Raises:
+        ValueError: the file has changed, so that the fault has no place or several.
+    """
+    path = ROOT / fault.file
+    text = path.read_text(encoding="utf-8")
+    if text.count(fault.right) != 1:
+        raise ValueError(
+            f"{fault.name}: {fault.right!r} stands {text.count(fault.right)} times in "
+            f"{fault.file}: bring tests/mutants/faults.json up to date"
+        )
+    path.write_text(text.replace(fault.right, fault.wrong), encoding="utf-8")
+    return text
 
 
 def draw(count: int) -> list[dict[str, Any]]:
@@ -151,15 +239,29 @@ def outcome(fault: Fault, clean: set[str]) -> str:
     return f"survived{unsure}"
 
 
-def run(results: Path) -> None:
-    """Plant the mutants that have no outcome in ``results``, and write each outcome at once."""
-    entries = _read(results) if results.exists() else [e | {"outcome": ""} for e in _read(SAMPLED)]
+def _prepare() -> set[str]:
+    """The first of the tests that are known to pass without a fault."""
     os.chdir(ROOT)
     # As in conftest.py, kernels are interpreted. Slow imports are done once, before the forks.
     os.environ["TRITON_INTERPRET"] = "1"
     for name in ("torch._dynamo", "transformers.generation", "triton.language"):
         importlib.import_module(name)
-    clean = {IMPORT}
+    return {IMPORT}
+
+
+def run_planted() -> int:
+    """Print the fate of each fault of ``FAULTS``; 1 where one survives."""
+    clean, fates = _prepare(), []
+    for fault in FAULTS:
+        fates.append(outcome(fault, clean))
+        print(f"{fault.name}: {fates[-1]}", flush=True)
+    return int(any(fate.startswith("survived") for fate in fates))
+
+
+def run(results: Path) -> None:
+    """Plant the mutants that have no outcome in ``results``, and write each outcome at once."""
+    entries = _read(results) if results.exists() else [e | {"outcome": ""} for e in _read(SAMPLED)]
+    clean = _prepare()
     for number, entry in enumerate(entries, 1):
         if not entry["outcome"]:
             start = time.monotonic()
@@ -200,10 +302,13 @@ def _write(path: Path, entries: list[dict[str, Any]]) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(usage=__doc__)
+    parser.add_argument("--planted", action="store_true")
     parser.add_argument("--draw", type=int)
     parser.add_argument("--run", type=Path, nargs="?", const=SAMPLED)
     parser.add_argument("--compare", type=Path)
     options = parser.parse_args()
+    if options.planted:
+        sys.exit(run_planted())
     if options.draw:
         _write(SAMPLED, draw(options.draw))
     if options.run:

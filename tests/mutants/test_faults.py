@@ -5,9 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-# By plain names, as `run.py` imports them.
 sys.path.insert(0, str(Path(__file__).parent))
-from run import FAULTS, ROOT
+from sampled import FAULTS, ROOT
 
 
 def test_every_fault_has_one_place_and_a_name_of_its_own() -> None:
