@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import io
 import shutil
+import sys
 import tarfile
 import zipfile
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -30,15 +30,8 @@ SOURCES = {
 }
 
 
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("dist_check", ROOT / ".ci" / "dist_check.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-dist_check = script()
+sys.path.append(str(ROOT / ".ci"))
+dist_check = importlib.import_module("dist_check")
 
 
 def wheel_name(architecture: str) -> str:

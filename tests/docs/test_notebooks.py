@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import base64
 import re
 from pathlib import Path
 from typing import Any
@@ -74,17 +73,3 @@ def cell(number: int | None = 1, code: str = "f()", **output: Any) -> dict[str, 
 def test_faults_of_outputs_are_seen(wrong: dict[str, Any], message: str | None) -> None:
     results = notebooks.faults({"cells": [wrong]})
     assert results == [] if message is None else any(message in one for one in results)
-
-
-def test_a_notebook_becomes_a_page_with_its_outputs(tmp_path: Path) -> None:
-    drawn = {"image/png": base64.b64encode(b"png").decode(), "text/plain": "<Image>"}
-    cells = [
-        {"cell_type": "markdown", "source": ["# A\n", "text"]},
-        cell(),
-        cell(2, "g()", output_type="display_data", data=drawn),
-    ]
-    page = notebooks.as_markdown({"cells": cells}, ROOT / "examples" / "x.ipynb", tmp_path)
-    first, _, second = page.partition("```python\ng()\n```\n\n")
-    assert first == "# A\ntext\n\n```python\nf()\n```\n\n```text\n1\n```\n\n"
-    assert second.startswith("![what the cell drew](x-1.png)\n")
-    assert (tmp_path / "x-1.png").read_bytes() == b"png"

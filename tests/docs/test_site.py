@@ -118,16 +118,3 @@ def test_faults_of_a_built_site_are_seen(tmp_path: Path, link: str, fault: str |
     (tmp_path / "index.html").write_text(f'<p id="top">{link}')
     faults = links.faults(tmp_path, links.read(tmp_path))
     assert faults == [] if fault is None else fault in faults[0]
-
-
-def test_pages_are_staged_with_what_they_link_to(tmp_path: Path) -> None:
-    pytest.importorskip("latex2mathml", reason="the extra docs is not installed")
-    stage = site_tool("build").Stage(tmp_path / "pages")
-    stage.fill()
-    evaluation = (tmp_path / "pages" / "evaluation.md").read_text(encoding="utf-8")
-    assert "](source/examples/studies/README.md)" in evaluation
-    assert (tmp_path / "pages/source/examples/studies/README.md").is_file()
-    assert (tmp_path / "pages/CHANGELOG.md").is_file()
-    concepts = (tmp_path / "pages" / "concepts.md").read_text(encoding="utf-8")
-    assert "<math" in concepts
-    assert "$$" not in concepts

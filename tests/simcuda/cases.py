@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -94,38 +95,18 @@ class Case:
 
 
 def cases() -> list[Case]:
-    """Every method with every store that a GPU serves in every mode."""
-    pairs = [*((method, store) for method in METHODS for store in STORES), ("aqua", "")]
-    return [Case(*pair, mode) for pair in pairs for mode in MODES]
-
-
-def latent_cases() -> list[Case]:
-    """Latent attention with every method that serves it, in stores of all kinds."""
-    stores = ("device", "resident", "cpu", "higgs-host")
-    plain = [
-        Case(method, store, mode, "deepseek_v3")
-        for method in METHODS
-        for store in stores
-        for mode in ("eager", "graph", "padded", "saved")
-    ]
+    """Every method, store and mode that a GPU serves; latents and means with some of them."""
+    pairs = [*product(METHODS, STORES), ("aqua", "")]
+    latent = [*product(METHODS, ("device", "resident", "cpu", "higgs-host"), ("graph", "saved"))]
+    latent += product(("latent", "aqua"), ("",), ("eager", "padded", "crop"))
+    means = [*product(METHODS, ("host", "higgs"), ("graph", "padded"))]
+    means += product(("flat",), ("device", "split", "resident", "cpu", "higgs-host"), MODES)
     return [
-        *plain,
-        *(
-            Case(method, "", mode, "deepseek_v3")
-            for method in ("latent", "aqua")
-            for mode in ("eager", "padded", "crop")
-        ),
+        *(Case(*pair, mode) for pair in pairs for mode in MODES),
+        *(Case(*case, "deepseek_v3") for case in latent),
+        *(Case(*case, rest="mean") for case in means),
+        Case("flat", "device", "graph", "deepseek_v3", "mean"),
     ]
-
-
-def mean_cases() -> list[Case]:
-    """The mean of what is not selected, in stores of all kinds."""
-    pairs = [
-        *((method, store) for method in METHODS for store in ("host", "higgs")),
-        *(("flat", store) for store in ("device", "split", "resident", "cpu", "higgs-host")),
-    ]
-    plain = [Case(*pair, mode, rest="mean") for pair in pairs for mode in MODES]
-    return [*plain, Case("flat", "device", "graph", "deepseek_v3", "mean")]
 
 
 @dataclass
@@ -274,12 +255,12 @@ class _Session:
     def run(self) -> list[torch.Tensor]:
         mode, cached = self.case.mode, self._new_cache()
         batch = 1 if mode == "chunks" else 2
-        positions = torch.arange(batch * _PROMPT, device=self._device).view(batch, _PROMPT)
+        positions = torch.arange(batch * _PROMPT, device=self.device).view(batch, _PROMPT)
         tokens = positions * 7 % 50 + 10
         mask = torch.ones_like(tokens)
         if mode == "padded":
             mask[1, :5] = 0
-        graph = DecodeGraph(self.model, cached) if self._is_captured else None
+        graph = DecodeGraph(self.model, cached) if self.is_captured else None
         call = graph or self.model
         self._begin("prompt")
         chunk_len = 5 if mode == "chunks" else _PROMPT
@@ -323,15 +304,11 @@ class _Session:
             options["disk"] = tempfile.gettempdir()
         if case.method in _WITH_ARTIFACT:
             options["artifact"] = _artifact(case.method, case.family)
-        return cls(self.model.config, **options, graph="auto" if self._is_captured else False)
+        return cls(self.model.config, **options, graph="auto" if self.is_captured else False)
 
-    @property
-    def _device(self) -> str:
-        return "cpu" if self.gpu is None else "cuda"
-
-    @property
-    def _is_captured(self) -> bool:
-        return self.case.mode == "graph" and self.gpu is not None
+    def __post_init__(self) -> None:
+        self.device = "cpu" if self.gpu is None else "cuda"
+        self.is_captured = self.case.mode == "graph" and self.gpu is not None
 
     def _begin(self, phase: str) -> None:
         if self.gpu is not None:
@@ -361,5 +338,5 @@ class _Session:
         if self.case.mode == "fork":
             return cached.fork(), 0
         cached.save_pretrained(self.folder)
-        loaded = type(cached).from_pretrained(self.folder, self.model.config, device=self._device)
+        loaded = type(cached).from_pretrained(self.folder, self.model.config, device=self.device)
         return loaded, 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from ..simulated_gpu.simulation import Finding, Wait
-from .cases import Case, cases, check_logits, latent_cases, mean_cases, run
+from .cases import Case, cases, check_logits, run
 
 pytest.importorskip("triton")
 
@@ -27,7 +27,7 @@ REPLAYED = {"flat", "paris", "lrqk"}
     "case",
     [
         pytest.param(case, id=str(case), marks=() if case in QUICK else pytest.mark.slow)
-        for case in dict.fromkeys((*QUICK, *cases(), *latent_cases(), *mean_cases()))
+        for case in dict.fromkeys((*QUICK, *cases()))
     ],
 )
 def test_nothing_is_wrong_and_decode_steps_wait_for_nothing(case: Case) -> None:

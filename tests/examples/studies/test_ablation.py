@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -40,14 +39,6 @@ def test_a_study_is_named_as_its_results_are_and_describes_itself(title: str) ->
     assert parser.get_default("caches") in (study.method, None)
 
 
-@pytest.mark.slow
-def test_a_script_runs_by_itself() -> None:
-    place = [sys.executable, str(ROOT / "examples" / SCRIPTS["eval assumptions"]), "--help"]
-    ran = subprocess.run(place, capture_output=True, text=True, check=True)
-    assert ran.stdout.startswith("usage: assumptions.py ")
-    assert "(default: 4K)" in ran.stdout and "codebooks of two texts" in ran.stdout
-
-
 @pytest.mark.parametrize("title", SCRIPTS)
 def test_every_script_is_there_and_has_a_smallest_run(title: str) -> None:
     study = load_measurement(title)
@@ -72,16 +63,6 @@ def test_the_table_of_committed_results_is_the_one_on_their_page(page: Path, par
     results = Results.load(RESULTS / f"{part.result}.json")
     table = shown_tables(load_measurement(results.name).table(results), part)
     assert f"\n\n{table}\n\n![{results.name}](images/{part.result}.png)" in page.read_text()
-
-
-@pytest.fixture
-def results(tmp_path: Path) -> Path:
-    """A folder with results of a study."""
-    path = tmp_path / "mine.json"
-    cell = {"cache": "full", "part": "paris", "variant": "after RoPE", "length": 64}
-    layers = [{"ParisKV, later keys": 0.1}, {"ParisKV, later keys": 0.2}]
-    Results("eval assumptions", {}, path).add(cell, {"layers": layers})
-    return tmp_path
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from assumptions import (
     AFTER,
     BEFORE,
     Assumptions,
-    coded,
     drift,
     energies,
     explained,
@@ -49,13 +48,6 @@ def test_similarity_is_the_papers_whatever_order_and_length() -> None:
     assert similarity(first, 3.0 * first.flip(1)).tolist() == pytest.approx([1.0, 1.0])
 
 
-def test_keys_are_coded_by_the_nearest_codeword() -> None:
-    keys, codebook = _draw(2, HEADS, 20, DIM), _draw(3, HEADS, 5, DIM)
-    nearest = torch.cdist(keys, codebook).argmin(-1)
-    for head in range(HEADS):
-        assert torch.equal(coded(keys, codebook)[head], codebook[head][nearest[head]])
-
-
 def test_contexts_begin_where_the_calibration_ends(tiny_model_dir: Path, tiny_text: Path) -> None:
     subject = load_subject(str(tiny_model_dir))
     ids = token_ids(subject.tokenizer, read_text(tiny_text))
@@ -69,14 +61,6 @@ def test_contexts_begin_where_the_calibration_ends(tiny_model_dir: Path, tiny_te
     for text, message in ((None, "give --text too"), (tiny_text, "is --text, too")):
         with pytest.raises(ValueError, match=message):
             AquaAblation(text=text, calibration_text=tiny_text)
-
-
-def test_documents_of_needles_differ_from_the_calibrations() -> None:
-    needle = load_subject("needle")
-    texts = AquaAblation(windows=3, calibration_tokens=600, calibration_length=150)
-    shown = texts.contexts(needle, "bits", 300)
-    learned = {tuple(one[:100].tolist()) for one in texts.corpus(needle).sequences}
-    assert learned.isdisjoint(tuple(one[:100].tolist()) for one in shown)
 
 
 Rows = dict[tuple[Any, ...], dict[str, Any]]
