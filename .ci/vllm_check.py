@@ -1,8 +1,7 @@
 """What ``.ci/vllm`` runs in an environment with vLLM: ``python .ci/vllm_check.py``.
 
 vLLM's tokens with our attention must be those of our own caches in transformers: ragged requests,
-twice, so that the second time finds its prompts in vLLM's prefix cache. Then requests a second with
-a prompt of 16K tokens, ours and vLLM's own attention one after the other.
+twice, so that the second time finds its prompts in vLLM's prefix cache.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,7 +18,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 SIZES = {"hidden_size": 256, "head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-POSITIONS = {"max_position_embeddings": 20_480, "vocab_size": 264}
+POSITIONS = {"max_position_embeddings": 2048, "vocab_size": 264}
 WINDOW = {"dense_below": 0, "sink": 4, "recent": 16, "flush": 1}
 COVERING, SMALL = {**WINDOW, "top_k": 10**6}, {**WINDOW, "top_k": 32}
 # Prompts of the second round end within the window of the first round's answers.
@@ -33,7 +31,7 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
 }
-NEW_TOKENS, LONG, LONG_REQUESTS, LONG_TOKENS = 16, 16_384, 4, 64
+NEW_TOKENS = 16
 
 
 NONE: Mapping[str, Any] = MappingProxyType({})
@@ -81,16 +79,12 @@ def named(method: str, options: Mapping[str, Any]) -> str:
 
 
 def make_models(folder: Path) -> None:
-    """Save a small model for the cases, a wider one for the times, and one of latents."""
+    """Save a small model for the cases, and one of latents."""
     from hf_kvret.testing import LATENT_MODELS, TinyModel
     from hf_kvret.testing.models import small_config
 
     small = small_config("llama", **SIZES, **POSITIONS, num_hidden_layers=3)
-    wide = {"hidden_size": 1024, "intermediate_size": 1024, "head_dim": 128}
-    heads = {"num_attention_heads": 16, "num_key_value_heads": 8, "num_hidden_layers": 2}
-    long = small_config("llama", **wide, **heads, **POSITIONS)
     TinyModel("llama", small, (0, 1, 2)).build().save_pretrained(folder / "llama")
-    TinyModel("long", long, (0, 1)).build().save_pretrained(folder / "long")
     LATENT_MODELS["deepseek_v2"].build().save_pretrained(folder / "deepseek_v2")
 
 
@@ -119,11 +113,10 @@ def expected(folder: Path) -> dict[str, list[list[int]]]:
 
 def run_vllm(folder: Path, model: str, arguments: dict[str, Any]) -> None:
     """In a process of its own: print as JSON the tokens of two rounds and how many requests were
-    preempted; or the seconds of a long document with an answer, and of questions to it."""
+    preempted."""
     from vllm import LLM, SamplingParams
 
-    is_long = model == "long"
-    usual = {"max_model_len": 20_480 if is_long else 1024, "max_num_seqs": 4}
+    usual = {"max_model_len": 1024, "max_num_seqs": 4}
     llm = LLM(
         str(folder / model),
         dtype="float32",
@@ -132,33 +125,23 @@ def run_vllm(folder: Path, model: str, arguments: dict[str, Any]) -> None:
         disable_log_stats=False,
         **{**usual, **arguments},
     )
-    count = LONG_TOKENS if is_long else NEW_TOKENS
-    sampling = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
+    sampling = SamplingParams(
+        temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False
+    )
 
     def generate(texts: list[list[int]]) -> list[list[int]]:
         results = llm.generate([{"prompt_token_ids": ids} for ids in texts], sampling)
         return [list(one.outputs[0].token_ids) for one in results]
 
-    if not is_long:
-        texts = [generate(prompts()), generate(prompts())]
-        counters = [one for one in llm.get_metrics() if one.name == "vllm:num_preemptions"]
-        print(json.dumps([texts, sum(one.value for one in counters)]))
-        return
-    document = [(i * i + 7 * i) % 250 + 4 for i in range(LONG)]
-    seconds = [time.perf_counter()]
-    generate([[*document, 5]])
-    seconds.append(time.perf_counter())
-    generate([[*document, 9 + number] for number in range(LONG_REQUESTS)])
-    seconds.append(time.perf_counter())
-    print(json.dumps([seconds[1] - seconds[0], seconds[2] - seconds[1]]))
+    texts = [generate(prompts()), generate(prompts())]
+    counters = [one for one in llm.get_metrics() if one.name == "vllm:num_preemptions"]
+    print(json.dumps([texts, sum(one.value for one in counters)]))
 
 
 def in_process(folder: Path, model: str, arguments: Mapping[str, Any], text: str) -> Any:
     """What ``run_vllm`` prints, or the end of an error."""
     command = [sys.executable, __file__, str(folder), model, json.dumps(dict(arguments))]
     environment = {**os.environ, **ENVIRONMENT, "HF_KVRET_VLLM": text}
-    if model == "long":
-        environment["OMP_NUM_THREADS"] = str(os.cpu_count())
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     if ended.returncode == 0:
         return json.loads(ended.stdout.strip().splitlines()[-1])
@@ -187,29 +170,10 @@ def _is_good(case: Case, found: Any, texts: list[list[int]]) -> bool:
     return (found[1] > 0) == (case.arguments == TINY_POOL)
 
 
-def measure(folder: Path) -> None:
-    """Print requests a second, ours and vLLM's, and their ratio."""
-    seconds = []
-    for text in ("", "paris:top_k=512:recent=64:flush=64"):
-        found = in_process(folder, "long", NONE, text)
-        if isinstance(found, str):
-            raise RuntimeError(found[-3000:])
-        seconds.append(found)
-        rate, name = LONG_REQUESTS / found[1], text or "vLLM's own attention"
-        print(
-            f"{name}: {LONG:,} tokens read and {LONG_TOKENS} generated in {found[0]:.1f} s; then "
-            f"{rate:.3f} requests/s with the same document, {LONG_REQUESTS} at once",
-            flush=True,
-        )
-    first, later = (seconds[0][i] / seconds[1][i] for i in (0, 1))
-    print(f"ratio: {first:.2f} with the prompt, {later:.2f} without")
-
-
 def main() -> int:
     """The exit status: 1 where a case failed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("one", nargs="*", help=argparse.SUPPRESS)
-    parser.add_argument("--no-times", action="store_true", help="leave the measurement out")
     options = parser.parse_args()
     if options.one:
         folder, model, arguments = options.one
@@ -221,10 +185,7 @@ def main() -> int:
     with TemporaryDirectory() as scratch:
         folder = Path(scratch)
         make_models(folder)
-        failed = check_cases(folder)
-        if not options.no_times:
-            measure(folder)
-    return min(1, failed)
+        return min(1, check_cases(folder))
 
 
 if __name__ == "__main__":
