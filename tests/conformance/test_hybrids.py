@@ -118,12 +118,6 @@ def test_a_pass_that_was_cropped_whole_may_come_again() -> None:
     torch.testing.assert_close(*results)
 
 
-def test_a_missing_attribute_of_a_hybrid_layer_is_named() -> None:
-    layer = FlatKVCache(HYBRID_MODELS["zaya"].config()).layers[0]
-    with pytest.raises(AttributeError, match="no attribute 'indexer_keys'"):
-        _ = layer.indexer_keys
-
-
 def test_a_bias_by_position_is_refused() -> None:
     with pytest.raises(ValueError, match="inkling_text adds a learned bias to the scores"):
         FlatKVCache(AutoConfig.for_model("inkling_text"))

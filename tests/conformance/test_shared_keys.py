@@ -35,9 +35,14 @@ def test_keys_that_are_shared_over_devices_are_refused(name: str) -> None:
         hf_kvret.attach(model)
 
 
-@pytest.mark.parametrize("keep", [0, 1, 5])
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("recipe", [None, {"above": 0, "floor": 0, "top_k": 1.0}])
+@pytest.mark.parametrize(
+    ("keep", "attention", "recipe"),
+    [
+        (0, "sdpa", None),
+        (1, "eager", None),
+        (5, "sdpa", {"above": 0, "floor": 0, "top_k": 1.0}),
+    ],
+)
 def test_readers_get_as_many_queries_as_logits_are_kept(
     keep: int, attention: str, recipe: dict[str, Any] | None
 ) -> None:
@@ -94,10 +99,8 @@ def test_a_mask_that_is_cut_twice_keeps_the_newest_queries() -> None:
     [
         (slice(None), slice(None), slice(0, 4), slice(None)),
         (slice(None), slice(None), slice(None, None, 2)),
-        (slice(None), slice(0, 1), slice(-1, None)),
         (slice(None), slice(None), slice(None), slice(3)),
         (slice(None), slice(None), torch.tensor([1])),
-        0,
     ],
 )
 def test_other_cuts_of_a_mask_are_refused(index: Any) -> None:
