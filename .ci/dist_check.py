@@ -6,7 +6,6 @@ anything. auditwheel is asked about the tags; what twine checks is left to it.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import subprocess
@@ -137,13 +136,13 @@ def headers(text: bytes) -> Message:
 def compare(sources: dict[str, bytes], contents: dict[str, bytes], info: str) -> Iterator[str]:
     """Where a wheel's packages are not those of the sdist."""
     wanted = {
-        f"{package}{name.removeprefix(folder)}": digest(text)
+        f"{package}{name.removeprefix(folder)}": text
         for package, folder in PACKAGES.items()
         for name, text in sources.items()
         if name.startswith(f"{folder}/") and not name.startswith(f"{folder}/entry/")
     }
     there = {
-        name: digest(text)
+        name: text
         for name, text in contents.items()
         if name != LIBRARY and not name.startswith(f"{info}/")
     }
@@ -156,10 +155,6 @@ def compare(sources: dict[str, bytes], contents: dict[str, bytes], info: str) ->
             yield f"{name} differs from the sdist's"
 
 
-def digest(text: bytes) -> str:
-    return hashlib.sha256(text).hexdigest()
-
-
 def declared(header: str) -> set[str]:
     """Functions of the C interface."""
     return set(re.findall(r"^HFK_API .*?\b(hfk_\w+)\(", header, flags=re.MULTILINE))
@@ -168,7 +163,8 @@ def declared(header: str) -> set[str]:
 def library_faults(path: Path, architecture: str) -> Iterator[str]:
     """What keeps a library from running on every Linux with that glibc, beside any torch."""
     machine, loader = MACHINES[architecture]
-    found = machine_of(path)
+    with path.open("rb") as file:
+        found = ELFFile(file)["e_machine"]
     if found != machine:
         yield f"the library is of {found}"
     others = needs(path) - SYSTEM - {loader}
@@ -177,11 +173,6 @@ def library_faults(path: Path, architecture: str) -> Iterator[str]:
     strangers = {name for name in exports(path) if not name.startswith("hfk_")}
     if strangers:
         yield f"the library exports {sorted(strangers)[:5]}, {len(strangers)} in all"
-
-
-def machine_of(path: Path) -> str:
-    with path.open("rb") as file:
-        return str(ELFFile(file)["e_machine"])
 
 
 def needs(path: Path) -> set[str]:
