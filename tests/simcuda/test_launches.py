@@ -60,14 +60,6 @@ def test_pointers_that_it_can_not_follow_are_refused(
     assert gpu.kinds == ["device"]
 
 
-def test_grids_that_cuda_refuses_are_found(gpu: Simulation) -> None:
-    from ..simulated_gpu import launches
-
-    for grid in ((0,), (2**31,), (1, 65536), (1, 65535, 7)):
-        launches._check_grid(gpu, "kernel", lambda named, grid=grid: grid, {})
-    assert gpu.kinds == ["grid"] * 3
-
-
 def test_what_begins_between_vectors_is_found(gpu: Simulation) -> None:
     x = torch.zeros(32, device="cuda")
     add(x[1:], x[1:], count=4)

@@ -18,8 +18,6 @@ from .simulation import (
 )
 from .streams import begin_work, current_stream
 
-# Launches that CUDA refuses.
-_MOST_BLOCKS = (2**31 - 1, 65535, 65535)
 # Loads of whole vectors begin at multiples of this; Triton makes another kernel elsewhere.
 _ALIGNMENT = 16
 _LARGEST_INT32 = 2**31 - 1
@@ -36,7 +34,6 @@ def checked(launch: Callable[..., None]) -> Callable[..., None]:
         named |= {key: value for key, value in kwargs.items() if key in executor.arg_names}
         with torch._C.DisableTorchFunction():
             location = _check_arguments(simulation, name, named)
-            _check_grid(simulation, name, executor.grid, named)
             _note_specialisation(simulation, executor.fn, executor.constexprs, named, kwargs)
             pages = _page_addresses(named.get(_ADDRESSES))
             logs = _page_logs(simulation, name, current_stream(location).device, pages)
@@ -105,16 +102,6 @@ def _check_arguments(
             "device", f"kernel {name}: tensors of {home} while the current device is {current}"
         )
     return home
-
-
-def _check_grid(simulation: Simulation, name: str, grid: Any, named: dict[str, Any]) -> None:
-    blocks = tuple(grid(named) if callable(grid) else grid)
-    for count, most in zip(blocks, _MOST_BLOCKS, strict=False):
-        if not 1 <= count <= most:
-            simulation.report(
-                "grid", f"kernel {name}: grid {blocks}, a GPU takes 1 to {_MOST_BLOCKS}"
-            )
-            return
 
 
 def _note_specialisation(

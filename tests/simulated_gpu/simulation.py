@@ -40,8 +40,8 @@ class Finding:
     Attributes:
         kind: ``"race"`` (a stream or the host did not wait), ``"freed"`` (memory was given back
             while another stream used it), ``"stale"`` (a graph is replayed whose memory was given
-            back), ``"device"``, ``"capture"``, ``"copy"``, ``"grid"``,
-            ``"compile"`` (a kernel may be compiled within a capture) or ``"alignment"``.
+            back), ``"device"``, ``"capture"``, ``"copy"``, ``"compile"`` (a kernel may be compiled
+            within a capture) or ``"alignment"``.
         text: what, and on which memory.
         site: lines that led to it, the innermost first.
     """
