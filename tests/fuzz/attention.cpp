@@ -83,10 +83,11 @@ struct Case {
         request.lse = nullptr;
         if (hfk_scores(&request) != status) return "status of hfk_scores";
         if (astray) return nullptr;
-        const auto row_is_right = [this](int64_t b, int64_t h, int64_t q) { return is_right(b, h, q); };
-        if (!for_all(request.batch, request.query_heads, request.queries, row_is_right)) {
-            return "attention or scores";
-        }
+        const auto judge = [this](int64_t b, int64_t h, int64_t q) {
+            return is_right(b, h, q) ? nullptr : "attention or scores";
+        };
+        const hfk_request &r = request;
+        if (const char *fault = first_fault(r.batch, r.query_heads, r.queries, judge)) return fault;
         return is_ranked() ? nullptr : "ranking";
     }
 

@@ -42,8 +42,11 @@ struct Case {
 
     const char *run() {
         if (hfk_paris_encode(&request) != HFK_OK) return "status of hfk_paris_encode";
-        const auto key_is_right = [this](int64_t b, int64_t h, int64_t t) { return is_right(b, h, t); };
-        if (!for_all(request.batch, request.heads, request.tokens, key_is_right)) return "ParisKV's codes";
+        const auto judge = [this](int64_t b, int64_t h, int64_t t) {
+            return is_right(b, h, t) ? nullptr : "ParisKV's codes";
+        };
+        const hfk_paris_encoding &r = request;
+        if (const char *fault = first_fault(r.batch, r.heads, r.tokens, judge)) return fault;
         request.m = 5;
         return hfk_paris_encode(&request) == HFK_BAD_REQUEST ? nullptr : "m of 5 is not refused";
     }

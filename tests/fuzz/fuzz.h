@@ -118,17 +118,17 @@ inline double capped(double score, double softcap) {
     return softcap > 0 ? softcap * std::tanh(score / softcap) : score;
 }
 
-// Whether `is_right(batch, head, query)` holds for all of them.
-template <class Check>
-bool for_all(int64_t batch, int64_t heads, int64_t queries, Check is_right) {
+// The first fault that `judge(batch, head, query)` tells of; null where it tells of none.
+template <class Judge>
+const char *first_fault(int64_t batch, int64_t heads, int64_t queries, Judge judge) {
     for (int64_t b = 0; b < batch; ++b) {
         for (int64_t h = 0; h < heads; ++h) {
             for (int64_t q = 0; q < queries; ++q) {
-                if (!is_right(b, h, q)) return false;
+                if (const char *fault = judge(b, h, q)) return fault;
             }
         }
     }
-    return true;
+    return nullptr;
 }
 
 // Attention of one query by plain arithmetic, row by row.

@@ -31,16 +31,9 @@ class ListCase : public SearchCase {
                     const KeyNumber &key) const override {
         if (hfk_search_ids(&step, nullptr) != HFK_OK) return "status of hfk_search_ids";
         const hfk_request &r = step.attention;
-        for (int64_t b = 0; b < r.batch; ++b) {
-            for (int64_t h = 0; h < r.id_heads; ++h) {
-                const std::vector<bool> listed = list_tokens(step, b, h);
-                for (int64_t q = 0; q < r.queries; ++q) {
-                    const char *fault = judge(step, query, key, listed, b, h, q);
-                    if (fault != nullptr) return fault;
-                }
-            }
-        }
-        return nullptr;
+        return first_fault(r.batch, r.id_heads, r.queries, [&](int64_t b, int64_t h, int64_t q) {
+            return judge(step, query, key, list_tokens(step, b, h), b, h, q);
+        });
     }
 
   private:

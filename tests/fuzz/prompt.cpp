@@ -132,6 +132,7 @@ const char *fuzz_prompt(Random &random) {
     if (random.one_in(3)) made.ask_for_blocks(random);
     const hfk_prompt &r = made.request;
     if (hfk_prompt_attention(&r) != HFK_OK) return "status of hfk_prompt_attention";
-    const auto row_is_right = [&made](int64_t b, int64_t h, int64_t q) { return made.is_right(b, h, q); };
-    return for_all(r.batch, r.query_heads, r.queries, row_is_right) ? nullptr : "attention of a prompt";
+    return first_fault(r.batch, r.query_heads, r.queries, [&](int64_t b, int64_t h, int64_t q) {
+        return made.is_right(b, h, q) ? nullptr : "attention of a prompt";
+    });
 }

@@ -13,29 +13,21 @@ class ScoringCase : public SearchCase {
         if (hfk_search_ids(&step, nullptr) != HFK_OK) return "status of hfk_search_ids";
         const hfk_request &r = step.attention;
         const int64_t group = r.query_heads / r.id_heads;
-        for (int64_t b = 0; b < r.batch; ++b) {
-            for (int64_t h = 0; h < r.id_heads; ++h) {
-                for (int64_t q = 0; q < r.queries; ++q) {
-                    std::vector<std::vector<double>> scores(group);
-                    for (int64_t g = 0; g < group; ++g) {
-                        const int64_t head = h * group + g;
-                        scores[g].assign(step.tokens, -kInf);
-                        for (int64_t token = 0; token < step.tokens; ++token) {
-                            if (!step.valid[b * step.valid_stride + token]) continue;
-                            scores[g][token] =
-                                finish(product(step, query, b, head, q, token), r.softcap);
-                        }
-                    }
-                    double error = 0.0;
-                    const std::vector<double> relevance = group_relevance(scores, error);
-                    const int64_t place = (b * r.id_heads + h) * r.queries + q;
-                    const char *fault =
-                        judge_best(r.ids + place * r.count, r.count, relevance, error);
-                    if (fault != nullptr) return fault;
+        return first_fault(r.batch, r.id_heads, r.queries, [&](int64_t b, int64_t h, int64_t q) {
+            std::vector<std::vector<double>> scores(group);
+            for (int64_t g = 0; g < group; ++g) {
+                const int64_t head = h * group + g;
+                scores[g].assign(step.tokens, -kInf);
+                for (int64_t token = 0; token < step.tokens; ++token) {
+                    if (!step.valid[b * step.valid_stride + token]) continue;
+                    scores[g][token] = finish(product(step, query, b, head, q, token), r.softcap);
                 }
             }
-        }
-        return nullptr;
+            double error = 0.0;
+            const std::vector<double> relevance = group_relevance(scores, error);
+            const int64_t place = (b * r.id_heads + h) * r.queries + q;
+            return judge_best(r.ids + place * r.count, r.count, relevance, error);
+        });
     }
 
   protected:

@@ -74,9 +74,9 @@ class StepCase {
         const int64_t chosen = static_cast<int64_t>(ids.size()) - holes;
         if (selected_ != kSelected + (step_.selected == nullptr ? 0 : chosen)) return "selected";
         const hfk_request &r = step_.attention;
-        const auto row_is_right = [this](int64_t b, int64_t h, int64_t q) { return is_attention(b, h, q); };
-        return for_all(r.batch, r.query_heads, r.queries, row_is_right) ? nullptr
-                                                                        : "attention of hfk_run_step";
+        return first_fault(r.batch, r.query_heads, r.queries, [this](int64_t b, int64_t h, int64_t q) {
+            return is_attention(b, h, q) ? nullptr : "attention of hfk_run_step";
+        });
     }
 
   private:
