@@ -23,7 +23,7 @@ import torch
 from kernel_clock import TimedTogether, size_of, time_calls, torch_threads, wait_until_calm
 from torch.nn import functional
 
-from hf_kvret.lab.bench.kernel_work import ATTENTION_ERRORS, PAGE_LEN, Draw, KernelShape, distance
+from hf_kvret.lab.bench.kernel_work import count
 from hf_kvret.lab.bench.limits import available_host_memory, byte_count
 from hf_kvret.lab.bench.tables import Column, ms, series, spread, table_of, thread_count
 from hf_kvret.lab.bench.timing import calls_row, describe, measure_bandwidth
@@ -36,6 +36,7 @@ from hf_kvret.lab.report.plots import plot_lines
 from hf_kvret.lab.report.results import Cell, Results
 from hf_kvret.stores.memory import HostMemory
 from hf_kvret_kernels import host_attention as host
+from hf_kvret_kernels.catalog import ATTENTION_ERRORS, PAGE_LEN, Draw, KernelShape, distance
 from hf_kvret_kernels.host_attention import host_attention
 from hf_kvret_kernels.paged import PagedRows
 
@@ -291,7 +292,7 @@ class HostAttention(TimedTogether):
         ways = make_ways(shape, self._threads)
         errors = check_ways(ways, query, rows, ids())
         seconds = time_ways(ways, query, rows, ids, self.repeats)
-        moved = shape.count("2 B H K D x")
+        moved = count(shape, "2 B H K D x")
         return [
             (row := calls_row(seconds[cell["cache"]]))
             | {
@@ -322,8 +323,8 @@ class HostAttention(TimedTogether):
     def _sequences(self, dtype: str) -> int:
         """How many sequences' rows are held; ValueError when not even one fits."""
         shape = self._largest(dtype)
-        each = shape.pages * PAGE_LEN * shape.count("2 H D x")
-        work = _WORK_COPIES * shape.count("2 B H K D f32")
+        each = shape.pages * PAGE_LEN * count(shape, "2 H D x")
+        work = _WORK_COPIES * count(shape, "2 B H K D f32")
         free = available_host_memory()
         limit = free // 2 if self.memory is None else self.memory
         if each + work > min(limit, free):

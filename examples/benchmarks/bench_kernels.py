@@ -32,8 +32,7 @@ from kernel_clock import (
     torch_threads,
 )
 
-from hf_kvret.lab.bench.kernel_ops import OPERATIONS
-from hf_kvret.lab.bench.kernel_work import Draw, KernelOp, KernelShape, Rates
+from hf_kvret.lab.bench.kernel_work import NEEDS, Rates, method_shape
 from hf_kvret.lab.bench.tables import Column, spread, table_of, thread_count
 from hf_kvret.lab.bench.timing import calls_row, describe, measure_bandwidth
 from hf_kvret.lab.evaluate.measurement import Progress, Row
@@ -43,9 +42,10 @@ from hf_kvret.lab.program.options import option
 from hf_kvret.lab.program.scripts import run_script
 from hf_kvret.lab.report.plots import plot_groups
 from hf_kvret.lab.report.results import Cell, Results
+from hf_kvret_kernels.catalog import OPERATIONS, Draw, KernelOp
 
-OPS: dict[str, KernelOp] = {op.name: op for op in OPERATIONS if op.read}
-"""By name: those of the table whose floor is known."""
+OPS: dict[str, KernelOp] = {op.name: op for op in OPERATIONS if op.name in NEEDS}
+"""By name: those of the catalog whose floor is known."""
 
 _BACKENDS = ("auto", "naive", "triton", "cpp")
 _SIZES = ("heads", "group", "head_dim", "top_k", "codewords", "rank")
@@ -146,11 +146,12 @@ class Kernels(TimedTogether):
     def rows(self, group: Sequence[Cell], progress: Progress) -> list[Row]:
         """The ways of one operation and size; MemoryError where the host's would not suffice."""
         op, device, rates = OPS[group[0]["op"]], torch.device(self.device), self._rates
+        needs = NEEDS[op.name]
         sizes = {name: getattr(self, name) for name in _SIZES}
         sizes |= {name: group[0][name] for name in ("length", "batch")}
-        shape = KernelShape(dtype=DTYPES[self.dtype], **sizes)
+        shape = method_shape(dtype=DTYPES[self.dtype], **sizes)
         if device.type == "cpu":
-            check_host_memory(op.held_bytes(shape))
+            check_host_memory(needs.held_bytes(shape))
         call, ways = op.prepare(shape, Draw(device, self.seed)), [cell["cache"] for cell in group]
         label = f"{op.name} at {shape.length} tokens, batch {shape.batch}"
         errors = check_ways(call.run, ways, "naive", call.error, lambda way: call.tolerance, label)
@@ -161,7 +162,7 @@ class Kernels(TimedTogether):
             way: max(1, int(min(self.repeats, self.limit / max(once[way], 1e-9)))) for way in ways
         }
         seconds = time_calls(calls, repeats, self._flush, device)
-        work = op.work(shape)
+        work = needs.work(shape)
         return [
             (row := calls_row(seconds[way]))
             | {
@@ -178,7 +179,7 @@ class Kernels(TimedTogether):
                 "bandwidth": rates.bandwidth,
                 "product_rates": dict(rates.products),
                 "error": errors.get(way),
-                "sizes": shape.describe(op.sizes),
+                "sizes": needs.describe(shape),
             }
             for way in ways
         ]

@@ -20,17 +20,16 @@ sys.path.append(str(Path(__file__).parents[2] / "examples" / "benchmarks"))
 from machine_code import NamedTarget, label_of, usage_of
 
 import hf_kvret_kernels
-from hf_kvret.lab.bench.kernel_ops import OPERATIONS
-from hf_kvret.lab.bench.kernel_work import Draw, KernelShape
 from hf_kvret_kernels import _dispatch
+from hf_kvret_kernels.catalog import OPERATIONS, Draw, KernelShape
 
 TARGETS = {"sm80": 80, "sm90": 90}
 HALF, FULL = torch.bfloat16, torch.float32
 SHAPES = (
-    KernelShape(5001, 1, 2, 4, 128, HALF, 1000, codewords=4096, rank=32),
-    KernelShape(501, 1, 2, 1, 64, FULL, 100, codewords=300, rank=200),
+    KernelShape(5001, 1, 2, 4, 128, HALF, 1000, 4096, 32, 1251, 312, 2500),
+    KernelShape(501, 1, 2, 1, 64, FULL, 100, 300, 200, 251, 31, 250),
     # Rows of latent attention, and as many query heads as read them.
-    KernelShape(501, 1, 1, 20, 576, HALF, 100, codewords=45, rank=32),
+    KernelShape(501, 1, 1, 20, 576, HALF, 100, 45, 32, 251, 31, 250, tiers=(0.15, 0.5, 1.0)),
 )
 
 

@@ -8,16 +8,19 @@ from typing import Any
 import pytest
 import torch
 
-from hf_kvret.lab.bench.kernel_ops import OPERATIONS
-from hf_kvret.lab.bench.kernel_work import Draw, KernelShape
+from hf_kvret_kernels.catalog import OPERATIONS, Draw, KernelShape
 
 from .draws import Place
 
 BY_NAME = {operation.name: operation for operation in OPERATIONS}
 SHAPES = {
-    "groups": KernelShape(200, 2, 2, 3, 40, torch.float32, 20, codewords=50, rank=20),
-    "heads alone": KernelShape(150, 2, 2, 1, 16, torch.float32, 150, codewords=9, rank=1),
-    "latents": KernelShape(140, 1, 1, 9, 192, torch.float32, 5, codewords=130, rank=130),
+    "groups": KernelShape(200, 2, 2, 3, 40, torch.float32, 20, 50, 20, 61, 12, 50),
+    "holes": KernelShape(
+        197, 2, 2, 3, 40, torch.float32, 30, 50, 7, 130, 9, 30, holes=0.3, softcap=5.0
+    ),
+    "heads alone": KernelShape(150, 2, 2, 1, 16, torch.float32, 150, 9, 1, 150, 9, 150),
+    "latents": KernelShape(140, 1, 1, 9, 192, torch.float32, 5, 130, 130, 70, 8, 13),
+    "one token": KernelShape(1, 1, 2, 2, 8, torch.float32, 1, 3, 2),
 }
 
 

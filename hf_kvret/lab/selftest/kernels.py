@@ -10,18 +10,24 @@ from typing import Any
 
 import torch
 
-from hf_kvret.lab.bench.kernel_ops import OPERATIONS
-from hf_kvret.lab.bench.kernel_work import ATTENTION_ERRORS, Draw, KernelOp, KernelShape, distance
 from hf_kvret.lab.selftest.check import Check, Skip
 from hf_kvret.stores.host_memory import pinned
 from hf_kvret_kernels import host_library
+from hf_kvret_kernels.catalog import (
+    ATTENTION_ERRORS,
+    OPERATIONS,
+    Draw,
+    KernelOp,
+    KernelShape,
+    distance,
+)
 from hf_kvret_kernels.gather_attention import gather_attention
 from hf_kvret_kernels.paged import PagedRows
 
 # The length is no multiple of a page or a tile, and several query heads share a KV head.
 _SIZES: dict[str, Any] = {
     "length": 1_491, "batch": 2, "heads": 2, "group": 4, "head_dim": 128, "top_k": 200,
-    "codewords": 256, "rank": 32,
+    "codewords": 256, "rank": 32, "candidates": 746, "centroids": 93, "listed": 500,
 }  # fmt: skip
 # Its rows take more than 4 MiB, from where on memory is pinned in huge pages.
 _LONG = 20_000

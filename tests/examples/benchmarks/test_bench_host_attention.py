@@ -14,11 +14,11 @@ import pytest
 import torch
 from bench_host_attention import TOLERANCES, HostAttention, check_ways, make_rows, make_ways
 
-from hf_kvret.lab.bench.kernel_work import Draw, KernelShape
 from hf_kvret.lab.evaluate.measurement import CheckFailed
 from hf_kvret.lab.report.results import Results
 from hf_kvret_kernels import host_attention as host
 from hf_kvret_kernels import host_library as library
+from hf_kvret_kernels.catalog import Draw, KernelShape
 from hf_kvret_kernels.paged import PagedRows
 
 SHAPE = KernelShape(

@@ -13,18 +13,12 @@ import torch
 from bench_kernels import OPS, Kernels, choose_ops
 from kernel_clock import time_calls
 
-from hf_kvret.lab.bench.kernel_work import (
-    Call,
-    Draw,
-    KernelOp,
-    KernelShape,
-    Rates,
-    Work,
-)
+from hf_kvret.lab.bench.kernel_work import NEEDS, Rates, Work, method_shape
 from hf_kvret.lab.report.results import Results
+from hf_kvret_kernels.catalog import Call, Draw, KernelOp
 from hf_kvret_kernels.host_attention import why_not
 
-SHAPE = KernelShape(
+SHAPE = method_shape(
     length=100,
     batch=2,
     heads=3,
@@ -73,7 +67,7 @@ COUNTED = {
 
 
 def test_floors_are_the_bytes_and_products_counted_by_hand() -> None:
-    assert {name: op.work(SHAPE) for name, op in OPS.items()} == COUNTED
+    assert {name: needs.work(SHAPE) for name, needs in NEEDS.items()} == COUNTED
 
 
 @pytest.mark.parametrize("name", COUNTED)

@@ -32,12 +32,13 @@ from hf_kvret.lab.selftest.decoding import (
     replayed,
     step_checks,
 )
-from hf_kvret.lab.selftest.kernels import OPERATIONS, kernel_checks
+from hf_kvret.lab.selftest.kernels import kernel_checks
 from hf_kvret.registry import registered_methods
 from hf_kvret.stores import DISK, SPLIT, STORES
 from hf_kvret.testing import MODELS
 from hf_kvret.testing.tape import taped
 from hf_kvret_kernels import host_library, host_step
+from hf_kvret_kernels.catalog import OPERATIONS
 
 CPU = torch.device("cpu")
 KERNELS = Path(__file__).parents[3] / "kernels" / "hf_kvret_kernels"
