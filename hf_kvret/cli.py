@@ -23,7 +23,7 @@ from hf_kvret.lab.program.program import Parser, kept_results, run_program
 from hf_kvret.lab.report.report import add_report_parser
 from hf_kvret.lab.selftest.command import add_selftest_parser
 from hf_kvret.lab.tune.command import Tune
-from hf_kvret_kernels.host_attention import paths, why_not
+from hf_kvret_kernels.host_library import paths, why_not
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

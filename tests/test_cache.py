@@ -175,7 +175,7 @@ def test_missing_kernels_are_told_of_once_where_no_other_does_the_work(
     monkeypatch.setattr(host_library, "_places", lambda: iter([tmp_path / "none.so"]))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     if library:
-        monkeypatch.setattr(observers.host_attention, "why_not", lambda: "")
+        monkeypatch.setattr(observers.host_library, "why_not", lambda: "")
     host_library.opened.cache_clear()
     observers.log_missing_kernels.cache_clear()
     try:

@@ -21,7 +21,7 @@ from hf_kvret.cli import main, make_parser
 from hf_kvret.lab.evaluate import measurement
 from hf_kvret.lab.program.arguments import device_name
 from hf_kvret.lab.program.program import shown_default
-from hf_kvret_kernels.host_attention import paths, why_not
+from hf_kvret_kernels.host_library import paths, why_not
 
 
 def parsers(

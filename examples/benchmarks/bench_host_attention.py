@@ -35,9 +35,9 @@ from hf_kvret.lab.program.scripts import run_script
 from hf_kvret.lab.report.plots import plot_lines
 from hf_kvret.lab.report.results import Cell, Results
 from hf_kvret.stores.memory import HostMemory
-from hf_kvret_kernels import host_attention as host
+from hf_kvret_kernels import host_library
 from hf_kvret_kernels.catalog import ATTENTION_ERRORS, PAGE_LEN, Draw, KernelShape, distance
-from hf_kvret_kernels.host_attention import host_attention
+from hf_kvret_kernels.gather_attention import gather_attention
 from hf_kvret_kernels.paged import PagedRows
 
 WARMUP = 2
@@ -55,7 +55,7 @@ _RANDOM_CALL_BYTES = 1 << 20
 _RANDOM_ROUNDS = 10
 
 Way = Callable[[torch.Tensor, PagedRows, torch.Tensor], torch.Tensor]
-"""``(query, rows, ids)`` to ``[B, Hq, 1, D]``, as ``host_attention`` takes them."""
+"""``(query, rows, ids)`` to ``[B, Hq, 1, D]``, as ``gather_attention`` takes them."""
 
 
 def make_rows(shape: KernelShape, sequences: int, draw: Draw) -> PagedRows:
@@ -72,12 +72,11 @@ def make_rows(shape: KernelShape, sequences: int, draw: Draw) -> PagedRows:
     return PagedRows([chunk], order[torch.arange(shape.batch) % sequences], shape.head_dim)
 
 
-def make_ways(shape: KernelShape, threads: int) -> dict[str, Way]:
+def make_ways(shape: KernelShape) -> dict[str, Way]:
     """The opponents by name, for one size: ``cpp``, the ways in torch, and ours in plain torch."""
 
     def ours(query: torch.Tensor, rows: PagedRows, ids: torch.Tensor, backend: str) -> torch.Tensor:
-        limit = threads if backend == "cpp" else None
-        out, _ = host_attention(query, rows, ids, scale=shape.scale, threads=limit, backend=backend)
+        out, _ = gather_attention(query, rows, ids, scale=shape.scale, backend=backend)
         return out
 
     naive = {"naive": partial(ours, backend="naive")}
@@ -244,7 +243,7 @@ class HostAttention(TimedTogether):
             raise ValueError(
                 f"--k {max(self.k)}: a head can't choose more than --tokens {self.tokens}"
             )
-        reason = host.why_not()
+        reason = host_library.why_not()
         if reason:
             raise ModuleNotFoundError(f"bench host-attention has nothing to measure: {reason}")
 
@@ -255,7 +254,7 @@ class HostAttention(TimedTogether):
     def setup(self) -> dict[str, Any]:
         sizes = ("tokens", "heads", "group", "dim", "repeats", "seed")
         machine = ("processor", "threads", "versions")
-        return describe(self, sizes, machine) | {"path": host.paths()[0]}
+        return describe(self, sizes, machine) | {"path": host_library.paths()[0]}
 
     def cells(self) -> list[Cell]:
         return [
@@ -289,7 +288,7 @@ class HostAttention(TimedTogether):
         shape = replace(self._largest(dtype), batch=batch, top_k=k)
         rows = PagedRows(every.chunks, every.table[:batch], self.dim)
         query, ids = draw.query(shape), partial(draw.ids, shape, k)
-        ways = make_ways(shape, self._threads)
+        ways = make_ways(shape)
         errors = check_ways(ways, query, rows, ids())
         seconds = time_ways(ways, query, rows, ids, self.repeats)
         moved = count(shape, "2 B H K D x")

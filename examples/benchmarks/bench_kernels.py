@@ -145,8 +145,8 @@ class Kernels(TimedTogether):
     @torch.inference_mode()
     def rows(self, group: Sequence[Cell], progress: Progress) -> list[Row]:
         """The ways of one operation and size; MemoryError where the host's would not suffice."""
-        op, device, rates = OPS[group[0]["op"]], torch.device(self.device), self._rates
-        needs = NEEDS[op.name]
+        name, device, rates = group[0]["op"], torch.device(self.device), self._rates
+        op, needs = OPS[name], NEEDS[name]
         sizes = {name: getattr(self, name) for name in _SIZES}
         sizes |= {name: group[0][name] for name in ("length", "batch")}
         shape = method_shape(dtype=DTYPES[self.dtype], **sizes)

@@ -12,9 +12,8 @@ import torch
 from hf_kvret.contracts.block import TokenBlock
 from hf_kvret.contracts.state import State, Tensors
 from hf_kvret_kernels._dispatch import preferred
-from hf_kvret_kernels.host_attention import host_rank
 from hf_kvret_kernels.paged import HostRows
-from hf_kvret_kernels.relevance import best_ids
+from hf_kvret_kernels.relevance import best_ids, host_rank
 from hf_kvret_kernels.soft_cap import soft_cap_
 
 

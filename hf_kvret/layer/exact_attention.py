@@ -14,7 +14,7 @@ from hf_kvret.layer.queries import AttentionCall
 from hf_kvret.stores.chunks import chunk_len
 from hf_kvret_kernels import host_step
 from hf_kvret_kernels._dispatch import PREFERRED
-from hf_kvret_kernels.host_attention import host_attention
+from hf_kvret_kernels.gather_attention import gather_attention
 from hf_kvret_kernels.merge import merge_partials
 from hf_kvret_kernels.paged import PagedRows
 from hf_kvret_kernels.prompt_attention import prompt_attention
@@ -167,5 +167,5 @@ def _attend_in_place(
         ids = ids.masked_fill(~scoring.valid[:, :count], -1)
     ids = ids[:, None, None].expand(-1, rows.heads, -1, -1).contiguous()
     together = query.reshape(batch, heads * queries, 1, -1)
-    out, lse = host_attention(together, rows, ids, scale=scoring.scale, softcap=scoring.softcap)
+    out, lse = gather_attention(together, rows, ids, scale=scoring.scale, softcap=scoring.softcap)
     return out.reshape(batch, heads, queries, -1), lse.reshape(batch, heads, queries)

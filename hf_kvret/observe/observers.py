@@ -16,7 +16,7 @@ from hf_kvret.layer.layer import RetrievalLayer
 from hf_kvret.layer.step import StepRecord, Subscriber
 from hf_kvret.observe.recall import RecallMeter
 from hf_kvret.options.config import RetrievalConfig
-from hf_kvret_kernels import host_attention
+from hf_kvret_kernels import host_library
 
 # The name under which users know the warning.
 _log = logging.getLogger("hf_kvret.cache")
@@ -210,7 +210,7 @@ def observe(cache: Cache, observer: Observer) -> Iterator[None]:
 @functools.cache
 def log_missing_kernels() -> None:
     """Warn once a process where decode steps lack the C++ kernels, and no GPU does their work."""
-    reason = host_attention.why_not()
+    reason = host_library.why_not()
     # Where there are kernels, nobody looks for a GPU.
     if reason and not torch.cuda.is_available():
         _log.warning(

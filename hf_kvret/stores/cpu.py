@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, Self, TypeVar
 
 import torch
@@ -12,9 +13,12 @@ from hf_kvret.contracts.state import Tensors
 from hf_kvret.contracts.store import AttentionResult
 from hf_kvret.stores.memory import CPU, HostMemory, PageMemory
 from hf_kvret.stores.paged import PagedStore, WrappedStore
-from hf_kvret_kernels.host_attention import host_attention, host_rank, host_scores
+from hf_kvret_kernels.gather_attention import gather_attention, gather_scores
 from hf_kvret_kernels.paged import PagedRows
+from hf_kvret_kernels.relevance import host_rank
 
+_attention = partial(gather_attention, backend="host")
+_scores = partial(gather_scores, backend="host")
 # Results, on the CPU, of a function of (queries, ids).
 Result = TypeVar("Result", bound=tuple[torch.Tensor, ...])
 
@@ -55,7 +59,7 @@ class CpuStore(WrappedStore):
         rows = self.rows.paged_rows()
 
         def work(query: torch.Tensor, ids: torch.Tensor) -> AttentionResult:
-            return host_attention(query, rows, ids, scale=scale, softcap=softcap)
+            return _attention(query, rows, ids, scale=scale, softcap=softcap)
 
         return self._start("attend", work, query, ids)
 
@@ -68,7 +72,7 @@ class CpuStore(WrappedStore):
         rows = self.rows.paged_rows()
 
         def work(query: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor]:
-            return (host_scores(query, rows, ids, scale=scale, softcap=softcap),)
+            return (_scores(query, rows, ids, scale=scale, softcap=softcap),)
 
         return self._start("scores", work, query, ids)()[0]
 
@@ -84,7 +88,7 @@ class CpuStore(WrappedStore):
         rows = self.rows.paged_rows()
 
         def work(query: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor]:
-            scores = host_scores(query, rows, ids, scale=scale, softcap=softcap)
+            scores = _scores(query, rows, ids, scale=scale, softcap=softcap)
             return (host_rank(scores, ids, count),)
 
         return self._start("best", work, query, ids)()[0]

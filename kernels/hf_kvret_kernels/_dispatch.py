@@ -8,6 +8,7 @@ that these count as they will, but for those that change.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ import torch
 
 Backend = Literal["naive", "triton"]
 BACKENDS = ("auto", "naive", "triton")
+"""Some operations have ``"cpp"`` and ``"host"``, see ``host_library.is_asked``."""
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _SHORT_NAMES = dict(zip(FLOATS, ("fp32", "fp16", "bf16"), strict=True))
 PREFERRED: ContextVar[Backend | None] = ContextVar("preferred", default=None)
@@ -87,6 +89,17 @@ def choose_backend(backend: str, tensor: torch.Tensor) -> Backend:
 def launching_on(tensor: torch.Tensor) -> AbstractContextManager[object]:
     """Context in which Triton launches kernels on the device of ``tensor``, not the current one."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+
+
+def run(package: str, name: str, backend: str, first: torch.Tensor, *others: Any) -> Any:
+    """What the function ``name`` of ``package.naive`` or ``package.triton`` returns.
+
+    Which module it is says ``choose_backend``, whose errors there are. Triton is imported when it
+    is needed, and launches on the device of ``first``.
+    """
+    module = importlib.import_module(f"{package}.{choose_backend(backend, first)}")
+    with launching_on(first):
+        return getattr(module, name)(first, *others)
 
 
 def check_no_grad(**tensors: torch.Tensor) -> None:

@@ -21,7 +21,7 @@ import torch
 from hf_kvret_kernels import centroid, codebook, higgs, paris, proxy, relevance
 from hf_kvret_kernels.block_lse import block_lse
 from hf_kvret_kernels.gather_attention import gather_attention, gather_scores
-from hf_kvret_kernels.host_attention import why_not
+from hf_kvret_kernels.host_library import why_not
 from hf_kvret_kernels.merge import Partials, merge_partials
 from hf_kvret_kernels.page_copy import copy_pages
 from hf_kvret_kernels.paged import PagedRows, lay_apart
@@ -53,6 +53,8 @@ class KernelShape:
         candidates: of ParisKV's first stage.
         centroids, listed: CTkvr's past queries, and the keys in the list of each.
         tiers, rho: ParisKV's shares of centroids that get points, and the share of keys.
+        queries: of a step, Q.
+        value_dim: head dim of values, Dv; None for that of keys.
         holes: share of the tokens that are padding, and of the ids that are -1.
         softcap: of the scores, or None.
     """
@@ -71,6 +73,8 @@ class KernelShape:
     listed: int = 1
     tiers: tuple[float, ...] = (0.05, 0.15, 0.30, 0.50, 0.75, 1.0)
     rho: float = 0.75
+    queries: int = 1
+    value_dim: int | None = None
     holes: float = 0.0
     softcap: float | None = None
 
@@ -78,6 +82,11 @@ class KernelShape:
     def query_heads(self) -> int:
         """Hq."""
         return self.heads * self.group
+
+    @property
+    def value_width(self) -> int:
+        """Dv."""
+        return self.head_dim if self.value_dim is None else self.value_dim
 
     @property
     def pages(self) -> int:
@@ -101,15 +110,21 @@ class KernelShape:
 
     @property
     def codec(self) -> higgs.HiggsCodec:
-        """Of coded rows, with the largest groups that a head is made of."""
-        return higgs.HiggsCodec(HIGGS_BITS, self.head_dim & -self.head_dim)
+        """Of coded rows, with the largest groups that keys and values are made of."""
+        both = self.head_dim | self.value_width
+        return higgs.HiggsCodec(HIGGS_BITS, both & -both)
 
 
 class Draw:
-    """Random inputs on a device, the same for a seed."""
+    """Random inputs on a device, the same for a seed.
 
-    def __init__(self, device: torch.device, seed: int) -> None:
-        self.device = device
+    Args:
+        room: spare rows behind the tokens of dense inputs, as in a buffer that grows; their floats
+            are NaN.
+    """
+
+    def __init__(self, device: torch.device, seed: int, room: int = 0) -> None:
+        self.device, self.room = device, room
         self.generator = torch.Generator(device).manual_seed(seed)
 
     def normal(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -124,6 +139,15 @@ class Draw:
         """Bool, True for about that share."""
         return torch.rand(shape, generator=self.generator, device=self.device) < share
 
+    def in_buffer(self, x: torch.Tensor) -> torch.Tensor:
+        """``[B, H, n, ...]`` as a view of a buffer with ``room``, where there is some."""
+        if not self.room:
+            return x
+        batch, heads, length, *sizes = x.shape
+        none = float("nan") if x.is_floating_point() else 0
+        buffer = x.new_full((batch, heads, length + self.room, *sizes), none)
+        return buffer[:, :, :length].copy_(x)
+
     def tokens(self, length: int, lead: tuple[int, ...], count: int) -> torch.Tensor:
         """``[*lead, count]`` int32: distinct numbers below ``length`` in random order, each row
         others."""
@@ -137,20 +161,26 @@ class Draw:
         """``[B, n]`` bool: which tokens are no padding; the newest one always."""
         valid = ~self.chance(shape.holes, shape.batch, shape.length)
         valid[:, -1] = True
-        return valid
+        return valid.new_zeros(*valid.shape, 2)[..., 0].copy_(valid) if self.room else valid
 
     def query(self, shape: KernelShape) -> torch.Tensor:
-        """``[B, Hq, 1, D]`` in the shape's dtype."""
-        return self.normal(shape.batch, shape.query_heads, 1, shape.head_dim, dtype=shape.dtype)
+        """``[B, Hq, Q, D]`` in the shape's dtype."""
+        sizes = (shape.batch, shape.query_heads, shape.queries, shape.head_dim)
+        return self.in_buffer(self.normal(*sizes, dtype=shape.dtype))
 
     def keys(self, shape: KernelShape, dtype: torch.dtype | None = None) -> torch.Tensor:
         """``[B, H, n, D]``, in the shape's dtype unless another is given."""
         sizes = (shape.batch, shape.heads, shape.length, shape.head_dim)
-        return self.normal(*sizes, dtype=dtype or shape.dtype)
+        return self.in_buffer(self.normal(*sizes, dtype=dtype or shape.dtype))
+
+    def values(self, shape: KernelShape) -> torch.Tensor:
+        """``[B, H, n, Dv]`` in the shape's dtype."""
+        sizes = (shape.batch, shape.heads, shape.length, shape.value_width)
+        return self.in_buffer(self.normal(*sizes, dtype=shape.dtype))
 
     def ids(self, shape: KernelShape, count: int) -> torch.Tensor:
-        """``[B, H, 1, count]`` int32: tokens of each KV head in random order, -1 for holes."""
-        ids = self.tokens(shape.length, (shape.batch, shape.heads, 1), count)
+        """``[B, H, Q, count]`` int32: tokens of each KV head in random order, -1 for holes."""
+        ids = self.tokens(shape.length, (shape.batch, shape.heads, shape.queries), count)
         return ids.masked_fill_(self.chance(shape.holes, *ids.shape), -1)
 
     def pages(self, shape: KernelShape) -> torch.Tensor:
@@ -161,7 +191,7 @@ class Draw:
     def chosen_rows(self, shape: KernelShape) -> tuple[torch.Tensor, PagedRows, torch.Tensor]:
         """Query, a paged store of normal rows, ids of ``top_k``."""
         table = self.pages(shape)
-        sizes = (table.numel(), shape.heads, PAGE_LEN, 2 * shape.head_dim)
+        sizes = (table.numel(), shape.heads, PAGE_LEN, shape.head_dim + shape.value_width)
         chunk = self.normal(*sizes, dtype=shape.dtype)
         ids = self.ids(shape, shape.top_k)
         return self.query(shape), PagedRows([chunk], table, shape.head_dim), ids
@@ -285,7 +315,8 @@ def _code_error(results: Sequence[Any], want: Sequence[Any]) -> float:
 
 def _paris_search(shape: KernelShape, draw: Draw) -> Any:
     codes, (signs, levels) = _codes(shape, draw), _basis(shape, draw)
-    query = draw.normal(shape.batch, shape.heads, 1, shape.group, shape.head_dim, dtype=shape.dtype)
+    lead = (shape.batch, shape.heads, shape.queries, shape.group)
+    query = draw.normal(*lead, shape.head_dim, dtype=shape.dtype)
     counts = paris.count_centroids(codes.sign, m=SUBSPACE_DIM)
     return partial(
         paris.search,
@@ -316,7 +347,8 @@ def _paris_rerank(shape: KernelShape, draw: Draw) -> Any:
 
 
 def _best_ids(shape: KernelShape, draw: Draw) -> Any:
-    scores = draw.normal(shape.batch, shape.heads, 1, shape.group, shape.candidates)
+    lead = (shape.batch, shape.heads, shape.queries, shape.group)
+    scores = draw.normal(*lead, shape.candidates)
     return partial(relevance.best_ids, scores, _candidate_ids(shape, draw), shape.top_k)
 
 
@@ -333,16 +365,18 @@ def _codes(shape: KernelShape, draw: Draw) -> paris.ParisCodes:
         draw.integers(256, *lead, bits * dim // 8, dtype=torch.uint8) for bits in (1, 3)
     )
     weight = draw.normal(*lead, dim // SUBSPACE_DIM, dtype=torch.bfloat16).abs()
-    return paris.ParisCodes(signs, magnitudes, weight)
+    return paris.ParisCodes(*map(draw.in_buffer, (signs, magnitudes, weight)))
 
 
 def _rotated_queries(shape: KernelShape, draw: Draw) -> torch.Tensor:
-    return draw.normal(shape.batch, shape.heads, 1, shape.group, shape.rotated_dim)
+    lead = (shape.batch, shape.heads, shape.queries, shape.group)
+    return draw.normal(*lead, shape.rotated_dim)
 
 
 def _candidate_ids(shape: KernelShape, draw: Draw) -> torch.Tensor:
     """As stage 1 returns them: ascending, and those that there are first."""
-    ids = draw.tokens(shape.length, (shape.batch, shape.heads, 1), shape.candidates)
+    lead = (shape.batch, shape.heads, shape.queries)
+    ids = draw.tokens(shape.length, lead, shape.candidates)
     ids = ids.sort(dim=-1).values
     ids[..., round((1 - shape.holes) * shape.candidates) :] = -1
     return ids
@@ -370,29 +404,32 @@ def _higgs_encode(shape: KernelShape, draw: Draw) -> Any:
 
 
 def _higgs_decode(shape: KernelShape, draw: Draw) -> Any:
-    parts = _coded_vectors(shape, draw, (shape.batch, shape.heads, shape.length), 1)
+    lead = (shape.batch, shape.heads, shape.length)
+    parts = _coded_vectors(shape, draw, lead, shape.head_dim)
     return partial(shape.codec.decode, *parts, shape.dtype)
 
 
 def _higgs_attend(shape: KernelShape, draw: Draw) -> Any:
-    codec, dim, table = shape.codec, shape.head_dim, draw.pages(shape)
-    parts = _coded_vectors(shape, draw, (table.numel(), shape.heads, PAGE_LEN), 2)
-    code_bytes = 2 * codec.code_bytes(dim)
+    codec, dims, table = shape.codec, (shape.head_dim, shape.value_width), draw.pages(shape)
+    parts = _coded_vectors(shape, draw, (table.numel(), shape.heads, PAGE_LEN), *dims)
+    code_bytes = sum(map(codec.code_bytes, dims))
     # Elsewhere bytes of codes would be read as scales, some of them infinite.
     pages = lay_apart(torch.cat(parts, dim=-1), code_bytes)
     paged = PagedRows([pages], table, code_bytes, apart=True)
-    rows = higgs.CodedRows(paged, codec, dim, dim)
+    rows = higgs.CodedRows(paged, codec, *dims)
     query, ids = draw.query(shape), draw.ids(shape, shape.top_k)
     return partial(higgs.attend, query, rows, ids, **shape.scoring)
 
 
 def _coded_vectors(
-    shape: KernelShape, draw: Draw, lead: tuple[int, ...], parts: int
+    shape: KernelShape, draw: Draw, lead: tuple[int, ...], *dims: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random codes and scales of ``parts`` vectors a row: the cost does not depend on them."""
-    codec, dim = shape.codec, shape.head_dim
-    codes = draw.integers(256, *lead, parts * codec.code_bytes(dim), dtype=torch.uint8)
-    scales = draw.normal(*lead, parts * codec.scale_bytes(dim) // 2, dtype=torch.float16)
+    """Random codes and scales of vectors of ``dims``: the cost does not depend on them."""
+    code_bytes, scale_bytes = (
+        sum(map(size, dims)) for size in (shape.codec.code_bytes, shape.codec.scale_bytes)
+    )
+    codes = draw.integers(256, *lead, code_bytes, dtype=torch.uint8)
+    scales = draw.normal(*lead, scale_bytes // 2, dtype=torch.float16)
     return codes, scales.abs().view(torch.uint8)
 
 
@@ -433,9 +470,9 @@ def _window(shape: KernelShape, draw: Draw) -> dict[str, Any]:
     return dict(
         query=draw.query(shape),
         key=draw.keys(shape),
-        value=draw.keys(shape),
+        value=draw.values(shape),
         scale=shape.scale,
-        causal_offset=shape.length - 1,
+        causal_offset=shape.length - shape.queries,
         valid=draw.valid(shape),
         softcap=shape.softcap,
         out_dtype=torch.float32,
@@ -448,8 +485,8 @@ def _merge(shape: KernelShape, draw: Draw) -> Any:
 
 
 def _partials(shape: KernelShape, draw: Draw, splits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    lead = (shape.batch, shape.query_heads, 1, splits)
-    return draw.normal(*lead, shape.head_dim), draw.normal(*lead)
+    lead = (shape.batch, shape.query_heads, shape.queries, splits)
+    return draw.normal(*lead, shape.value_width), draw.normal(*lead)
 
 
 def _block_sums(shape: KernelShape, draw: Draw) -> Any:
@@ -490,7 +527,7 @@ def _encode_keys(shape: KernelShape, draw: Draw) -> Any:
 
 
 def _score_table(shape: KernelShape, draw: Draw) -> Any:
-    query = draw.normal(shape.batch, shape.query_heads, 1, shape.head_dim)
+    query = draw.normal(shape.batch, shape.query_heads, shape.queries, shape.head_dim)
     return partial(codebook.score_table, query, _codewords(shape, draw), **shape.scoring)
 
 
@@ -500,9 +537,9 @@ def _codewords(shape: KernelShape, draw: Draw) -> torch.Tensor:
 
 
 def _lookup(name: str, shape: KernelShape, draw: Draw) -> Any:
-    table = draw.normal(shape.batch, shape.query_heads, 1, shape.codewords)
+    table = draw.normal(shape.batch, shape.query_heads, shape.queries, shape.codewords)
     lead = (shape.batch, shape.heads, shape.length)
-    codes = draw.integers(shape.codewords, *lead, dtype=torch.int16)
+    codes = draw.in_buffer(draw.integers(shape.codewords, *lead, dtype=torch.int16))
     return partial(getattr(codebook, name), table, codes, valid=draw.valid(shape))
 
 
@@ -520,16 +557,17 @@ CODEBOOK_OPS = (
 
 
 def _proxy_top(shape: KernelShape, draw: Draw) -> Any:
-    query = draw.normal(shape.batch, shape.query_heads, 1, shape.rank) * shape.scale
+    query = draw.normal(shape.batch, shape.query_heads, shape.queries, shape.rank) * shape.scale
     lead = (shape.batch, shape.heads, shape.length)
-    rows = draw.normal(*lead, shape.rank, dtype=torch.bfloat16)
+    rows = draw.in_buffer(draw.normal(*lead, shape.rank, dtype=torch.bfloat16))
     arguments = query, rows, shape.heads, shape.top_k
     valid = draw.valid(shape)
     return partial(proxy.top_indices, *arguments, valid=valid, softcap=shape.softcap)
 
 
 def _top_k(shape: KernelShape, draw: Draw) -> Any:
-    return partial(top_k, draw.normal(shape.batch, shape.heads, 1, shape.length), shape.top_k)
+    scores = draw.normal(shape.batch, shape.heads, shape.queries, shape.length)
+    return partial(top_k, scores, shape.top_k)
 
 
 def _top_k_error(call: Any) -> Error:
@@ -558,14 +596,14 @@ def _top_keys(shape: KernelShape, draw: Draw) -> Any:
 
 
 def _similarity(shape: KernelShape, draw: Draw) -> Any:
-    query, centroids = _bundles(shape, draw, 1), _bundles(shape, draw)
+    query, centroids = _bundles(shape, draw, shape.queries), _bundles(shape, draw)
     return partial(centroid.similarity, query, centroids, centroids.float().norm(dim=-1) ** -1)
 
 
 def _bundles(shape: KernelShape, draw: Draw, count: int | None = None) -> torch.Tensor:
     """``[B, H, count, G, D]`` past queries, as many as there are centroids."""
     lead = (shape.batch, shape.heads, count or shape.centroids)
-    return draw.normal(*lead, shape.group, shape.head_dim, dtype=shape.dtype)
+    return draw.in_buffer(draw.normal(*lead, shape.group, shape.head_dim, dtype=shape.dtype))
 
 
 SEARCH_OPS = (
@@ -606,7 +644,7 @@ def _resident(shape: KernelShape, draw: Draw) -> Any:
 
 def _copied_pages(shape: KernelShape, draw: Draw) -> Any:
     _, rows, _ = draw.chosen_rows(shape)
-    return partial(copy_pages, rows, 1, shape.pages - 1)
+    return partial(copy_pages, rows, shape.pages // 2, shape.pages)
 
 
 STORE_OPS = (

@@ -52,36 +52,21 @@ _PARIS_ENCODING = struct.Struct("@7P16q4i")
 
 
 def attend(
-    query: torch.Tensor,
-    rows: HostRows,
-    ids: torch.Tensor,
-    scale: float,
-    softcap: float | None,
-    threads: int | None = None,
-    path: str | None = None,
+    query: torch.Tensor, rows: HostRows, ids: torch.Tensor, scale: float, softcap: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See ``host_attention.host_attention``, and ``higgs.attend`` for coded rows.
-
-    The arguments were checked by the caller.
-    """
+    """``gather_attention``, or ``higgs.attend`` of coded rows; the caller checked the arguments."""
     out = query.new_empty(*query.shape[:3], rows.value_dim, dtype=torch.float32)
     lse = query.new_empty(query.shape[:3], dtype=torch.float32)
-    run("hfk_attend", query, rows, ids, out, lse, scale, softcap, threads, path)
+    run("hfk_attend", query, rows, ids, out, lse, scale, softcap)
     return out, lse
 
 
 def score(
-    query: torch.Tensor,
-    rows: HostRows,
-    ids: torch.Tensor,
-    scale: float,
-    softcap: float | None,
-    threads: int | None = None,
-    path: str | None = None,
+    query: torch.Tensor, rows: HostRows, ids: torch.Tensor, scale: float, softcap: float | None
 ) -> torch.Tensor:
-    """See ``host_attention.host_scores``, also for coded rows; the caller checked the arguments."""
+    """``gather_scores``, also for coded rows; the caller checked the arguments."""
     scores = query.new_empty(*query.shape[:3], ids.shape[3], dtype=torch.float32)
-    run("hfk_scores", query, rows, ids, scores, None, scale, softcap, threads, path)
+    run("hfk_scores", query, rows, ids, scores, None, scale, softcap)
     return scores
 
 
@@ -94,8 +79,6 @@ def run(
     lse: torch.Tensor | None,
     scale: float,
     softcap: float | None,
-    threads: int | None,
-    path: str | None,
 ) -> None:
     """Write the result of a library function into ``out`` and ``lse``, both fp32 and contiguous.
 
@@ -108,12 +91,12 @@ def run(
         RuntimeError: the library is of another build.
     """
     # These must live until the call is over: the request has only their addresses.
-    query, ids, threads = query.contiguous(), ids.contiguous(), thread_count(threads)
+    query, ids, threads = query.contiguous(), ids.contiguous(), thread_count()
     table, pages = rows.table.contiguous(), rows.addresses().contiguous()
     where = (table, pages, rows.page_len, rows.token_count, rows.in_files)
     sizes = (rows.heads, rows.value_dim, rows.width, rows.value_start)
     request = pack_request(
-        query, ids, where, sizes, out, lse, scale, softcap, threads, path, rows.coding_address
+        query, ids, where, sizes, out, lse, scale, softcap, threads, rows.coding_address
     )
     if call(function, threads, request) == BAD_ID:
         rows.check_range(ids)
@@ -132,7 +115,6 @@ def pack_request(
     scale: float,
     softcap: float | None,
     threads: int,
-    path: str | None,
     coding_address: int = 0,
 ) -> bytes:
     """``hfk_request`` of contiguous tensors, which must live until the call is over.
@@ -167,7 +149,7 @@ def pack_request(
         scale,
         softcap or 0.0,
         DTYPES[query.dtype],
-        path_of(path),
+        path_in_use(),
         threads,
         in_files,
     )
@@ -238,7 +220,7 @@ def _run_codes(
     tables: tuple[int, int],
 ) -> None:
     """Call the function; ``tables``: addresses of what encoding looks up."""
-    threads = thread_count(None)
+    threads = thread_count()
     work = _CODES.pack(
         rows.data_ptr(),
         codes.data_ptr(),
@@ -251,23 +233,23 @@ def _run_codes(
         scales.stride(0),
         1 if added is None else max(1, len(rows) // len(added)),
         DTYPES[rows.dtype],
-        path_of(None),
+        path_in_use(),
         threads,
         0,
     )
     call(function, threads, work)
 
 
-def rank(scores: torch.Tensor, ids: torch.Tensor, best: torch.Tensor, threads: int | None) -> None:
+def rank(scores: torch.Tensor, ids: torch.Tensor, best: torch.Tensor) -> None:
     """Write the best ids into ``best [B, H, Q, k]`` int32, contiguous.
 
     ``scores [B, Hq, Q, K]`` fp32; ``ids [B, H, Q, K]`` int32. Errors as of ``run``.
     """
-    scores, ids, threads = scores.contiguous(), ids.contiguous(), thread_count(threads)
+    scores, ids, threads = scores.contiguous(), ids.contiguous(), thread_count()
     batch, heads, queries, count = ids.shape
     addresses = (scores.data_ptr(), ids.data_ptr(), best.data_ptr())
     sizes = (batch, scores.shape[1], heads, queries, count, best.shape[3])
-    call("hfk_rank", threads, _RANKING.pack(*addresses, *sizes, threads, path_of(None)))
+    call("hfk_rank", threads, _RANKING.pack(*addresses, *sizes, threads, path_in_use()))
 
 
 def encode_paris(
@@ -278,7 +260,6 @@ def encode_paris(
     mean: torch.Tensor | None,
     planes: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     stride: int,
-    path: str | None = None,
 ) -> None:
     """Write ParisKV's codes into ``planes``: sign, magnitude and weight of ``ParisCodes``.
 
@@ -288,14 +269,14 @@ def encode_paris(
     if keys.stride(3) != 1:
         keys = keys.contiguous()
     mean = None if mean is None else mean.contiguous()
-    signs, levels, threads = signs.contiguous(), levels.contiguous(), thread_count(None)
+    signs, levels, threads = signs.contiguous(), levels.contiguous(), thread_count()
     tensors = (keys, mean, signs, levels, *planes)
     request = _PARIS_ENCODING.pack(
         *(0 if tensor is None else tensor.data_ptr() for tensor in tensors),
         *(*keys.shape, len(signs), m, stride),
         *keys.stride()[:3],
         *(step for plane in planes for step in plane.stride()[:2]),
-        *(DTYPES[keys.dtype], DTYPES[planes[2].dtype], path_of(path), threads),
+        *(DTYPES[keys.dtype], DTYPES[planes[2].dtype], path_in_use(), threads),
     )
     call("hfk_paris_encode", threads, request)
 
@@ -308,8 +289,6 @@ def attend_prompt(
     causal_offset: int | None,
     valid: torch.Tensor | None,
     softcap: float | None,
-    threads: int | None = None,
-    path: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See ``prompt_attention``; ``out`` is fp32. The arguments were checked by the caller.
 
@@ -319,7 +298,7 @@ def attend_prompt(
     out = query.new_empty(*shape, value.shape[3], dtype=torch.float32)
     lse = query.new_empty(shape, dtype=torch.float32)
     where = None, out, lse, None, 0
-    _run_prompt((query, key, value), where, scale, causal_offset, valid, softcap, threads, path)
+    _run_prompt((query, key, value), where, scale, causal_offset, valid, softcap)
     return out, lse
 
 
@@ -331,8 +310,6 @@ def sum_blocks(
     block: int,
     valid: torch.Tensor | None,
     softcap: float | None,
-    threads: int | None = None,
-    path: str | None = None,
 ) -> torch.Tensor:
     """See ``block_lse``; its caller checked the arguments. Errors as of ``attend_prompt``."""
     blocks = -(-key.shape[2] // block)
@@ -340,7 +317,7 @@ def sum_blocks(
     if not lse.numel():
         return lse
     where = positions.contiguous(), None, None, lse, block
-    _run_prompt((query, key, key), where, scale, None, valid, softcap, threads, path)
+    _run_prompt((query, key, key), where, scale, None, valid, softcap)
     return lse
 
 
@@ -353,8 +330,6 @@ def _run_prompt(
     causal_offset: int | None,
     valid: torch.Tensor | None,
     softcap: float | None,
-    threads: int | None,
-    path: str | None,
 ) -> None:
     """Call ``hfk_prompt_attention``; ``where``: its positions, results, and a block's length."""
     query, _, value = rows
@@ -362,7 +337,7 @@ def _run_prompt(
     heads, tokens, value_dim = value.shape[1:]
     # It must live until the call is over, as all others do.
     valid = None if valid is None else valid.contiguous()
-    threads = thread_count(threads)
+    threads = thread_count()
     request = _PROMPT.pack(
         *(0 if tensor is None else tensor.data_ptr() for tensor in (*rows, valid, *where[:4])),
         where[4],
@@ -374,7 +349,7 @@ def _run_prompt(
         softcap or 0.0,
         int(causal_offset is not None),
         DTYPES[query.dtype],
-        path_of(path),
+        path_in_use(),
         threads,
     )
     call("hfk_prompt_attention", threads, request)
@@ -394,14 +369,14 @@ def path_number(name: str | None) -> int:
     return PATHS[name]
 
 
-def path_of(path: str | None) -> int:
-    """``path_number`` of ``path``, or of what the variable names."""
-    return path_number(os.environ.get(ISA_VARIABLE) if path is None else path)
+def path_in_use() -> int:
+    """``path_number`` of what the variable names."""
+    return path_number(os.environ.get(ISA_VARIABLE))
 
 
-def thread_count(threads: int | None) -> int:
-    """``threads``; of None torch's number, but no more than the process has processors."""
-    return min(torch.get_num_threads(), PROCESSORS) if threads is None else threads
+def thread_count() -> int:
+    """Torch's number of threads, but no more than the process has processors."""
+    return min(torch.get_num_threads(), PROCESSORS)
 
 
 def call(function: str, threads: int, *arguments: bytes | None) -> int:
@@ -434,19 +409,22 @@ def check(status: int, function: str, threads: int) -> None:
 
 
 def is_asked(backend: str, tensor: torch.Tensor) -> bool:
-    """Whether ``backend`` means the library: ``"cpp"``, or ``"auto"`` on a CPU that has it.
+    """Whether ``backend`` means the library for a tensor.
+
+    ``"cpp"`` does, ``"host"`` where there is a library, and ``"auto"`` as ``"host"`` on a CPU,
+    unless another backend is preferred.
 
     Raises:
-        ValueError: ``"cpp"`` for a tensor on another device.
+        ValueError: ``"cpp"`` or ``"host"`` for a tensor on another device.
     """
-    if backend == "cpp" and not tensor.is_cpu:
+    if backend in ("cpp", "host") and not tensor.is_cpu:
         raise ValueError(
-            f"backend='cpp' with a tensor on {tensor.device}: the compiled library works on a CPU, "
-            "leave backend out"
+            f"backend={backend!r} with a tensor on {tensor.device}: the compiled library works on "
+            "a CPU, leave backend out"
         )
-    return backend == "cpp" or (
-        backend == "auto" and tensor.is_cpu and preferred() is None and not why_not()
-    )
+    if backend == "auto" and (not tensor.is_cpu or preferred() is not None):
+        return False
+    return backend == "cpp" or (backend in ("auto", "host") and not why_not())
 
 
 def paths() -> list[str]:
@@ -502,7 +480,7 @@ def opened(override: str | None) -> ctypes.CDLL | str:
         file = Path(override)
         remedy = f"correct or unset {PATH_VARIABLE}"
     else:
-        library_path = next((path for path in _places() if path.is_file()), None)
+        library_path = next((place for place in _places() if place.is_file()), None)
         if library_path is None:
             return (
                 "the CPU kernels are not compiled: hf_kvret was installed without a C++ compiler. "

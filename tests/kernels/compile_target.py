@@ -50,7 +50,8 @@ def _more_calls() -> Iterator[partial]:
     from hf_kvret_kernels.paged import PagedRows
     from hf_kvret_kernels.paged_triton import gather_rows
     from hf_kvret_kernels.paris import random_signs, triton_encode
-    from hf_kvret_kernels.proxy import ROW_DTYPES, triton_scores
+    from hf_kvret_kernels.proxy import ROW_DTYPES
+    from hf_kvret_kernels.proxy import triton as proxy
     from hf_kvret_kernels.relevance import triton as relevance
 
     valid = torch.ones(1, 501, dtype=torch.bool)
@@ -59,7 +60,7 @@ def _more_calls() -> Iterator[partial]:
             query, proxies = torch.zeros(1, 8, queries, rank), torch.zeros(1, 2, 501, rank)
             offset = None if softcap is None else torch.zeros(1, 8, queries)
             arguments = query, proxies.to(dtype), heads, valid, offset, softcap
-            yield partial(triton_scores.relevance, *arguments)
+            yield partial(proxy.relevance, *arguments)
     # Programs share the codewords of few tokens.
     for x_dtype, dtype, dim in ((HALF, HALF, 128), (FULL, FULL, 256), (FULL, HALF, 576)):
         words, x = torch.zeros(2, 4000, dim, dtype=dtype), torch.zeros(1, 2, 1, dim, dtype=x_dtype)

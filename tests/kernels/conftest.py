@@ -6,12 +6,15 @@ import ctypes
 import os
 import shutil
 import subprocess
+from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
 
 import pytest
 
 from hf_kvret_kernels import host_library as library
+
+from .draws import library_threads
 
 KERNELS = Path(__file__).resolve().parents[2] / "kernels"
 
@@ -66,9 +69,17 @@ def compiled(built: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def path(request: pytest.FixtureRequest) -> str:
-    """An instruction set of the compiled library; skips where this processor lacks it."""
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """An instruction set that the compiled library uses; skips where this processor lacks it."""
     name: str = request.param
     if name not in library.paths():
         pytest.skip(f"this processor has no {name}")
+    monkeypatch.setenv(library.ISA_VARIABLE, name)
     return name
+
+
+@pytest.fixture
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    """The compiled library uses so many."""
+    with library_threads(request.param):
+        yield request.param

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
 
-from hf_kvret_kernels import paris
+from hf_kvret_kernels import host_library, paris
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BOTH = ("naive", "triton")
@@ -92,6 +93,19 @@ def attention64(
     weights = (scores - lse.nan_to_num(neginf=0.0).unsqueeze(-1)).exp()
     unseen = ~seen.any(-2).expand(*values.shape[:-1]).unsqueeze(-1)
     return weights @ values.double().masked_fill(unseen, 0.0), lse, scores
+
+
+@contextmanager
+def library_threads(count: int) -> Iterator[None]:
+    """Within it the compiled library uses so many threads, on however few processors."""
+    before = torch.get_num_threads(), host_library.PROCESSORS
+    torch.set_num_threads(count)
+    host_library.PROCESSORS = count
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before[0])
+        host_library.PROCESSORS = before[1]
 
 
 def refused(message: str, call: Callable[..., object], *arguments: Any, **options: Any) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
 from hf_kvret_kernels.higgs import CodedRows, HiggsCodec
 from hf_kvret_kernels.paged import PagedRows, lay_apart
 
-from .draws import attention64
+from .draws import attention64, draw
 
 # What stands in table entries that no id leads to; as a page number it would crash.
 NO_PAGE = 10**9
@@ -59,6 +60,72 @@ def code_rows(
     paged = PagedRows([*pages], table, code_bytes, apart=True, tokens=tokens)
     dims = sides[0].shape[-1], value_dim or sides[-1].shape[-1]
     return CodedRows(paged, codec, *dims, value_in_key=len(sides) == 1, key_mean=mean)
+
+
+class Kind(NamedTuple):
+    """How a store keeps rows.
+
+    Attributes:
+        dims: of keys and of values.
+        bits: of a coded number; 16: rows are kept in full.
+        group: coded numbers that share a scale.
+        in_key: values are the first numbers of keys.
+        offset: keys are coded around a mean of this size, another one for each batch row and head;
+            then no page may be of two batch rows.
+    """
+
+    dims: tuple[int, int]
+    bits: int = 16
+    group: int = 8
+    in_key: bool = False
+    offset: float = 0.0
+
+    def rows(
+        self,
+        device: str = "cpu",
+        table: Sequence[Sequence[int]] = TWO_ROWS,
+        chunks: tuple[int, ...] = (9,),
+        *,
+        kv_heads: int = 2,
+        page_len: int = 8,
+        dtype: torch.dtype = torch.float32,
+    ) -> tuple[PagedRows | CodedRows, PagedRows]:
+        """Random rows, and float64 rows of the keys and values that they stand for."""
+        lead, (key_dim, value_dim) = (sum(chunks), kv_heads, page_len), self.dims
+        keys = draw(*lead, key_dim, seed=sum(chunks), dtype=dtype).to(device)
+        values = draw(*lead, value_dim, seed=key_dim, dtype=dtype).to(device)
+        sides = [keys] if self.in_key else [keys, values]
+        page_table = torch.tensor(table, dtype=torch.int32, device=device)
+        if self.bits == 16:
+            pages = torch.cat(sides, -1).split(chunks)
+            within = value_dim * self.in_key
+            rows = PagedRows([*pages], page_table, key_dim, value_in_key=within)
+        else:
+            codec, mean = HiggsCodec(self.bits, self.group), None
+            if self.offset:
+                mean = self.offset * draw(len(table), kv_heads, key_dim, seed=1).to(device)
+            rows = code_rows(
+                codec, sides, page_table, chunks=chunks, value_dim=value_dim, mean=mean
+            )
+            sides = [codec.decode(*codec.encode(x, "naive"), backend="naive") for x in sides]
+            for batch_row, pages_of_row in enumerate(table if self.offset else ()):
+                sides[0][pages_of_row] += mean[batch_row][:, None]
+        plain = torch.cat([sides[0], sides[-1][..., :value_dim]], -1).double()
+        return rows, PagedRows([*plain.split(chunks)], page_table, key_dim)
+
+
+# With 3 bits and dims 8 and 16 a row has an odd number of bytes.
+KINDS = {
+    **{str(dims): Kind(dims) for dims in ((8, 8), (40, 24), (96, 128), (256, 256), (9, 5))},
+    "keys alone": Kind((24, 16), in_key=True),
+    "odd keys alone": Kind((17, 5), in_key=True),
+    **{f"{bits} bits": Kind((64, 64), bits, 64) for bits in (2, 3, 4)},
+    "3 bits, odd bytes": Kind((8, 16), 3, offset=3.0),
+    "4 bits, groups": Kind((24, 16), 4, offset=3.0),
+    "2 bits, whole rows": Kind((128, 128), 2, 128),
+    "4 bits, keys alone": Kind((24, 16), 4, in_key=True),
+    "3 bits, keys alone": Kind((48, 16), 3, 16, in_key=True),
+}
 
 
 def random_ids(

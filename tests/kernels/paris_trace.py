@@ -44,7 +44,6 @@ def trace_paris(
     budget: int,
     *,
     softcap: float | None = None,
-    path: str | None = None,
 ) -> ParisTrace:
     """Of ``query [B, Hq, Q, Dk]`` with a scale of 0.1; arguments as of ``run_step``."""
     batch, query_heads, queries, dim = query.shape
@@ -64,7 +63,7 @@ def trace_paris(
     cold, window = HostCold(no_rows, search, valid, budget), HostWindow(empty, empty, 0)
     scores = 0.1, softcap, None
     step, _keep = host_step._pack_step(
-        query, window, cold, scores, trace.ids, trace.rotated, None, 1, path
+        query, window, cold, scores, trace.ids, trace.rotated, None, 1
     )
     arrays = (trace.rotated, trace.points, trace.scores, trace.candidates, trace.estimates)
     find = host_library.load().hfk_search_ids

@@ -16,6 +16,7 @@ INF = float("inf")
 SHARE_OF_SIZE = 4e-6
 # fp32 rounding of scores up to 40, of their exponentials' sum and its logarithm.
 LSE_ERROR = 2e-5
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def draw_codes(*shape: int, words: int, seed: int = 0) -> torch.Tensor:
@@ -58,8 +59,8 @@ def check_table(
 
 @pytest.mark.factor("softcap", [None, 3.0])
 @pytest.mark.factor("words_dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.factor("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.factor("H, C, D", [(4, 1, 1), (2, 130, 20), (1, 45, 200), (2, 45, 290)])
+@pytest.mark.factor("dtype", FLOATS, ids=str)
+@pytest.mark.factor("H, C, D", [(4, 1, 1), (2, 130, 20), (2, 45, 290)])
 def test_the_table_has_the_score_of_every_codeword(
     place: Place,
     H: int,
@@ -102,13 +103,7 @@ def test_a_token_has_the_score_of_its_codeword(
 @pytest.mark.factor("masked", [False, True])
 @pytest.mark.factor(
     "H, Hq, Q, n, C",
-    [
-        (1, 1, 1, 1, 1),
-        (2, 4, 1, 77, 50),
-        (1, 3, 2, 50, 300),
-        (2, 2, 1, 1100, 9),
-        (1, 9, 2, 30, 70),
-    ],
+    [(1, 1, 1, 1, 1), (1, 3, 2, 50, 300), (2, 2, 1, 1100, 9), (1, 9, 2, 30, 70)],
 )
 def test_relevance_is_the_best_softmax_of_the_group(
     place: Place, H: int, Hq: int, Q: int, n: int, C: int, masked: bool, counted: bool
@@ -161,38 +156,18 @@ def test_a_row_without_valid_tokens_has_no_relevance(place: Place, heads: int) -
     assert none.shape == (2, heads, 0, 9)
 
 
-def test_views_of_a_growing_buffer_are_read_in_place(place: Place) -> None:
-    """Spare room holds ids that are none; the mask is a view with strides of its own."""
-    backend, device = place
-    room = torch.full((2, 3, 64), -1, dtype=torch.int16)
-    room[:, :, :40] = draw_codes(2, 3, 40, words=20)
-    mask = torch.rand(2, 80, generator=generator(7)) < 0.7
-    table = draw(2, 20, 6, 2, seed=8).permute(0, 2, 3, 1)
-    moved = (table.to(device), room.to(device)[:, :, :40], mask.to(device)[:, ::2])
-    plain = (table.contiguous(), room[:, :, :40].contiguous(), mask[:, ::2].contiguous())
-    for scores in (book.lookup, book.lookup_scores):
-        got = scores(moved[0], moved[1], valid=moved[2], backend=backend).cpu()
-        expected = scores(plain[0], plain[1], valid=plain[2], backend="naive")
-        torch.testing.assert_close(got, expected, rtol=0, atol=LSE_ERROR)
-
-
 def test_arguments_that_do_not_fit_are_named() -> None:
     table, codes = torch.zeros(1, 4, 1, 6), torch.zeros(1, 2, 5, dtype=torch.int16)
     x, words = torch.zeros(1, 2, 5, 8), torch.zeros(2, 6, 8)
     for scores in (book.lookup, book.lookup_scores):
         refused(r"table is .*: pass fp32 \[B, Hq, Q, C\]", scores, table.double(), codes)
         refused(r"codes is .*: pass int16 \[1, any, any\]", scores, table, codes.int())
-        refused(r"codes is .* on meta", scores, table, codes.to("meta"))
-    refused(
-        "codebook has 3 heads", book.score_table, torch.zeros(1, 4, 1, 8), words[:1].repeat(3, 1, 1)
-    )
-    refused("softcap=-1", book.score_table, torch.zeros(1, 4, 1, 8), words, softcap=-1.0)
+    refused("codebook has 3 heads", book.score_table, torch.zeros(1, 4, 1, 8), words[[0, 1, 0]])
     refused("C=32769 codewords: pass 1 to 32768", book.encode, x, torch.zeros(2, 32769, 8))
     refused(r"codebook is .*: pass fp32 or bf16 \[2, any, 8\]", book.encode, x, words.half())
     refused("codewords=0: 1 to 32768", book.code_counts, codes, 0)
 
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 # Of |x| |c| + |c|^2: sums of up to 290 products in fp32 miss by a tenth of it, a key that is cast
 # to bf16 by a hundred times as much.
 
@@ -218,13 +193,13 @@ def check_nearest(
     assert ((codes >= 0) & (codes < words.shape[1])).all()
     merit, size = merits(x, words)
     missed = merit.amax(-1) - merit.gather(-1, codes.unsqueeze(-1)).squeeze(-1)
-    assert (missed <= SHARE_OF_SIZE * size).all(), missed.max()
+    assert (missed <= SHARE_OF_SIZE * size).all()
     return codes
 
 
 @pytest.mark.factor("words_dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.factor("dtype", FLOATS, ids=str)
-@pytest.mark.factor("n, C, D", [(1, 1, 1), (37, 130, 20), (70, 65, 200), (5, 33, 290)])
+@pytest.mark.factor("n, C, D", [(1, 1, 1), (37, 130, 20), (5, 33, 290)])
 def test_each_token_gets_its_nearest_codeword(
     place: Place, n: int, C: int, D: int, dtype: torch.dtype, words_dtype: torch.dtype
 ) -> None:
@@ -245,7 +220,7 @@ def test_of_equally_near_codewords_the_first_is_taken(place: Place) -> None:
     assert check_nearest(place, torch.zeros(1, 1, 3, 1), mirrored).eq(0).all()
 
 
-@pytest.mark.parametrize("splits", [1, 2, 3, 4, 50])
+@pytest.mark.parametrize("splits", [1, 3, 50])
 def test_programs_that_share_the_codewords_agree(splits: int) -> None:
     """Also with a last share that is shorter, and with equals in different shares."""
     pytest.importorskip("triton")
@@ -264,21 +239,6 @@ def test_the_last_of_32768_codewords_has_an_id(place: Place) -> None:
     words[0, -1] = 1.0
     codes = check_nearest(place, torch.tensor([[[[1.0], [0.2]]]]), words)
     assert codes.flatten().tolist() == [book.MOST_CODEWORDS - 1, 0]
-
-
-def test_strided_keys_and_rows_of_a_wider_cache(place: Place) -> None:
-    """A view of keys beside values, tokens before heads; what lies around is NaN."""
-    room = torch.full((2, 30, 3, 40), math.nan)
-    room[:, 5:25, :, :17] = draw(2, 20, 3, 17, seed=9)
-    moved = on(place, room)[:, 5:25, :, :17].transpose(1, 2)
-    words = draw(3, 70, 17, seed=10)
-    backend, _ = place
-    codes = book.encode(moved, on(place, words), backend=backend)
-    plain = book.encode(on(place, moved.contiguous()), on(place, words), backend=backend)
-    assert torch.equal(codes, plain)
-    columns = on(place, draw(2, 3, 17, 20, seed=9)).transpose(2, 3)
-    expected = book.encode(columns.contiguous(), on(place, words), backend=backend)
-    assert torch.equal(book.encode(columns, on(place, words), backend=backend), expected)
 
 
 def test_norms_of_another_space_encode_transformed_keys(place: Place) -> None:
@@ -304,11 +264,9 @@ def test_a_token_of_nan_gets_0_and_harms_no_other(place: Place) -> None:
     assert torch.equal(codes, clean)
 
 
-@pytest.mark.factor("shape", [(2, 3, 0, 8), (0, 3, 5, 8)])
-def test_no_tokens_have_no_codes(place: Place, shape: tuple[int, ...]) -> None:
+def test_no_tokens_have_no_codes(place: Place) -> None:
     words = on(place, draw(3, 4, 8, seed=16))
-    codes = book.encode(on(place, torch.zeros(shape)), words, backend=place[0])
-    assert codes.shape == shape[:3] and codes.dtype == torch.int16
+    assert book.encode(on(place, torch.zeros(2, 3, 0, 8)), words).shape == (2, 3, 0)
 
 
 def test_scores_are_never_held_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -286,22 +286,16 @@ def test_mistakes_are_refused_with_the_remedy() -> None:
     for group in (4, 96, 2048):
         refused(f"group={group}: pass a power of two from 8 to 1024", HiggsCodec, 2, group)
     codec = HiggsCodec(2, 64)
-    for width in (0, 32, 96):
-        with pytest.raises(ValueError, match=f"rows have {width} numbers, group is 64: pass rows"):
-            codec.encode(torch.zeros(2, width))
-    for wrong in (torch.zeros(2, 64).double(), torch.tensor(1.0)):
-        refused(r"x is .*: pass fp32, bf16 or fp16 \[..., W\]", codec.encode, wrong)
+    refused("rows have 96 numbers, group is 64: pass rows", codec.encode, torch.zeros(2, 96))
+    refused(r"x is .*: pass fp32, bf16 or fp16 \[..., W\]", codec.encode, torch.tensor(1.0))
     refused("x requires gradients", codec.encode, torch.zeros(2, 64, requires_grad=True))
     codes, scales = codec.encode(torch.zeros(2, 64))
     refused(r"dtype=torch\.float64: choose", codec.decode, codes, scales, torch.float64)
-    refused(r"codes is torch\.int32", codec.decode, codes.int(), scales)
     refused(r"scales is torch\.float16", codec.decode, codes, scales.view(torch.float16))
     refused("rows have 60 numbers, group is 64", codec.decode, codes[:, :15], scales)
     refused(r"scales has shape \(1, 2\): pass \[2, 2\]", codec.decode, codes, scales[:1])
     refused("scales is on meta, codes on cpu", codec.decode, codes, scales.to("meta"))
-    refused("choose one of auto", codec.encode, torch.zeros(2, 64), backend="torch")
     far = torch.zeros(2, 64, device="meta")
     refused("leave backend out", codec.encode, far, backend="cpp")
     added = torch.zeros(3, 64)
-    coded = codec.encode(torch.zeros(4, 64))
-    refused("as many as divide 4 rows", codec.decode, *coded, added=added)
+    refused("as many as divide 2 rows", codec.decode, codes, scales, added=added)

@@ -21,11 +21,14 @@ from hf_kvret_kernels.host_step import (
     run_step,
 )
 from hf_kvret_kernels.ids import WrongIdError
+from hf_kvret_kernels.paged import HostRows
 from hf_kvret_kernels.paris import naive
 from hf_kvret_kernels.relevance import best_ids, group_relevance
 from hf_kvret_kernels.relevance import naive as naive_relevance
 
+from .draws import library_threads
 from .host_steps import FP32_ERROR, Shape, cold_rows, generator, near_window, paris_search
+from .paged_rows import Kind, dense_rows
 from .paris_trace import trace_paris
 
 pytestmark = [
@@ -46,19 +49,19 @@ LIST_SHAPES = {
 
 
 def _found(
-    shape: Shape, search: HostSearch, path: str, softcap: float | None = None, threads: int = 1
+    shape: Shape,
+    search: HostSearch,
+    softcap: float | None = None,
+    rows: HostRows | None = None,
 ) -> torch.Tensor:
     """Ids that a step of the library finds."""
-    rows, _, _ = cold_rows(shape)
-    cold = HostCold(rows, search, shape.mask(), min(BUDGET, shape.n))
+    cold = HostCold(rows or cold_rows(shape)[0], search, shape.mask(), min(BUDGET, shape.n))
     _, ids = run_step(
         shape.query(),
         near_window(shape, 9),
         cold,
         scale=SCALE,
         softcap=softcap,
-        threads=threads,
-        path=path,
     )
     return ids
 
@@ -86,7 +89,7 @@ def test_the_best_codewords_are_chosen(name: str, path: str) -> None:
     # A view of more codes than there are tokens, as of a buffer with room.
     form = (shape.batch, shape.heads, shape.n + 7)
     codes = torch.randint(0, words, form, generator=generator(12)).short()[..., : shape.n]
-    ids = _found(shape, CodebookSearch(table, codes), path)
+    ids = _found(shape, CodebookSearch(table, codes))
     relevance = codebook.lookup_scores(table, codes, valid=shape.mask(), backend="naive")
     _check_best(ids, relevance, min(BUDGET, shape.n))
 
@@ -98,7 +101,7 @@ def test_a_code_beyond_the_codebook_is_refused(path: str, code: int) -> None:
     codes = torch.zeros(1, shape.heads, shape.n, dtype=torch.int16)
     codes[:, -1, -1] = code
     with pytest.raises(WrongIdError, match="of 4 codewords: allowed are 0 to 3"):
-        _found(shape, CodebookSearch(table, codes), path)
+        _found(shape, CodebookSearch(table, codes))
 
 
 @pytest.mark.parametrize("softcap", [None, 4.0])
@@ -107,7 +110,7 @@ def test_heads_of_a_group_may_choose_for_themselves(softcap: float | None, path:
     heads, rank = shape.heads * shape.group, 12
     query = torch.randn(shape.batch, heads, shape.queries, rank, generator=generator(1))
     rows = torch.randn(shape.batch, heads, shape.n, rank, generator=generator(2)).bfloat16()
-    ids = _found(shape, ProxySearch(query, rows, heads=heads), path, softcap)
+    ids = _found(shape, ProxySearch(query, rows, heads=heads), softcap)
     assert ids.shape == (shape.batch, heads, shape.queries, BUDGET)
     relevance = proxy.relevance(
         query, rows, heads, valid=shape.mask(), softcap=softcap, backend="naive"
@@ -129,7 +132,9 @@ def _generation(shape: Shape, count: int, width: int, seed: int, wide: bool) -> 
     return Generation(queries, inverse, slots, low, (lists >> 16).byte() if wide else None)
 
 
-def _expected_relevance(shape: Shape, search: ListSearch, softcap: float | None) -> torch.Tensor:
+def _expected_relevance(
+    shape: Shape, search: ListSearch, softcap: float | None, keys: torch.Tensor | None = None
+) -> torch.Tensor:
     """``[B, H, Q, n]``: -inf for tokens that are not recalled."""
     batch, heads, queries, n = shape.batch, shape.heads, shape.queries, shape.n
     bundles = shape.query().unflatten(1, (heads, shape.group)).transpose(2, 3)
@@ -148,7 +153,7 @@ def _expected_relevance(shape: Shape, search: ListSearch, softcap: float | None)
     recalled = recalled[..., :-1]
     recalled[..., n - search.pending :] = True
     recalled &= shape.mask()[:, None, None]
-    _, keys, _ = cold_rows(shape)
+    keys = cold_rows(shape)[1] if keys is None else keys
     logits = SCALE * bundles.float().transpose(2, 3) @ keys.float()[:, :, None].transpose(-1, -2)
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
@@ -169,10 +174,19 @@ def test_the_best_of_the_nearest_lists_are_chosen(
         generations.append(_generation(shape, fresh, 15, 23, wide))
     search = ListSearch(tuple(generations), nprobe=4, pending=min(6, shape.n))
     _check_best(
-        _found(shape, search, path, softcap),
+        _found(shape, search, softcap),
         _expected_relevance(shape, search, softcap),
         min(BUDGET, shape.n),
     )
+
+
+def test_lists_score_the_keys_that_codes_stand_for(path: str) -> None:
+    kind, table = Kind((64, 24), 4, offset=2.0), [[0, 4, 2, 7], [3, 5, 6, 1]]
+    shape = Shape(64, dim=64, batch=2)
+    rows, plain = kind.rows("cpu", table, (8,), page_len=16)
+    search = ListSearch((_generation(shape, 12, 20, 21, False),), nprobe=12, pending=0)
+    expected = _expected_relevance(shape, search, None, dense_rows(plain)[..., :64])
+    _check_best(_found(shape, search, rows=rows), expected, BUDGET)
 
 
 def test_more_threads_than_heads_find_the_same(path: str) -> None:
@@ -182,15 +196,16 @@ def test_more_threads_than_heads_find_the_same(path: str) -> None:
     codes = torch.randint(0, 90, (1, 1, shape.n), generator=generator(3)).short()
     words = CodebookSearch(torch.randn(1, 2, 1, 90, generator=generator(4)), codes)
     for search in (lists, words):
-        assert torch.equal(
-            _found(shape, search, path, threads=3), _found(shape, search, path, threads=1)
-        )
+        with library_threads(3):
+            shared = _found(shape, search)
+        with library_threads(1):
+            assert torch.equal(shared, _found(shape, search))
 
 
 def test_a_token_may_have_a_number_of_more_than_16_bits(path: str) -> None:
     shape = Shape(70_000, dim=8, heads=1, group=2)
     search = ListSearch((_generation(shape, 30, 60, 21, True),), nprobe=8, pending=0)
-    ids = _found(shape, search, path)
+    ids = _found(shape, search)
     assert bool((ids > 1 << 16).any())
     _check_best(ids, _expected_relevance(shape, search, None), BUDGET)
 
@@ -199,7 +214,7 @@ def test_lists_of_no_live_centroid_leave_the_pending_tokens(path: str) -> None:
     shape = Shape(100, valid=1.1)
     part = _generation(shape, 8, 15, 21, False)
     search = ListSearch((part._replace(slots=torch.full((1, 8), -1)),), nprobe=4, pending=3)
-    ids = _found(shape, search, path)
+    ids = _found(shape, search)
     assert ids[..., :3].unique().tolist() == [97, 98, 99]
     assert bool((ids[..., 3:] == -1).all())
 
@@ -211,7 +226,7 @@ def test_best_ids_of_the_naive_code_are_those_of_a_list(path: str) -> None:
     relevance = _expected_relevance(shape, search, None)
     every = torch.arange(shape.n, dtype=torch.int32).expand(1, shape.heads, 1, -1).contiguous()
     expected = best_ids(relevance.unsqueeze(3), every, BUDGET, backend="naive")
-    assert torch.equal(_found(shape, search, path), expected.sort(-1).values)
+    assert torch.equal(_found(shape, search), expected.sort(-1).values)
 
 
 # The path goes to the tests that take it.
@@ -250,7 +265,7 @@ def test_each_stage_of_paris_is_the_naive_one(name: str, path: str) -> None:
     query, valid = shape.query(), shape.mask()
     search = paris_search(shape, valid)
     budget = max(1, search.candidates // 3)
-    trace = trace_paris(query, search, valid, budget, path=path)
+    trace = trace_paris(query, search, valid, budget)
 
     grouped = query.view(shape.batch, shape.heads, -1, shape.queries, shape.dim).float()
     if shape.mean_query:
@@ -281,7 +296,7 @@ def test_a_soft_cap_bends_the_mean_key_too(path: str) -> None:
     query, valid = shape.query(), shape.mask()
     search = paris_search(shape, valid)
     search.mean = torch.randn(1, 2, 128, generator=generator(5))
-    trace = trace_paris(query, search, valid, 9, softcap=1.5, path=path)
+    trace = trace_paris(query, search, valid, 9, softcap=1.5)
     offset = torch.einsum("bhgqd,bhd->bhqg", query.view(1, 2, 2, 1, 128), search.mean)
     expected = naive.rerank(
         trace.rotated, search.codes, trace.candidates, search.levels, 8, 0.1, 1.5, offset
@@ -306,10 +321,11 @@ def test_proxies_choose_the_tokens_of_their_highest_scores(
     valid, budget = shape.mask(), 90
     cold = HostCold(rows, ProxySearch(query, proxies, offset), valid, budget)
     window = near_window(shape, 9)
-    results = [
-        run_step(shape.query(), window, cold, scale=1.0, softcap=softcap, threads=n, path=path)[1]
-        for n in (1, 16)
-    ]
+    results = []
+    for threads in (1, 16):
+        with library_threads(threads):
+            step = run_step(shape.query(), window, cold, scale=1.0, softcap=softcap)
+            results.append(step[1])
     assert torch.equal(*results)
     relevance = proxy.relevance(
         query, proxies, 2, valid=valid, offset=offset, softcap=softcap, backend="naive"
@@ -329,9 +345,7 @@ def test_of_equal_tokens_the_first_are_chosen(path: str) -> None:
     query = torch.zeros(1, 1, 1, 16)
     query[..., 0] = 1
     window = near_window(shape, 5)
-    _, ids = run_step(
-        query, window, HostCold(rows, FlatSearch(same), shape.mask(), 80), scale=1.0, path=path
-    )
+    _, ids = run_step(query, window, HostCold(rows, FlatSearch(same), shape.mask(), 80), scale=1.0)
     twos, ones = (torch.arange(200)[level == x] for x in (2, 1))
     assert ids.flatten().sort().values.tolist() == sorted([*twos, *ones[: 80 - len(twos)]])
 
@@ -352,7 +366,7 @@ def test_no_more_than_the_budget_are_chosen_of_scores_that_are_zero(
     try:
         for scale in (1.0, -1.0):
             cold = HostCold(rows, result, valid, 5)
-            _, ids = run_step(query, near_window(shape, 5), cold, scale=scale, path=path, threads=1)
+            _, ids = run_step(query, near_window(shape, 5), cold, scale=scale)
             first = valid[0].nonzero()[:5, 0].int()
             assert torch.equal(ids, first.expand_as(ids))
     finally:
@@ -365,6 +379,6 @@ def test_a_query_of_nan_has_no_say_in_what_its_group_chooses(path: str) -> None:
     query = shape.query()
     query[:, 1] = math.nan
     cold, window = HostCold(rows, FlatSearch(keys), shape.mask(), 20), near_window(shape, 5)
-    _, ids = run_step(query, window, cold, scale=0.1, path=path)
-    _, alone = run_step(query[:, :1], window, cold, scale=0.1, path=path)
+    _, ids = run_step(query, window, cold, scale=0.1)
+    _, alone = run_step(query[:, :1], window, cold, scale=0.1)
     assert torch.equal(ids, alone)

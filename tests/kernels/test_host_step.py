@@ -12,8 +12,9 @@ import torch
 from hf_kvret_kernels import host_library as library
 from hf_kvret_kernels import host_step
 from hf_kvret_kernels.host_step import FlatSearch, GivenIds, HostCold, HostWindow, run_step
-from hf_kvret_kernels.paged import PagedRows
+from hf_kvret_kernels.ids import WrongIdError
 
+from .draws import draw, library_threads
 from .host_steps import (
     FP32_ERROR,
     Shape,
@@ -23,6 +24,7 @@ from .host_steps import (
     near_window,
     paris_search,
 )
+from .paged_rows import KINDS, Kind, dense_rows
 
 NEVER = float("-inf")
 
@@ -44,7 +46,7 @@ STEPS = {
 }
 
 
-@pytest.mark.factor("threads", [1, 3, 16])
+@pytest.mark.factor("threads", [1, 3, 16], indirect=True)
 @pytest.mark.factor("method", ["flat", "paris"])
 @pytest.mark.factor("name", list(STEPS))
 def test_a_step_attends_to_window_and_choice(
@@ -65,8 +67,6 @@ def test_a_step_attends_to_window_and_choice(
         softcap=softcap,
         sink_logits=sinks,
         selected=selected,
-        threads=threads,
-        path=path,
     )
     assert ids.shape == (shape.batch, shape.heads, shape.queries, budget)
     assert int(selected) == 5 + int((ids >= 0).sum())
@@ -84,7 +84,7 @@ def test_a_step_attends_to_window_and_choice(
 @pytest.mark.factor("shape", [Shape(1, queries=3, batch=2, dim=40), Shape(1, group=5)])
 def test_a_window_alone_is_attended_to(shape: Shape, path: str) -> None:
     query, window = shape.query(), near_window(shape, 90)
-    out, ids = run_step(query, window, scale=0.1, path=path)
+    out, ids = run_step(query, window, scale=0.1)
     assert ids.shape == (shape.batch, shape.heads, shape.queries, 0)
     nothing = torch.zeros(shape.batch, shape.heads, 1, shape.dim)
     expected = expected_attention(query, nothing, nothing[..., :24], ids, window, 0.1, None, None)
@@ -92,7 +92,7 @@ def test_a_window_alone_is_attended_to(shape: Shape, path: str) -> None:
 
 
 @pytest.mark.factor("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.factor("threads", [1, 16])
+@pytest.mark.factor("threads", [1, 16], indirect=True)
 def test_a_result_is_rounded_as_torch_rounds(dtype: torch.dtype, threads: int, path: str) -> None:
     shape = Shape(1, group=3, queries=2, batch=2, dim=40, dtype=dtype)
     query, window = shape.query(), near_window(shape, 90)
@@ -104,9 +104,7 @@ def test_a_result_is_rounded_as_torch_rounds(dtype: torch.dtype, threads: int, p
     sinks = torch.randn(query.shape[1], generator=generator(9))
 
     def step(form: torch.dtype) -> torch.Tensor:
-        return run_step(
-            query, window, scale=0.1, sink_logits=sinks, dtype=form, threads=threads, path=path
-        )[0]
+        return run_step(query, window, scale=0.1, sink_logits=sinks, dtype=form)[0]
 
     exact, rounded = step(torch.float32), step(dtype)
     assert rounded.dtype == dtype
@@ -121,40 +119,75 @@ def test_a_result_is_of_float32_or_the_querys_dtype() -> None:
         run_step(shape.query(), near_window(shape, 5), scale=1.0, dtype=torch.float16)
 
 
-@pytest.mark.factor("heads", [1, 2, 6])
-@pytest.mark.factor("threads", [1, 16])
-def test_ids_that_are_given_are_attended_to(heads: int, threads: int, path: str) -> None:
-    shape = Shape(300, heads=2, group=3, queries=2, batch=2, dim=40)
-    rows, keys, values = cold_rows(shape)
-    if heads % 2:
-        with pytest.raises(
-            ValueError, match=r"ids is torch.int32 \(2, 1, 2, 5\): pass int32 \[2, 2 or a multiple"
-        ):
-            run_given(shape, rows, torch.zeros(2, 1, 2, 5, dtype=torch.int32), threads, path)
-        return
-    ids = torch.randint(-1, 300, (2, heads, 2, 700), generator=generator(3), dtype=torch.int32)
-    out = run_given(shape, rows, ids, threads, path)
-    each = 6 // heads
-    for head in range(6):
-        kv = slice(head // 3, head // 3 + 1)
-        window = near_window(shape, 21)
-        window.keys, window.values = window.keys[:, kv], window.values[:, kv]
-        own = ids[:, head // each, None]
-        expected = expected_attention(
-            shape.query()[:, head, None], keys[:, kv], values[:, kv], own, window, 0.1, None, None
-        )
-        got = out[:, head, None].double()
-        torch.testing.assert_close(got, expected, rtol=1e-5, atol=FP32_ERROR)
-
-
-def run_given(
-    shape: Shape, rows: PagedRows, ids: torch.Tensor, threads: int, path: str
-) -> torch.Tensor:
-    cold = HostCold(rows, GivenIds(ids), shape.mask(), 1)
-    window = near_window(shape, 21)
-    out, same = run_step(shape.query(), window, cold, scale=0.1, threads=threads, path=path)
+@pytest.mark.factor("kind", list(KINDS))
+@pytest.mark.factor("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.factor(("heads", "queries"), [(2, 1), (6, 2)])
+@pytest.mark.factor("length", [2, 21])
+@pytest.mark.factor("softcap", [None, 2.0])
+@pytest.mark.factor("threads", [1, 7], indirect=True)
+def test_ids_that_are_given_are_attended_to(
+    kind: str,
+    dtype: torch.dtype,
+    heads: int,
+    queries: int,
+    length: int,
+    softcap: float | None,
+    threads: int,
+    path: str,
+) -> None:
+    """In rows of any kind: of a KV head for all its query heads, or of each query head."""
+    own = KINDS[kind]
+    stored = dtype if own.bits == 16 else torch.float32
+    table = [[0, 4, 2, 7, 8, 9], [3, 5, 6, 1, 10, 11]]
+    rows, plain = own.rows("cpu", table, (12,), page_len=16, dtype=stored)
+    keys, values = dense_rows(plain).split(own.dims, -1)
+    query = draw(2, 6, queries, own.dims[0], seed=7, dtype=dtype)
+    near = [draw(2, 2, length, dim, seed=8, dtype=dtype) for dim in own.dims]
+    window = HostWindow(near[0], near[0][..., : own.dims[1]] if own.in_key else near[1], length)
+    ids = torch.randint(-1, 96, (2, heads, queries, 70), generator=generator(6)).int()
+    cold = HostCold(rows, GivenIds(ids), torch.ones(2, 96, dtype=torch.bool), 70)
+    scale, sinks = own.dims[0] ** -0.5, draw(6, seed=3)
+    options = {"scale": scale, "softcap": softcap, "sink_logits": sinks}
+    out, same = run_step(query, window, cold, **options)
     assert torch.equal(same, ids)
-    return out
+    expected = expected_attention(query, keys, values, ids, window, scale, softcap, sinks)
+    # Of codes: longer sums, and butterflies before and after.
+    error = FP32_ERROR if own.bits == 16 else 2 * FP32_ERROR
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=error)
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+def test_a_search_reads_a_window_and_rows_of_keys_alone(queries: int, path: str) -> None:
+    shape = Shape(32, dim=24, group=3, queries=queries, batch=2)
+    rows, plain = Kind((24, 10), in_key=True).rows()
+    keys = dense_rows(plain)[..., :24].float().contiguous()
+    near = near_window(shape, 37)
+    window = replace(near, values=near.keys[..., :10])
+    cold = HostCold(rows, FlatSearch(keys), shape.mask(), 9)
+    out, ids = run_step(shape.query(), window, cold, scale=0.2)
+    values = keys[..., :10]
+    expected = expected_attention(shape.query(), keys, values, ids, window, 0.2, None, None)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=FP32_ERROR)
+
+
+def test_ids_of_a_head_that_has_no_rows_are_refused() -> None:
+    rows, _ = KINDS["4 bits"].rows()
+    ids = torch.zeros(2, 1, 1, 5, dtype=torch.int32)
+    cold = HostCold(rows, GivenIds(ids), torch.ones(2, 32, dtype=torch.bool), 5)
+    near = HostWindow(draw(2, 2, 5, 64), draw(2, 2, 5, 64), 5)
+    with pytest.raises(ValueError, match=r"pass int32 \[2, 2 or a multiple"):
+        run_step(draw(2, 4, 1, 64), near, cold, scale=0.1)
+
+
+@pytest.mark.parametrize("kind", ["(8, 8)", "2 bits"])
+def test_ids_of_no_token_are_refused(kind: str, path: str) -> None:
+    rows, plain = KINDS[kind].rows()
+    dim = plain.key_dim
+    ids = torch.full((2, 2, 1, 3), 32, dtype=torch.int32)
+    cold = HostCold(rows, GivenIds(ids), torch.ones(2, 32, dtype=torch.bool), 3)
+    near = HostWindow(draw(2, 2, 5, dim), draw(2, 2, 5, dim), 5)
+    with pytest.raises(WrongIdError, match="id 32 of 32 tokens"):
+        run_step(draw(2, 4, 1, dim), near, cold, scale=0.2)
 
 
 def check_best(
@@ -189,10 +222,11 @@ def test_threads_choose_and_answer_alike(path: str) -> None:
     rows, _, _ = cold_rows(shape)
     query, valid, window = shape.query(), shape.mask(), near_window(shape, 20)
     search = paris_search(shape, valid)
-    results = [
-        run_step(query, window, HostCold(rows, search, valid, 100), scale=0.1, threads=n, path=path)
-        for n in (1, 2, 7)
-    ]
+    results = []
+    for threads in (1, 2, 7):
+        with library_threads(threads):
+            cold = HostCold(rows, search, valid, 100)
+            results.append(run_step(query, window, cold, scale=0.1))
     for out, ids in results[1:]:
         assert torch.equal(ids, results[0][1])
         torch.testing.assert_close(out, results[0][0], rtol=1e-5, atol=FP32_ERROR)
@@ -205,10 +239,10 @@ def test_a_query_that_is_not_finite_spoils_its_own_answer_only(poison: float, pa
     query, valid, window = shape.query(), shape.mask(), near_window(shape, 20)
     for search in (FlatSearch(keys), paris_search(shape, valid)):
         cold = HostCold(rows, search, valid, 40)
-        good, _ = run_step(query, window, cold, scale=0.1, path=path)
+        good, _ = run_step(query, window, cold, scale=0.1)
         bad_query = query.clone()
         bad_query[0, 0] = poison
-        bad, _ = run_step(bad_query, window, cold, scale=0.1, path=path)
+        bad, _ = run_step(bad_query, window, cold, scale=0.1)
         assert torch.equal(bad[0, 2:], good[0, 2:])
 
 
@@ -220,9 +254,10 @@ def test_callers_on_several_threads_do_not_meet() -> None:
     cold = HostCold(rows, paris_search(shape, valid), valid, 64)
 
     def answer(query: torch.Tensor) -> torch.Tensor:
-        return run_step(query, window, cold, scale=0.1, threads=3)[0]
+        return run_step(query, window, cold, scale=0.1)[0]
 
-    expected = [answer(query) for query in queries]
+    with library_threads(3):
+        expected = [answer(query) for query in queries]
     results: list[list[torch.Tensor]] = [[] for _ in queries]
     workers = [
         threading.Thread(
@@ -230,10 +265,11 @@ def test_callers_on_several_threads_do_not_meet() -> None:
         )
         for i in range(len(queries))
     ]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
+    with library_threads(3):
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
     for got, want in zip(results, expected, strict=True):
         assert len(got) == 10
         assert all(torch.equal(x, want) for x in got)
@@ -254,31 +290,13 @@ def test_memory_of_any_layout_is_read_right() -> None:
     assert torch.equal(got, expected)
 
 
-def test_a_query_of_another_dtype_is_refused() -> None:
-    shape = Shape(100)
-    rows, keys, _ = cold_rows(shape)
-    cold = HostCold(rows, FlatSearch(keys), shape.mask(), 3)
-    with pytest.raises(ValueError, match="convert the query"):
-        run_step(shape.query().double(), near_window(shape, 5), cold, scale=1.0)
-
-
-def test_a_page_table_without_the_rows_is_an_error() -> None:
-    shape = Shape(100, valid=1.1)
-    rows, keys, _ = cold_rows(shape)
-    short = replace(rows, table=rows.table[:, :2], page_address=None)
-    cold = HostCold(short, FlatSearch(keys), shape.mask(), 90)
-    with pytest.raises(ValueError, match="of 32 tokens: allowed are 0 to 31"):
-        run_step(shape.query(), near_window(shape, 5), cold, scale=1.0)
-
-
-def test_the_variable_forces_an_instruction_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_variable_that_names_no_instruction_set_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     shape = Shape(100)
     rows, keys, _ = cold_rows(shape)
     cold = HostCold(rows, FlatSearch(keys), shape.mask(), 9)
     arguments = (shape.query(), near_window(shape, 5), cold)
-    monkeypatch.setenv(library.ISA_VARIABLE, "portable")
-    forced, _ = run_step(*arguments, scale=0.1)
-    assert torch.equal(forced, run_step(*arguments, scale=0.1, path="portable")[0])
     monkeypatch.setenv(library.ISA_VARIABLE, "mmx")
     with pytest.raises(ValueError, match="HF_KVRET_CPU_PATH=mmx: choose one of avx512_bf16"):
         run_step(*arguments, scale=0.1)
@@ -318,14 +336,14 @@ def test_windows_that_do_not_fit_are_refused() -> None:
     turned = torch.randn(1, 40, 2, 16).transpose(1, 2)
     cases = [
         (query, rows, rows.bfloat16(), 40, "one dtype"),
-        (query, rows, rows[:, :, :30], 30, "one dtype"),
+        (query.double(), rows, rows, 40, "convert the query"),
         (query.expand(2, -1, -1, -1), rows, rows, 40, "query's batch"),
         (query[:, :3], rows, rows, 40, "divide its heads"),
         (query, rows, rows, 41, "length=41"),
         (query, rows, rows, 1, "length=1"),
         (query, rows, roomy, 40, "one capacity"),
         (query, turned, turned, 40, "one capacity"),
-        (query, rows[:, :1].expand(-1, 2, -1, -1), rows, 40, "one capacity"),
+        (query, rows, torch.zeros(1, 2, 40, 24)[..., :16], 40, "the first numbers of keys"),
     ]
     for own, keys, values, length, message in cases:
         with pytest.raises(ValueError, match=message):
@@ -333,14 +351,16 @@ def test_windows_that_do_not_fit_are_refused() -> None:
 
 
 def test_cold_rows_that_do_not_fit_are_refused() -> None:
-    shape = Shape(100)
+    shape = Shape(100, valid=1.1)
     rows, keys, _ = cold_rows(shape)
     query, window, valid = shape.query(), near_window(shape, 5), shape.mask()
     halves = replace(rows, chunks=[chunk.half() for chunk in rows.chunks], page_address=None)
-    for own, mask, message in (
-        (halves, valid, "rows of one form"),
-        (rows, valid.float(), "bool mask"),
-        (rows, valid.expand(2, -1), "batch of 1"),
+    short = replace(rows, table=rows.table[:, :2], page_address=None)
+    for own, mask, budget, message in (
+        (halves, valid, 3, "rows of one form"),
+        (short, valid, 90, "of 32 tokens: allowed are 0 to 31"),
+        (rows, valid.float(), 3, "bool mask"),
+        (rows, valid.expand(2, -1), 3, "batch of 1"),
     ):
         with pytest.raises(ValueError, match=message):
-            run_step(query, window, HostCold(own, FlatSearch(keys), mask, 3), scale=1.0)
+            run_step(query, window, HostCold(own, FlatSearch(keys), mask, budget), scale=1.0)

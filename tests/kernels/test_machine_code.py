@@ -22,7 +22,7 @@ from machine_code import COUNTS, Launch, check_tools, compile_parts, label_of, t
 from step_kernels import MULTIPROCESSORS, PARTS, PROMPT_PARTS, WIDE_PARTS
 
 LIMITS = Path(__file__).with_name("machine_code_limits.json")
-CHEAP = ("merge", "count", "flat", "attend-100")
+CHEAP = ("merge", "count")
 CONTEXTS, BATCHES = (131_072, 1 << 20), (1, 8)
 AT_LEAST = ("ctas_at_batch_1", "widest_load_bytes", "load_bytes")
 Figures = dict[str, int]
@@ -70,6 +70,7 @@ def test_long_rows_and_large_groups_spill_nothing(part: str) -> None:
         assert launch.ctas_at_once >= 2, launch.kernel
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", PROMPT_PARTS)
 def test_the_probes_of_a_prompt_fill_a_device_and_spill_nothing(part: str) -> None:
     pytest.importorskip("triton", reason="Triton compiles on Linux only")

@@ -22,10 +22,8 @@ def random_parts(
         lse = torch.randn(shape[:3], generator=generator) * 4
         lse[torch.rand(shape[:3], generator=generator) < 0.2] = -INF
         outs.append(torch.randn(shape, generator=generator).to(dtype))
+        lse[0, 0, :1] = -INF
         lses.append(lse)
-    lses[0][-1, -1] = -INF
-    for lse in lses:
-        lse[0, 0, 0] = -INF
     return outs, lses
 
 
@@ -68,22 +66,23 @@ def check(
 
 
 @pytest.mark.factor("with_sinks", [False, True])
-@pytest.mark.factor("number", [1, 2, 3, 5])
-@pytest.mark.factor("shape", [(2, 4, 1, 128), (1, 3, 5, 40), (2, 2, 3, 1)])
+@pytest.mark.factor("number", [1, 2, 5])
+@pytest.mark.factor("shape", [(2, 4, 1, 128), (1, 3, 5, 40), (2, 2, 3, 1), (1, 2, 0, 8)])
+@pytest.mark.factor("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_sets_merge_to_their_union(
-    place: Place, shape: tuple[int, ...], number: int, with_sinks: bool
+    place: Place, shape: tuple[int, ...], number: int, with_sinks: bool, dtype: torch.dtype
 ) -> None:
-    sinks = torch.linspace(-3.0, 5.0, shape[1]) if with_sinks else None
-    out, lse = check(place, *random_parts(number, *shape), sinks)
-    assert not with_sinks or lse.isfinite().all()
-    assert with_sinks or (lse[0, 0, 0] == -INF and out[0, 0, 0].eq(0).all())
-
-
-@pytest.mark.factor("dtype", [torch.float16, torch.bfloat16])
-def test_sums_are_fp32_whatever_comes_in_and_goes_out(place: Place, dtype: torch.dtype) -> None:
-    parts = random_parts(4, 1, 2, 3, 16, dtype=dtype)
-    check(place, *parts)
-    check(place, *parts, torch.tensor([0.5, -0.25], dtype=dtype), dtype)
+    """Of any layout, and in fp32 whatever comes in and goes out."""
+    sinks = torch.linspace(-3.0, 5.0, shape[1], dtype=dtype) if with_sinks else None
+    outs, lses = random_parts(number, *shape, dtype=dtype)
+    outs[0] = outs[0].transpose(1, 2).contiguous().transpose(1, 2)
+    lses[0] = lses[0].transpose(0, 2).contiguous().transpose(0, 2)
+    check(place, outs, lses, sinks)
+    out, lse = check(place, outs, lses, sinks, dtype)
+    if with_sinks:
+        assert lse.isfinite().all()
+    elif shape[2]:
+        assert lse[0, 0, 0] == -INF and out[0, 0, 0].eq(0).all()
 
 
 def test_one_set_and_empty_ones_give_it_back_to_the_bit(place: Place) -> None:
@@ -106,26 +105,11 @@ def test_large_logits_keep_their_digits(place: Place) -> None:
     assert lse.item() == pytest.approx(3e4 + 0.3133, abs=2e-3)
 
 
-def test_sets_of_any_layout(place: Place) -> None:
-    outs, lses = random_parts(2, 2, 3, 4, 8)
-    turned = outs[0].transpose(1, 2).contiguous().transpose(1, 2)
-    check(place, [turned, outs[1]], [lses[0].transpose(0, 2).contiguous().transpose(0, 2), lses[1]])
-
-
-def test_no_queries(place: Place) -> None:
-    check(place, [torch.zeros(1, 2, 0, 8)], [torch.zeros(1, 2, 0)])
-
-
 def test_what_does_not_fit_is_named() -> None:
     out, lse = torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3)
-    refused("0 outs and 0 lses", merge_partials, [], [])
     refused("2 outs and 1 lses", merge_partials, [out, out], [lse])
     refused(r"outs\[0\] has shape \(2, 3, 4\)", merge_partials, [out[0]], [lse])
     refused(r"outs\[1\] is .* \[1, 2, 3, 4\]", merge_partials, [out, out[..., :3]], [lse, lse])
     refused(r"lses\[0\] is torch\.float64", merge_partials, [out], [lse.double()])
-    refused(r"lses\[0\] is .* on meta", merge_partials, [out], [lse.to("meta")])
-    with pytest.raises(ValueError, match=r"sink_logits is torch\.float32 \(3,\)"):
-        merge_partials([out], [lse], sink_logits=torch.zeros(3))
+    refused("sink_logits is", merge_partials, [out], [lse], sink_logits=torch.zeros(3))
     refused(r"out_dtype=torch\.float64", merge_partials, [out], [lse], out_dtype=torch.float64)
-    refused("requires gradients", merge_partials, [out.clone().requires_grad_()], [lse])
-    refused("backend='cuda'", merge_partials, [out], [lse], backend="cuda")

@@ -1,4 +1,4 @@
-"""PagedRows in several memories, with keys and values apart, and copies of their pages."""
+"""PagedRows: their form, rows in several memories, keys and values apart, copies of pages."""
 
 from __future__ import annotations
 
@@ -13,57 +13,97 @@ from hf_kvret_kernels.page_copy import copy_pages
 from hf_kvret_kernels.paged import PagedRows, join_sides, lay_apart
 from hf_kvret_kernels.resident import fetch
 
-from .draws import Place
-from .paged_rows import dense_rows
+from .draws import Place, draw, generator
+from .paged_rows import TWO_ROWS, Kind, dense_rows, paged, random_ids, random_query
 
-HEADS = 2
-PAGE_TABLE = [[0, 5, 2, 8], [7, 1, 6, 3], [4, 5, 5, 0]]
+TABLE = torch.tensor(TWO_ROWS, dtype=torch.int32)
+CHUNK = torch.zeros(9, 2, 8, 32)
+
+
+def test_addresses_are_those_of_the_pages_and_are_kept() -> None:
+    rows = paged("cpu", TWO_ROWS, (4, 5))
+    addresses = rows.addresses()
+    assert addresses.tolist() == [page.data_ptr() for chunk in rows.chunks for page in chunk]
+    assert rows.addresses() is addresses
+    again = PagedRows(rows.chunks, rows.table, rows.key_dim, page_address=addresses)
+    assert again.addresses() is addresses
+
+
+@pytest.mark.parametrize(
+    ("dims", "dtype", "expected"),
+    [((64, 64), torch.float16, 16), ((40, 20), torch.float16, 8), ((9, 5), torch.bfloat16, 2)],
+    ids=str,
+)
+def test_alignment_is_what_every_key_and_value_has(
+    dims: tuple[int, int], dtype: torch.dtype, expected: int
+) -> None:
+    rows = paged("cpu", TWO_ROWS, dims=dims, dtype=dtype)
+    assert rows.alignment_bytes() == expected
+    for row in rows.chunks[0].view(-1, rows.width)[:20]:
+        assert row.data_ptr() % expected == row[rows.key_dim :].data_ptr() % expected == 0
+
+
+@pytest.mark.parametrize(
+    ("chunks", "table", "key_dim", "options", "message"),
+    [
+        ([], TABLE, 16, {}, "chunks is empty"),
+        ([CHUNK, CHUNK.half()], TABLE, 16, {}, r"chunks\[1\] is torch.float16"),
+        ([CHUNK.transpose(1, 2)], TABLE, 16, {}, "contiguous"),
+        ([CHUNK, CHUNK.to("meta")], TABLE, 16, {}, r"chunks\[1\] is .* on meta: .* host memory"),
+        ([CHUNK], TABLE.long(), 16, {}, "pass int32"),
+        ([CHUNK], TABLE[:, :0], 16, {}, "at least one column"),
+        ([CHUNK], TABLE, 32, {}, "1 .. 31"),
+        ([CHUNK], TABLE, 32, {"value_in_key": 33}, "value_in_key"),
+        ([CHUNK], TABLE, 20, {"value_in_key": 8}, "value_in_key"),
+        ([CHUNK], TABLE, 32, {"value_in_key": 8, "apart": True}, "value_in_key"),
+        ([CHUNK], TABLE, 16, {"tokens": 33}, "tokens=33: the table has room for 0 to 32"),
+        ([CHUNK], TABLE, 16, {"tokens": -1}, "tokens=-1"),
+    ],
+)
+def test_rows_of_another_form_are_refused(
+    chunks: list[torch.Tensor],
+    table: torch.Tensor,
+    key_dim: int,
+    options: dict[str, Any],
+    message: str,
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        PagedRows(chunks, table, key_dim, **options)
+
+
 # Page length, bytes of a key and of a value: codes and scales of 4 and 3 bits, and odd ones.
 SIZES = [(8, 64, 4), (4, 12, 2), (3, 5, 3), (1, 1, 1)]
 
 
-def _pair(
-    place: Place, chunks: tuple[int, ...], sizes: tuple[int, int, int]
+def side_by_side_and_apart(
+    device: str, chunks: tuple[int, ...], sizes: tuple[int, int, int]
 ) -> tuple[PagedRows, PagedRows]:
-    """Random bytes side by side, and apart."""
+    """The same random bytes twice."""
     page_len, key_dim, value_dim = sizes
-    shape = sum(chunks), HEADS, page_len, key_dim + value_dim
-    pages = torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(0)).byte()
-    table = torch.tensor(PAGE_TABLE, dtype=torch.int32, device=place[1])
+    shape = sum(chunks), 2, page_len, key_dim + value_dim
+    pages = torch.randint(0, 256, shape, generator=generator(0)).byte()
     near, far = (
-        [part.clone().to(place[1]) for part in all_pages.split(chunks)]
-        for all_pages in (pages, lay_apart(pages, key_dim))
+        [part.clone().to(device) for part in every.split(chunks)]
+        for every in (pages, lay_apart(pages, key_dim))
     )
+    table = TABLE.to(device)
     return PagedRows(near, table, key_dim), PagedRows(far, table, key_dim, apart=True)
 
 
 @pytest.mark.factor("chunks", [(9,), (3, 2, 4)], ids=str)
 @pytest.mark.factor("sizes", SIZES, ids=str)
-@pytest.mark.factor("heads", [HEADS, 2 * HEADS])
-def test_rows_are_gathered_as_if_they_lay_side_by_side(
+@pytest.mark.factor("heads", [2, 4])
+def test_rows_that_lie_apart_are_read_as_if_they_lay_side_by_side(
     place: Place, chunks: tuple[int, ...], sizes: tuple[int, int, int], heads: int
 ) -> None:
-    together, apart = _pair(place, chunks, sizes)
-    generator = torch.Generator().manual_seed(1)
-    shape = len(PAGE_TABLE), heads, 3, 37
-    ids = torch.randint(-1, len(PAGE_TABLE[0]) * sizes[0], shape, generator=generator).int()
+    together, apart = side_by_side_and_apart(place[1], chunks, sizes)
+    ids = torch.randint(-1, 4 * sizes[0], (2, heads, 3, 37), generator=generator(1)).int()
     ids[0, 0, 0] = -1
     expected = together.gather(ids.to(place[1]), backend="naive")
-    got = apart.gather(ids.to(place[1]), backend=place[0])
-    assert all(map(torch.equal, got, expected))
-
-
-@pytest.mark.factor("chunks", [(9,), (3, 2, 4)], ids=str)
-@pytest.mark.factor("sizes", SIZES, ids=str)
-def test_pages_are_copied_as_if_rows_lay_side_by_side(
-    place: Place, chunks: tuple[int, ...], sizes: tuple[int, int, int]
-) -> None:
-    together, apart = _pair(place, chunks, sizes)
-    for first, last in ((0, 4), (1, 2)):
-        for width in (None, sizes[1], 1):
-            expected = copy_pages(together, first, last, width=width, backend="naive")
-            got = copy_pages(apart, first, last, width=width, backend=place[0])
-            assert torch.equal(got, expected)
+    assert all(map(torch.equal, apart.gather(ids.to(place[1]), backend=place[0]), expected))
+    for width in (None, sizes[1], 1):
+        expected = copy_pages(together, 1, 3, width=width, backend="naive")
+        assert torch.equal(copy_pages(apart, 1, 3, width=width, backend=place[0]), expected)
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
@@ -77,210 +117,135 @@ def test_sides_come_together_again(sizes: tuple[int, int, int]) -> None:
 
 @pytest.mark.parametrize(
     ("sizes", "wanted"),
-    [((64, 128, 4), (16, 4)), ((64, 64, 4), (16, 4)), ((64, 8, 6), (8, 2)), ((3, 5, 4), (1, 1))],
+    [((64, 128, 4), (16, 4)), ((64, 8, 6), (8, 2)), ((3, 5, 4), (1, 1))],
 )
 def test_each_side_is_aligned_to_its_own_length(
     sizes: tuple[int, int, int], wanted: tuple[int, int]
 ) -> None:
     """Rows of both, 132 bytes, would be multiples of 4 only."""
-    _, apart = _pair(("naive", "cpu"), (9,), sizes)
+    _, apart = side_by_side_and_apart("cpu", (9,), sizes)
     assert apart.chunks[0].data_ptr() % 16 == 0
     assert apart.side_alignments() == wanted
 
 
-def test_operations_on_rows_side_by_side_refuse_others() -> None:
-    pages, table = torch.zeros(9, HEADS, 8, 32), torch.tensor(PAGE_TABLE, dtype=torch.int32)
-    apart = PagedRows([pages], table, 16, apart=True)
-    ids = torch.zeros(len(PAGE_TABLE), HEADS, 1, 3, dtype=torch.int32)
-    query: Any = torch.zeros(len(PAGE_TABLE), HEADS, 1, 16)
-    for operation in (gather_attention, gather_scores):
-        with pytest.raises(ValueError, match=r"rows have apart=True: .* must lie side by side"):
-            operation(query, apart, ids, scale=1.0)
-    buffer = torch.zeros(len(PAGE_TABLE), HEADS, 3, 32)
-    with pytest.raises(ValueError, match=r"rows have apart=True: a slot has a key and its value"):
-        fetch(apart, ids[:, :, 0], ids[:, :, 0], buffer)
+def check_copy(place: Place, rows: PagedRows, first: int, last: int, **options: int) -> None:
+    copy = copy_pages(rows, first, last, backend=place[0], **options)
+    assert copy.device.type == place[1]
+    assert copy.is_contiguous() or "width" in options
+    pages = dense_rows(rows)[:, :, first * rows.page_len : last * rows.page_len]
+    assert torch.equal(copy.cpu(), pages[..., : options.get("width", rows.width)])
 
 
-def dense_pages(rows: PagedRows, first: int, last: int) -> torch.Tensor:
-    """Rows of these columns of the table."""
-    return dense_rows(rows)[:, :, first * rows.page_len : last * rows.page_len]
-
-
-def _pages_of(
-    dtype: torch.dtype, page_len: int, width: int, pages: tuple[int, ...], device: str = "cpu"
-) -> PagedRows:
-    """Three rows of a batch, whose five pages each are any of those there are, some twice."""
-    generator = torch.Generator().manual_seed(0)
-    shape = (HEADS, page_len, width)
-    if dtype == torch.uint8:
-        chunks = [torch.randint(0, 256, (n, *shape), generator=generator).to(dtype) for n in pages]
-    else:
-        chunks = [torch.randn(n, *shape, generator=generator).to(dtype) for n in pages]
-    table = torch.randint(0, sum(pages), (3, 5), generator=generator, dtype=torch.int32)
-    return PagedRows([chunk.to(device) for chunk in chunks], table.to(device), width // 2)
-
-
-@pytest.mark.factor("pages", [(7,), (2, 1, 4)], ids=["one-chunk", "three-chunks"])
+@pytest.mark.factor("chunks", [(9,), (2, 3, 4)], ids=["one-chunk", "three-chunks"])
 @pytest.mark.factor(
-    ("dtype", "page_len", "width"),
+    ("dtype", "page_len", "dims"),
     [
-        (torch.float32, 4, 10),
-        (torch.bfloat16, 4, 6),
-        # Words of two bytes, and of one.
-        (torch.float16, 1, 7),
-        (torch.uint8, 3, 5),
+        (torch.bfloat16, 4, (2, 4)),
+        # Words of two bytes.
+        (torch.float16, 1, (3, 4)),
         # Longer than a tile of 16 KiB, and not a multiple of it.
-        (torch.float32, 64, 68),
+        (torch.float32, 64, (34, 34)),
     ],
 )
 def test_pages_come_in_the_order_of_the_table(
     place: Place,
     dtype: torch.dtype,
     page_len: int,
-    width: int,
-    pages: tuple[int, ...],
+    dims: tuple[int, int],
+    chunks: tuple[int, ...],
 ) -> None:
-    backend, device = place
-    rows = _pages_of(dtype, page_len, width, pages, device)
-    for first, last in ((0, 5), (1, 4), (4, 5)):
-        got = copy_pages(rows, first, last, backend=backend)
-        assert got.is_contiguous() and got.device.type == device
-        assert torch.equal(got.cpu(), dense_pages(rows, first, last))
+    rows = paged(place[1], TWO_ROWS, chunks, page_len=page_len, dims=dims, dtype=dtype)
+    # A table that is a view is read by its strides.
+    rows.table = rows.table.t().contiguous().t()
+    for first, last in ((0, 4), (1, 3), (3, 4)):
+        check_copy(place, rows, first, last)
+    for programs in (1, 3, 1000):
+        check_copy(place, rows, 0, 4, programs=programs)
 
 
-@pytest.mark.parametrize("width", [1, 6, 12])
-@pytest.mark.parametrize("first_pages", [(0, 20, 7), (3, 3, 12)])
-def test_runs_of_pages_are_copied_across_chunks(
-    place: Place, first_pages: tuple[int, ...], width: int
-) -> None:
+@pytest.mark.parametrize("width", [1, 12])
+def test_runs_of_pages_are_copied_across_chunks(place: Place, width: int) -> None:
     """Consecutive pages, as of a store that only grew; some numbers of each row."""
-    backend, device = place
-    rows = _pages_of(torch.float32, 4, 12, (10, 5, 35), device)
-    table = torch.tensor(first_pages)[:, None] + torch.arange(30)
-    rows = PagedRows(rows.chunks, table.int().to(device), rows.key_dim)
-    for first, last in ((0, 30), (2, 9)):
-        got = copy_pages(rows, first, last, width=width, backend=backend)
-        assert torch.equal(got.cpu(), dense_pages(rows, first, last)[..., :width])
+    table = [list(range(first, first + 12)) for first in (0, 8, 3)]
+    rows = paged(place[1], table, (4, 2, 14), page_len=4, dims=(6, 6))
+    for first, last in ((0, 12), (2, 9)):
+        check_copy(place, rows, first, last, width=width)
 
 
-@pytest.mark.factor("programs", [1, 3, 1000])
-def test_any_number_of_programs_does_all_the_work(place: Place, programs: int) -> None:
-    backend, device = place
-    rows = _pages_of(torch.bfloat16, 4, 12, (7,), device)
-    got = copy_pages(rows, 0, 5, programs=programs, backend=backend)
-    assert torch.equal(got.cpu(), dense_pages(rows, 0, 5))
-
-
-def test_a_table_that_is_a_view_is_read_by_its_strides(place: Place) -> None:
-    backend, device = place
-    rows = _pages_of(torch.float32, 4, 6, (7,), device)
-    turned = PagedRows(rows.chunks, rows.table.t().contiguous().t()[1:], rows.key_dim)
-    assert torch.equal(copy_pages(turned, 1, 4, backend=backend).cpu(), dense_pages(turned, 1, 4))
+def test_pages_of_keys_alone_are_copied(place: Place) -> None:
+    rows, _ = Kind((24, 16), in_key=True).rows(place[1], TWO_ROWS, (4, 5))
+    check_copy(place, rows, 1, 3)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_pinned_pages_are_read_from_the_device() -> None:
-    rows = _pages_of(torch.bfloat16, 64, 256, (3, 4))
+    rows = paged("cpu", TWO_ROWS, (4, 5), page_len=64, dims=(128, 128), dtype=torch.bfloat16)
     near = [rows.chunks[0].cuda(), rows.chunks[1].pin_memory()]
-    mixed = PagedRows(near, rows.table.cuda(), rows.key_dim)
-    got = copy_pages(mixed, 0, 5, programs=2)
-    assert torch.equal(got.cpu(), dense_pages(rows, 0, 5))
+    copy = copy_pages(PagedRows(near, rows.table.cuda(), rows.key_dim), 0, 4, programs=2)
+    assert torch.equal(copy.cpu(), dense_rows(rows))
 
 
-@pytest.mark.parametrize(("first", "last"), [(0, 6), (-1, 2), (3, 3), (4, 2)])
+@pytest.mark.parametrize(("first", "last"), [(0, 5), (-1, 2), (3, 3)])
 def test_columns_that_the_table_lacks_and_no_programs_are_refused(first: int, last: int) -> None:
+    rows = PagedRows([CHUNK], TABLE, 16)
     with pytest.raises(ValueError, match="programs=0: at least 1"):
-        copy_pages(_pages_of(torch.float32, 4, 6, (7,)), 0, 1, programs=0)
-    with pytest.raises(ValueError, match=rf"columns {first} \.\. {last}: the table has 5"):
-        copy_pages(_pages_of(torch.float32, 4, 6, (7,)), first, last)
+        copy_pages(rows, 0, 1, programs=0)
+    with pytest.raises(ValueError, match=rf"columns {first} \.\. {last}: the table has 4"):
+        copy_pages(rows, first, last)
 
 
-PAGE_LEN, KEY_DIM, VALUE_DIM = 8, 16, 24
-
-
-def _apart(pages: torch.Tensor, place: Place) -> torch.Tensor:
-    """The same pages in memory of another kind: mapped, or pinned for a GPU."""
+def in_other_memory(pages: torch.Tensor, place: Place) -> torch.Tensor:
+    """The same pages, mapped, or pinned for a GPU."""
     if place[1] == "cuda":
         return pages.cpu().pin_memory()
     mapped = torch.frombuffer(mmap.mmap(-1, pages.nbytes), dtype=pages.dtype).view(pages.shape)
     return mapped.copy_(pages)
 
 
-def _rows(place: Place, dtype: torch.dtype, apart: tuple[bool, ...]) -> tuple[PagedRows, PagedRows]:
-    """Nine pages in one chunk, and the same in chunks, of which some lie apart."""
-    pages = torch.randn(
-        9, HEADS, PAGE_LEN, KEY_DIM + VALUE_DIM, generator=torch.Generator().manual_seed(0)
-    ).to(place[1], dtype)
-    table = torch.tensor(PAGE_TABLE[:2], dtype=torch.int32, device=place[1])
-    chunks = [
-        _apart(part, place) if far else part.clone()
-        for part, far in zip(pages.split(3), apart, strict=True)
-    ]
-    return PagedRows([pages], table, KEY_DIM), PagedRows(chunks, table, KEY_DIM)
+def in_one_memory_and_two(place: Place, far: tuple[bool, ...]) -> tuple[PagedRows, PagedRows]:
+    """Nine pages in one chunk, and the same in three, of which some lie in another memory."""
+    rows = paged(place[1], TWO_ROWS, dims=(16, 24), dtype=torch.bfloat16)
+    parts = zip(rows.chunks[0].split(3), far, strict=True)
+    chunks = [in_other_memory(part, place) if other else part.clone() for part, other in parts]
+    return rows, PagedRows(chunks, rows.table, rows.key_dim)
 
 
-def _ids(heads: int, count: int, device: str) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(1)
-    order = torch.rand(2, heads, 3, 4 * PAGE_LEN, generator=generator).argsort(-1)[..., :count]
-    holes = torch.rand(order.shape, generator=generator) < 0.2
-    return order.int().masked_fill(holes, -1).to(device)
-
-
-@pytest.mark.factor("apart", [(False, True, True), (True, False, True), (False, True, False)])
-@pytest.mark.factor("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.factor("heads", [HEADS, 2 * HEADS])
+@pytest.mark.factor("far", [(False, True, True), (True, False, True), (False, True, False)])
+@pytest.mark.factor("heads", [2, 4])
 def test_rows_in_two_memories_are_read_as_in_one(
-    place: Place, dtype: torch.dtype, apart: tuple[bool, ...], heads: int
+    place: Place, far: tuple[bool, ...], heads: int
 ) -> None:
     if place == ("naive", "cuda"):
         pytest.skip("torch can't follow addresses")
-    together, split = _rows(place, dtype, apart)
-    ids = _ids(heads, 21, place[1])
-    query = torch.randn(2, 2 * HEADS, 3, KEY_DIM).to(place[1], dtype)
+    pair = in_one_memory_and_two(place, far)
+    ids, query = random_ids(pair[0], heads, 3, 21), random_query(pair[0], 4, 3)
+    options = {"scale": 0.3, "backend": place[0]}
     one, two = (
         [
-            *gather_attention(query, rows, ids, scale=0.3, backend=place[0]),
-            gather_scores(query, rows, ids, scale=0.3, softcap=2.0, backend=place[0]),
+            *gather_attention(query, rows, ids, **options),
+            gather_scores(query, rows, ids, softcap=2.0, **options),
             *rows.gather(ids, backend=place[0]),
         ]
-        for rows in (together, split)
+        for rows in pair
     )
-    assert all(torch.equal(got, expected) for got, expected in zip(two, one, strict=True))
-    assert not any(part.isnan().any() for part in one)
+    assert all(map(torch.equal, one, two))
 
 
 def test_rows_in_two_memories_are_fetched_into_slots(place: Place) -> None:
     buffers = []
-    fetched = torch.full((2, HEADS, 32), -1, dtype=torch.int32, device=place[1])
+    fetched = torch.full((2, 2, 32), -1, dtype=torch.int32, device=place[1])
     fetched[..., :20] = torch.arange(20, device=place[1])
-    for rows in _rows(place, torch.float16, (False, True, True)):
-        buffers.append(torch.zeros(2, HEADS, 20, rows.width, dtype=rows.dtype, device=place[1]))
-        ids = torch.arange(31, -1, -1, dtype=torch.int32, device=place[1]).expand(2, HEADS, 32)
+    ids = torch.arange(31, -1, -1, dtype=torch.int32, device=place[1]).expand(2, 2, 32)
+    for rows in in_one_memory_and_two(place, (False, True, True)):
+        buffers.append(torch.zeros(2, 2, 20, rows.width, dtype=rows.dtype, device=place[1]))
         fetch(rows, ids.contiguous(), fetched, buffers[-1], backend=place[0])
     assert torch.equal(*buffers) and buffers[0].any()
 
 
-def _pages(device: str, count: int = 2) -> torch.Tensor:
-    return torch.empty(count, HEADS, PAGE_LEN, KEY_DIM + VALUE_DIM, device=device)
-
-
-def test_chunks_may_lie_beside_the_table_and_in_host_memory_only() -> None:
-    near = torch.zeros(1, 2, dtype=torch.int32, device="meta")
-    for places in (("meta", "cpu"), ("cpu", "meta", "cpu"), ("cpu", "cpu"), ("meta", "meta")):
-        rows = PagedRows([_pages(device) for device in places], near, KEY_DIM)
-        assert rows.page_len == PAGE_LEN
-    here = torch.zeros(1, 2, dtype=torch.int32)
-    with pytest.raises(ValueError, match=r"chunks\[1\] is .* on meta: .* some in host memory"):
-        PagedRows([_pages("cpu"), _pages("meta")], here, KEY_DIM)
-    with pytest.raises(ValueError, match=r"chunks\[1\] is .* on cpu: .* some in host memory"):
-        PagedRows([_pages("meta"), _pages("cpu")], here, KEY_DIM)
-
-
-def test_what_can_not_be_read_is_refused_whichever_chunk_it_is() -> None:
-    table = torch.zeros(1, 2, dtype=torch.int32, device="meta")
-    ids = torch.zeros(1, HEADS, 1, 3, dtype=torch.int32, device="meta")
-    rows = PagedRows([_pages("meta"), _pages("cpu")], table, KEY_DIM)
+def test_rows_that_can_not_be_read_are_refused_whichever_chunk_they_are_in() -> None:
+    table, ids = TABLE.to("meta"), torch.zeros(2, 2, 1, 3, dtype=torch.int32, device="meta")
+    rows = PagedRows([CHUNK.to("meta"), CHUNK], table, 16)
     with pytest.raises(ValueError, match="the rows lie on cpu, ids on meta"):
         rows.gather(ids, backend="naive")
     with pytest.raises(ValueError, match="the page table is on meta, the rows on cpu: keep"):
@@ -290,7 +255,6 @@ def test_what_can_not_be_read_is_refused_whichever_chunk_it_is() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_gpu_refuses_a_chunk_that_is_not_pinned() -> None:
-    table = torch.zeros(1, 2, dtype=torch.int32, device="cuda")
-    rows = PagedRows([_pages("cuda"), _pages("cpu").pin_memory(), _pages("cpu")], table, KEY_DIM)
+    chunks = [CHUNK.cuda(), CHUNK.pin_memory(), draw(9, 2, 8, 32)]
     with pytest.raises(ValueError, match="not pinned, cuda:0 cannot read them"):
-        rows.addresses()
+        PagedRows(chunks, TABLE.cuda(), 16).addresses()

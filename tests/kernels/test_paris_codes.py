@@ -53,7 +53,7 @@ def test_signs_depend_on_the_seed_alone() -> None:
     assert signs.abs().eq(1).all() and 40 < signs.eq(1).sum() < 88
 
 
-@pytest.mark.parametrize("head_dim", [1, 8, 40, 64, 96, 128, 133, 160, 256, 288, 576, 1000])
+@pytest.mark.parametrize("head_dim", [1, 40, 128, 133, 160, 256, 576, 1000])
 def test_rotation_keeps_inner_products(head_dim: int, backend: str) -> None:
     signs, _ = tools(head_dim, 8)
     x = randn(2, 3, head_dim)
@@ -79,15 +79,17 @@ def test_blocks_are_rotated_apart_after_coordinates_changed_places(backend: str)
     assert stride == 99 and rotation_blocks(160) == ((0, 128), (128, 160))
     expected = torch.zeros(160, 160, device=DEVICE)
     for start, end in rotation_blocks(160):
-        for i in range(start, end):
-            for j in range(start, end):
-                parity = bin((i - start) & (j - start)).count("1") % 2
-                expected[i * stride % 160, j] = signs[i] * (1 - 2 * parity) / (end - start) ** 0.5
+        own = torch.arange(start, end)
+        parity = [
+            [bin(i & j).count("1") % 2 for j in range(end - start)] for i in range(end - start)
+        ]
+        block = (1 - 2 * torch.tensor(parity, device=DEVICE)) / (end - start) ** 0.5
+        expected[own * stride % 160, start:end] = signs[start:end, None] * block
     rotated = paris.rotate(torch.eye(160, device=DEVICE), signs, backend=backend)
     torch.testing.assert_close(rotated, expected, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("dim", [8, 64, 128, 136, 160, 288, 320, 512, 576, 672, 1000, 1024])
+@pytest.mark.parametrize("dim", [8, 128, 136, 160, 288, 576, 672, 1000, 1024])
 def test_blocks_are_powers_of_two_that_take_every_coordinate_once(dim: int) -> None:
     sizes = [end - start for start, end in rotation_blocks(dim)]
     assert sum(sizes) == dim == rotation_blocks(dim)[-1][1]
@@ -174,12 +176,12 @@ def test_directions_come_back_with_the_error_of_a_four_bit_quantizer(m: int) -> 
 
 
 @needs_triton
-@pytest.mark.parametrize("head_dim, m", SHAPES)
-@pytest.mark.parametrize("centred", [False, True])
+@pytest.mark.factor("head_dim, m", SHAPES)
+@pytest.mark.factor("centred", [False, True])
 def test_triton_encodes_as_the_reference_does(head_dim: int, m: int, centred: bool) -> None:
     signs, levels = tools(head_dim, m)
-    keys = randn(2, 37, 3, head_dim).transpose(1, 2)
-    mean = randn(2, 3, head_dim, seed=1) if centred else None
+    keys = randn(2, 13, 2, head_dim).transpose(1, 2)
+    mean = randn(2, 2, head_dim, seed=1) if centred else None
     naive, triton = (
         paris.encode(
             keys, signs, levels, m=m, mean=mean, weight_dtype=torch.float32, backend=backend
@@ -266,19 +268,15 @@ def test_what_does_not_fit_is_named() -> None:
     refused("head dim 1025", paris.encode, randn(1, 1, 1, 1025), signs, levels)
     refused("signs is ", paris.rotate, randn(1, 20), signs)
     refused("levels is ", paris.encode, keys, signs, levels[:4])
-    refused(r"keys is torch\.float64", paris.encode, keys.double(), signs, levels)
     refused("mean is ", paris.encode, keys, signs, levels, mean=keys[:, :1, 0])
     room = paris.ParisCodes.empty(1, 2, 4, 16, device=DEVICE)
     refused("out has room", paris.encode, keys, signs, levels, out=room)
     refused("weight_dtype", paris.encode, keys, signs, levels, weight_dtype=torch.int8)
-    refused("keys requires gradients", paris.encode, keys.requires_grad_(), signs, levels)
     wide = paris.ParisCodes.empty(1, 2, 6, 16, device=DEVICE)
     gaps = paris.ParisCodes(*(plane[:, :, ::2] for plane in vars(wide).values()))
-    refused("tokens must be contiguous", paris.encode, keys.detach(), signs, levels, out=gaps)
+    refused("tokens must be contiguous", paris.encode, keys, signs, levels, out=gaps)
     for dim in (48, 140, 1032):
         refused("no power of two", paris.random_signs, dim, seed=0)
-    longer = paris.random_signs(640, seed=0).to(DEVICE)
-    refused(r"signs is .*: pass fp32 \[576\]", paris.rotate, randn(1, 576), longer)
     refused("m=2", paris.magnitude_levels, 2)
 
 
@@ -286,9 +284,9 @@ needs_library = pytest.mark.skipif(bool(host_library.why_not()), reason="no comp
 
 
 @needs_library
-@pytest.mark.parametrize("path", ["portable", "avx2"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("head_dim", "m"), SHAPES)
+@pytest.mark.factor("path", ["portable", "avx2"])
+@pytest.mark.factor("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.factor(("head_dim", "m"), SHAPES)
 def test_the_library_encodes_as_torch_does(
     head_dim: int, m: int, dtype: torch.dtype, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

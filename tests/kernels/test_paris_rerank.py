@@ -65,7 +65,7 @@ def test_estimates_are_close_and_not_shrunk(m: int, backend: str) -> None:
         assert abs(slope - 1) < 0.002
 
 
-DIMS = ((8, 4), (40, 8), (64, 4), (128, 8), (256, 8), (133, 8), (160, 4), (576, 8))
+DIMS = ((8, 4), (40, 8), (64, 4), (256, 8), (133, 8), (160, 4), (576, 8))
 
 
 @needs_triton
@@ -238,19 +238,15 @@ def two_stage_recall(
     return recall(ids, expected), recall(best, expected)
 
 
-@pytest.mark.parametrize("head_dim, m", [(40, 4), (64, 8), (128, 8)])
+@pytest.mark.parametrize("head_dim, m", [(40, 4), (128, 8)])
 def test_the_top_keys_survive_both_stages(head_dim: int, m: int) -> None:
     keys, query = attention_like(4096, head_dim, seed=0)
     first, second = two_stage_recall(keys, query, m, mean=None)
     # Measured: 0.98 to 1.00 and 0.96 to 0.98; chance gives 0.25 and 0.02.
-    assert first > 0.96 and second > 0.94
-    assert second <= first
-
-
-def test_without_structure_a_quarter_of_the_keys_still_holds_most_of_the_top() -> None:
-    keys, query = randn(1, 2, 4096, 128), randn(1, 2, 4, 1, 128, seed=1)
-    first, second = two_stage_recall(keys, query, 8, mean=None)
-    # The hardest case, all 128 directions alike. Measured: 0.85 and 0.84.
+    assert 1 >= first > 0.96 and first >= second > 0.94
+    keys, query = randn(1, 2, 4096, head_dim), randn(1, 2, 4, 1, head_dim, seed=1)
+    # The hardest case, all directions alike. Measured with 128: 0.85 and 0.84.
+    first, second = two_stage_recall(keys, query, m, mean=None)
     assert first > 0.8 and second > 0.78
 
 
@@ -269,10 +265,7 @@ def test_what_does_not_fit_is_named() -> None:
     codes = paris.encode(randn(1, 2, 4, 16), signs, levels)
     q_rot = paris.rotate(randn(1, 2, 1, 3, 16), signs)
     ids = torch.zeros(1, 2, 1, 2, dtype=torch.int32, device=DEVICE)
-    refused(r"ids is torch\.int64", paris.rerank, q_rot, codes, ids.long(), levels)
     refused(r"codes\.weight is ", paris.rerank, q_rot, codes, ids, levels, m=4)
     refused("batch rows and heads", paris.rerank, q_rot[:, :1], codes, ids[:, :1], levels)
-    refused(r"q_rot is torch\.bfloat16", paris.rerank, q_rot.bfloat16(), codes, ids, levels)
-    with pytest.raises(ValueError, match="offset is "):
-        paris.rerank(q_rot, codes, ids, levels, offset=torch.zeros(1, 2, 1, device=DEVICE))
-    refused("softcap=0", paris.rerank, q_rot, codes, ids, levels, softcap=0.0)
+    offset = torch.zeros(1, 2, 1, device=DEVICE)
+    refused("offset is ", paris.rerank, q_rot, codes, ids, levels, offset=offset)

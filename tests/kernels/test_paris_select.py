@@ -159,10 +159,10 @@ def every_sign(batch: int, width: int) -> torch.Tensor:
 
 
 @pytest.mark.factor("m", [4, 8])
-@pytest.mark.factor("tables", [1, 3, 5])
+@pytest.mark.factor("tables", [1, 5])
 def test_points_are_those_of_a_literal_walk(tables: int, m: int, backend: str) -> None:
     """Five tables, where four share a word; the best of them counts."""
-    width, queries = 2, 2
+    width, queries = 2, 1
     # Integers make many equal similarities, whose order must be that of the ids.
     shape = (2, 1, queries, tables, 8 * width)
     q_rot = torch.randint(-2, 3, shape, generator=generator(0)).float()
@@ -227,10 +227,9 @@ def test_without_keys_there_are_no_points(backend: str) -> None:
 @pytest.mark.parametrize(
     "m, dim, tables, length",
     [
-        *[(8, 128, 2, 700), (8, 128, 1, 1), (8, 8, 2, 700), (8, 136, 2, 150)],
-        *[(4, 64, 2, 1), (4, 256, 2, 150), (4, 320, 2, 700)],
+        *[(8, 128, 1, 1), (8, 8, 2, 700), (8, 136, 2, 50), (4, 64, 2, 1), (4, 320, 2, 50)],
         # More than one table of points in shared memory, the last one cut short at 160 numbers.
-        *[(8, 576, 1, 150), (4, 512, 1, 150), (4, 160, 9, 150)],
+        *[(8, 576, 1, 50), (4, 160, 5, 50)],
     ],
 )
 def test_triton_collides_as_the_reference_does(m: int, dim: int, tables: int, length: int) -> None:
@@ -266,7 +265,7 @@ def test_sums_of_16_bits_hold_what_a_byte_cant() -> None:
 @needs_triton
 @pytest.mark.factor("masked", [False, True])
 @pytest.mark.factor("m", [4, 8])
-@pytest.mark.factor("length, most", [(0, 12), (37, 12), (37, 62), (37, 63)])
+@pytest.mark.factor("length, most", [(0, 12), (37, 62), (37, 63)])
 def test_there_is_a_bin_for_every_sum_of_points(
     length: int, most: int, m: int, masked: bool
 ) -> None:
@@ -314,14 +313,9 @@ def test_what_does_not_fit_is_named() -> None:
     q_rot = torch.zeros(1, 2, 1, 1, 128, device=DEVICE)
     options = {"rho": 0.5, "tiers": TIERS}
     refused("rho=2", paris.collisions, q_rot, counts, sign, rho=2, tiers=TIERS)
-    refused("at most 15 tiers", paris.collisions, q_rot, counts, sign, rho=0.5, tiers=(0.5,) * 16)
     refused("counts is ", paris.collisions, q_rot, counts[:, :1], sign, **options)
     refused("no power of two", paris.collisions, q_rot[..., :96], counts, sign, **options)
-    with pytest.raises(ValueError, match="at most 3 tiers"):
-        long = torch.zeros(1, 2, 1, 1, 576, device=DEVICE)
-        room = torch.zeros(1, 2, 72, 256, dtype=torch.int32, device=DEVICE)
-        paris.collisions(long, room, random_sign(1, 2, 6, 72), rho=0.5, tiers=(0.2, 0.4, 0.6, 1.0))
+    refused("at most 15 tiers", paris.collisions, q_rot, counts, sign, rho=0.5, tiers=(0.5,) * 16)
     mask = torch.ones(1, 6, device=DEVICE).byte()
     refused("valid is torch.uint8", paris.collisions, q_rot, counts, sign, valid=mask, **options)
     refused("count=-1", paris.candidates, q_rot, counts, sign, -1, **options)
-    refused("backend='cuda'", paris.candidates, q_rot, counts, sign, 1, backend="cuda", **options)

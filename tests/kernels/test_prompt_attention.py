@@ -87,10 +87,10 @@ def check(
 
 
 @pytest.mark.factor("queries", [0, 1, 3, 16, 70])
-@pytest.mark.factor("tokens", [0, 1, 63, 130])
-@pytest.mark.factor("heads", [2, 6, 8])
+@pytest.mark.factor("tokens", [0, 1, 130])
+@pytest.mark.factor("heads", [2, 6])
 @pytest.mark.factor("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.factor("dims", [(8, 8), (40, 24), (64, 64), (96, 128)], ids=str)
+@pytest.mark.factor("dims", [(8, 8), (40, 24), (96, 128)], ids=str)
 @pytest.mark.factor("offset", ["none", "end", "early", "late"])
 def test_it_is_attention(
     where: Place,
@@ -109,8 +109,13 @@ def test_it_is_attention(
     check(where, *tensors, causal_offset=offsets[offset], scale=dims[0] ** -0.5)
 
 
+# In numpy, which interprets the kernel, a saturated sigmoid warns on its way to 0.
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")
 @pytest.mark.factor("causal_offset", [None, 114])
-def test_padding_and_holes_differ_by_row(where: Place, causal_offset: int | None) -> None:
+@pytest.mark.factor("softcap", [None, 0.5, 30.0])
+def test_padding_and_holes_differ_by_row(
+    where: Place, causal_offset: int | None, softcap: float | None
+) -> None:
     query, key, value = attention_inputs(
         where, batch=4, heads=2, kv_heads=1, queries=16, tokens=130
     )
@@ -118,7 +123,8 @@ def test_padding_and_holes_differ_by_row(where: Place, causal_offset: int | None
     valid[0, :70] = False
     valid[1, 40:110] = False
     valid[2] = False
-    check(where, query, key, value, causal_offset=causal_offset, valid=valid)
+    query *= 1.0 if softcap is None else 8.0
+    check(where, query, key, value, causal_offset=causal_offset, valid=valid, softcap=softcap)
 
 
 def test_rows_that_are_not_valid_may_hold_anything(where: Place) -> None:
@@ -139,21 +145,6 @@ def test_rows_that_are_not_valid_may_hold_anything(where: Place) -> None:
         )
         assert torch.equal(out, clean)
         assert lse.isfinite().all()
-
-
-def test_a_whole_block_without_valid_tokens_is_passed_over(where: Place) -> None:
-    query, key, value = attention_inputs(where, batch=1, queries=2, tokens=300)
-    valid = torch.ones(1, 300, dtype=torch.bool, device=where[1])
-    valid[:, :280] = False
-    check(where, query, key, value, causal_offset=298, valid=valid)
-
-
-# In numpy, which interprets the kernel, a saturated sigmoid warns on its way to 0.
-@pytest.mark.filterwarnings("ignore:overflow encountered in exp")
-@pytest.mark.factor("softcap", [0.5, 30.0])
-def test_softcap(where: Place, softcap: float) -> None:
-    query, key, value = attention_inputs(where, queries=3)
-    check(where, 8.0 * query, key, value, causal_offset=60, softcap=softcap)
 
 
 def test_scores_far_from_zero_do_not_overflow(where: Place) -> None:
@@ -186,17 +177,6 @@ def test_output_dtype_is_the_querys_unless_asked(where: Place) -> None:
     wide, _ = prompt_attention(query, key, value, out_dtype=torch.float32, **arguments)
     assert (out.dtype, lse.dtype) == (torch.float16, torch.float32)
     assert torch.equal(out, wide.half())
-
-
-def test_two_halves_merge_to_the_whole(where: Place) -> None:
-    query, key, value = attention_inputs(where, queries=6, tokens=100)
-    whole = check(where, query, key, value, causal_offset=94)
-    early = check(where, query, key[:, :, :33], value[:, :, :33], causal_offset=94)
-    late = check(where, query, key[:, :, 33:], value[:, :, 33:], causal_offset=94 - 33)
-    total = torch.logaddexp(early[1], late[1])
-    out = sum((part[1] - total).exp().unsqueeze(-1) * part[0] for part in (early, late))
-    torch.testing.assert_close(total, whole[1], rtol=0, atol=FP32_ERROR)
-    torch.testing.assert_close(out, whole[0], rtol=0, atol=FP32_ERROR)
 
 
 @pytest.mark.factor("causal_offset", [None, 5])
@@ -270,7 +250,7 @@ def flash_calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("causal_offset", [None, -5, 0, 3, 40, 90])
+@pytest.mark.parametrize("causal_offset", [None, -5, 0, 40, 90])
 def test_long_passes_on_a_cpu_run_through_flash_attention(
     flash_calls: list[bool], causal_offset: int | None, dtype: torch.dtype
 ) -> None:
@@ -315,14 +295,12 @@ def test_what_flash_attention_cannot_do_runs_elsewhere(
 def bad_calls() -> dict[str, dict[str, Any]]:
     key = torch.zeros(2, 2, 5, 8)
     return {
-        "4D|\\[B, H, T, D\\]": {"query": torch.zeros(4, 3, 8)},
         "cast": {"query": torch.zeros(2, 4, 3, 8, dtype=torch.float64)},
         "same": {"key": key.half()},
         "contiguous": {"key": torch.zeros(2, 2, 8, 5).transpose(2, 3)},
         "multiple of Hkv": {"query": torch.zeros(2, 3, 3, 8)},
         "do not fit": {"value": torch.zeros(2, 2, 6, 8)},
         "valid is": {"valid": torch.ones(2, 6, dtype=torch.bool)},
-        "torch.int64": {"valid": torch.ones(2, 5, dtype=torch.int64)},
         "softcap": {"softcap": 0.0},
         "choose one of auto, naive, triton": {"backend": "cuda"},
         "no_grad": {"query": torch.zeros(2, 4, 3, 8, requires_grad=True)},
@@ -340,13 +318,6 @@ def test_mistakes_are_refused_with_the_remedy(message: str) -> None:
     }
     with pytest.raises(ValueError, match=message):
         prompt_attention(**{**arguments, **bad_calls()[message]})
-
-
-def test_triton_on_the_cpu_needs_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    query = torch.zeros(1, 1, 1, 8)
-    with pytest.raises(ValueError, match="TRITON_INTERPRET=1"):
-        prompt_attention(query, query, query, scale=1.0, causal_offset=0, backend="triton")
 
 
 def test_without_triton_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

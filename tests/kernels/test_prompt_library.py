@@ -21,37 +21,26 @@ BF16 = "avx512_bf16"
 
 pytestmark = [
     pytest.mark.usefixtures("compiled"),
-    pytest.mark.factor("isa", library.PATHS, indirect=True),
+    pytest.mark.factor("path", library.PATHS, indirect=True),
 ]
 
 
-@pytest.fixture
-def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """An instruction set, which the library then uses."""
-    if request.param not in library.paths():
-        pytest.skip(f"the processor has no {request.param}")
-    monkeypatch.setenv(library.ISA_VARIABLE, request.param)
-    return str(request.param)
-
-
 # A tile has 480 rows of queries or fewer, a block 128 keys.
-@pytest.mark.factor("threads", [1, 3])
+@pytest.mark.factor("threads", [1, 3], indirect=True)
 @pytest.mark.factor("softcap", [None, 2.0])
 @pytest.mark.factor("padded", [False, True])
 @pytest.mark.factor("causal_offset", [None, -7, 0, 60])
 @pytest.mark.factor("queries", [40, 300])
 @pytest.mark.factor("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_tiles_and_threads_share_a_long_prompt(
-    isa: str,
+    path: str,
     dtype: torch.dtype,
     queries: int,
     causal_offset: int | None,
     padded: bool,
     softcap: float | None,
     threads: int,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(library, "thread_count", lambda count: threads)
     tensors = attention_inputs(
         LIBRARY, heads=8, queries=queries, tokens=330, dims=(7, 130), dtype=dtype
     )
@@ -63,7 +52,7 @@ def test_tiles_and_threads_share_a_long_prompt(
 
 
 @pytest.mark.factor("dtype", [torch.float32, torch.bfloat16])
-def test_numbers_that_are_not_finite_stay_in_their_queries(isa: str, dtype: torch.dtype) -> None:
+def test_numbers_that_are_not_finite_stay_in_their_queries(path: str, dtype: torch.dtype) -> None:
     query, key, value = attention_inputs(LIBRARY, queries=40, tokens=200, dtype=dtype)
     query[1, 2, 7] = float("nan")
     out, lse = prompt_attention(query, key, value, scale=0.3, causal_offset=160, backend=LIBRARY[0])
@@ -73,19 +62,22 @@ def test_numbers_that_are_not_finite_stay_in_their_queries(isa: str, dtype: torc
 
 
 def test_pairs_of_bf16_are_multiplied_where_that_is_faster(
-    isa: str, monkeypatch: pytest.MonkeyPatch
+    path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if isa != BF16:
+    if path != BF16:
         pytest.skip("other instruction sets have no pairs")
     call = *attention_inputs(LIBRARY, queries=40, dtype=torch.bfloat16), 1.0, None, None, None
-    out = {path: library.attend_prompt(*call, path=path)[0] for path in (BF16, "avx512")}
+    out = {}
+    for name in (BF16, "avx512"):
+        monkeypatch.setenv(library.ISA_VARIABLE, name)
+        out[name] = library.attend_prompt(*call)[0]
     monkeypatch.delenv(library.ISA_VARIABLE)
     auto = library.attend_prompt(*call)[0]
     amd = "AuthenticAMD" in Path("/proc/cpuinfo").read_text()
-    assert [torch.equal(auto, out[path]) for path in out] == [amd, not amd]
+    assert [torch.equal(auto, result) for result in out.values()] == [amd, not amd]
 
 
-def test_auto_takes_the_fastest(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_takes_the_fastest(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     plain = library.attend_prompt
 

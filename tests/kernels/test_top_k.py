@@ -38,7 +38,7 @@ def check_top_k(place: Place, scores: torch.Tensor, count: int) -> None:
 
 @pytest.mark.factor(
     "length, count",
-    [(1, 1), (37, 1), (37, 36), (37, 37), (1024, 100), (1025, 1024), (2600, 700), (1030, 1030)],
+    [(1, 1), (37, 36), (37, 37), (1024, 100), (1025, 1024), (2600, 700), (1030, 1030)],
 )
 def test_the_highest_scores_are_taken(place: Place, length: int, count: int) -> None:
     """Spare room of +inf, rows that are steps apart, holes, and a row of holes alone."""
@@ -68,7 +68,7 @@ def test_of_equal_scores_the_first_are_taken(place: Place, count: int) -> None:
     assert torch.equal(result.long().sort(-1).values, expected.sort(-1).values)
 
 
-@pytest.mark.factor("count", [1, 2, 5, 9, 10, 11, 12, 18, 19])
+@pytest.mark.factor("count", [1, 5, 10, 12, 19])
 def test_the_order_is_that_of_the_numbers(place: Place, count: int) -> None:
     """Both signs and zeros, denormals, the greatest numbers and infinity."""
     tiny, huge = 1.4e-45, torch.finfo(torch.float32).max
@@ -103,21 +103,14 @@ def test_fewer_scores_than_wanted_leave_holes(place: Place) -> None:
     check_top_k(place, scores, 6)
 
 
-def test_scores_may_be_strided(place: Place) -> None:
+def test_scores_may_be_strided_and_of_no_query(place: Place) -> None:
     scores = torch.randn(40, 2, 1, 2, generator=generator(11)).permute(3, 2, 1, 0)[..., ::2]
     check_top_k(place, scores, 7)
-
-
-def test_without_queries_nothing_is_selected(place: Place) -> None:
-    backend, device = place
-    ids = top_k(torch.zeros(1, 2, 0, 9, device=device), 4, backend=backend)
-    assert ids.shape == (1, 2, 0, 4) and ids.dtype == torch.int32
+    assert top_k(scores[:, :, :0].to(place[1]), 7, backend=place[0]).shape == (2, 1, 0, 7)
 
 
 def test_arguments_of_top_k_that_do_not_fit_are_named() -> None:
     scores = torch.zeros(1, 2, 1, 9)
     refused(r"scores is torch\.float64", top_k, scores.double(), 3)
-    refused("pass fp32", top_k, scores[0], 3)
     for count in (0, 10):
         refused(f"count={count}: 1 to 9", top_k, scores, count)
-    refused("backend='cuda'", top_k, scores, 3, backend="cuda")

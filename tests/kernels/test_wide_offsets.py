@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,17 +9,16 @@ import torch
 
 from hf_kvret_kernels import relevance
 from hf_kvret_kernels.gather_attention import gather_attention, gather_scores
-from hf_kvret_kernels.higgs import HiggsCodec, attend
+from hf_kvret_kernels.higgs import CodedRows, attend
 from hf_kvret_kernels.page_copy import copy_pages
 from hf_kvret_kernels.paged import PagedRows
 from hf_kvret_kernels.resident import SlotMap, assign, fetch
 
-from .draws import Place
-from .paged_rows import code_rows
+from .draws import Place, draw
+from .paged_rows import Kind
 
 # Three numbers so far apart: the third is 2^31 behind the first, which wraps to 2^31 before it.
 STEP = 1 << 30
-PAGE_LEN, DIM = 4, 8
 IDS = torch.tensor([9, 2, 5], dtype=torch.int32).view(1, 1, 1, 3)
 
 
@@ -39,25 +37,26 @@ def far_apart(room: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
     return torch.as_strided(room, numbers.shape, strides, 1 << 31).copy_(numbers)
 
 
-@pytest.fixture
-def rows() -> PagedRows:
+def rows_of(bits: int = 16) -> PagedRows | CodedRows:
     """Three pages of one head, in order, for one batch row."""
-    torch.manual_seed(0)
-    table = torch.arange(3, dtype=torch.int32).view(1, 3)
-    return PagedRows([torch.randn(3, 1, PAGE_LEN, 2 * DIM)], table, DIM)
+    rows, _ = Kind((8, 8), bits).rows("cpu", [[0, 1, 2]], (3,), kv_heads=1, page_len=4)
+    return rows
 
 
-def spread(room: torch.Tensor, rows: PagedRows, wide: str) -> torch.Tensor:
+def spread(room: torch.Tensor, rows: PagedRows | CodedRows, wide: str) -> torch.Tensor:
     """The ids; they, or the numbers of the table of ``rows``, are far apart from here on."""
     if wide == "ids":
         return far_apart(room, IDS)
-    rows.table = far_apart(room, rows.table)
+    pages = rows.pages if isinstance(rows, CodedRows) else rows
+    rows.table = pages.table = far_apart(room, rows.table)
     return IDS
 
 
-def read(rows: PagedRows, ids: torch.Tensor, backend: str) -> list[torch.Tensor]:
+def read(rows: PagedRows | CodedRows, ids: torch.Tensor, backend: str) -> list[torch.Tensor]:
     """All that is read of rows."""
-    query = torch.randn(1, 2, 1, DIM, generator=torch.Generator().manual_seed(1))
+    query = draw(1, 2, 1, 8, seed=1)
+    if isinstance(rows, CodedRows):
+        return [*attend(query, rows, ids, scale=0.3, backend=backend)]
     return [
         *gather_attention(query, rows, ids, scale=0.3, backend=backend),
         gather_scores(query, rows, ids, scale=0.3, backend=backend),
@@ -66,33 +65,24 @@ def read(rows: PagedRows, ids: torch.Tensor, backend: str) -> list[torch.Tensor]
     ]
 
 
+@pytest.mark.parametrize("bits", [16, 4])
 @pytest.mark.parametrize("wide", ["ids", "table"])
-def test_rows_are_read(room: torch.Tensor, rows: PagedRows, wide: str) -> None:
+def test_rows_are_read(room: torch.Tensor, bits: int, wide: str) -> None:
+    rows = rows_of(bits)
     want = read(rows, IDS, "naive")
     torch.testing.assert_close(read(rows, spread(room, rows, wide), "triton"), want)
 
 
 @pytest.mark.parametrize("wide", ["ids", "table"])
-def test_attention_over_coded_rows(room: torch.Tensor, wide: str) -> None:
-    sides = torch.randn(2, 3, 1, PAGE_LEN, DIM).unbind()
-    coded = code_rows(HiggsCodec(4, DIM), sides, torch.arange(3, dtype=torch.int32).view(1, 3))
-    query, rows = torch.randn(1, 2, 1, DIM), coded.pages
-    want = attend(query, coded, IDS, scale=0.3, backend="naive")
-    ids = spread(room, rows, wide)
-    got = attend(query, replace(coded, pages=rows), ids, scale=0.3, backend="triton")
-    torch.testing.assert_close(got, want)
+def test_slots_and_what_is_fetched_into_them(room: torch.Tensor, wide: str) -> None:
+    rows = rows_of()
 
-
-@pytest.mark.parametrize("wide", ["ids", "table"])
-def test_slots_and_what_is_fetched_into_them(
-    room: torch.Tensor, rows: PagedRows, wide: str
-) -> None:
     def numbers(count: int) -> torch.Tensor:
         return torch.full((1, 1, count), -1, dtype=torch.int32)
 
     clock = torch.zeros(1, dtype=torch.int32)
     maps = [SlotMap(numbers(12), numbers(4), numbers(4), clock.clone()) for _ in range(2)]
-    buffers = [torch.zeros(1, 1, 4, 2 * DIM) for _ in range(2)]
+    buffers = [torch.zeros(1, 1, 4, 16) for _ in range(2)]
     want = assign(maps[0], IDS[:, :, 0], backend="naive")
     fetch(rows, IDS[:, :, 0], want[1], buffers[0], backend="naive")
     ids = spread(room, rows, wide)[:, :, 0]

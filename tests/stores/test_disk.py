@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from hf_kvret import FlatKVCache, ParisKVCache, TokenBlock
 from hf_kvret.stores import DiskStore
 from hf_kvret.testing.scenario import prompt
-from hf_kvret_kernels.host_attention import why_not
+from hf_kvret_kernels.host_library import why_not
 
 from .rows import CPU, GROUP, HEADS, draw
 

@@ -41,7 +41,7 @@ from hf_kvret.lab.selftest.decoding import (
 from hf_kvret.lab.selftest.kernels import host_row_checks, kernel_checks
 from hf_kvret.saved.folder import replace_file
 from hf_kvret.version import __version__
-from hf_kvret_kernels import host_attention
+from hf_kvret_kernels import host_library
 
 _STATUSES = (PASSED, FAILED, SKIPPED)
 # Variables of these names change what is computed, or how.
@@ -182,8 +182,7 @@ def describe(device: torch.device) -> dict[str, Any]:
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "python": environment["python"],
         "versions": environment["versions"] | {"hf-kvret": __version__},
-        "cpu_kernels": without_folders(host_attention.why_not())
-        or ", ".join(host_attention.paths()),
+        "cpu_kernels": without_folders(host_library.why_not()) or ", ".join(host_library.paths()),
         "variables": {
             name: without_folders(value)
             for name, value in sorted(os.environ.items())

@@ -5,13 +5,7 @@ from __future__ import annotations
 import torch
 
 from hf_kvret_kernels import host_library
-from hf_kvret_kernels._dispatch import (
-    check_dense_inputs,
-    choose_backend,
-    launching_on,
-    preferred,
-)
-from hf_kvret_kernels.block_lse import naive
+from hf_kvret_kernels._dispatch import check_dense_inputs, run
 
 __all__ = ["BLOCKS", "block_lse"]
 
@@ -59,15 +53,7 @@ def block_lse(
             f"block {block}: pass int64 {list(size)} on {query.device}, and one of "
             f"{', '.join(map(str, BLOCKS))}"
         )
-    if backend == "cpp" and not query.is_cpu:
-        raise ValueError(f"backend='cpp' with a tensor on {query.device}: leave backend out")
     arguments = query, key, positions, scale, block, valid, softcap
-    on_cpu = backend == "auto" and query.is_cpu and preferred() is None
-    if backend == "cpp" or (on_cpu and not host_library.why_not()):
+    if host_library.is_asked(backend, query):
         return host_library.sum_blocks(*arguments)
-    if choose_backend(backend, query) == "naive":
-        return naive.block_lse(*arguments)
-    from hf_kvret_kernels.block_lse import triton
-
-    with launching_on(query):
-        return triton.block_lse(*arguments)
+    return run(__name__, "block_lse", backend, *arguments)

@@ -22,6 +22,7 @@ from hf_kvret_kernels._dispatch import (
     check_tensor,
     choose_backend,
     launching_on,
+    run,
 )
 from hf_kvret_kernels.centroid import naive
 from hf_kvret_kernels.centroid.naive import KeyChunks
@@ -130,12 +131,7 @@ def similarity(
     check_tensor(
         "inverse_norms", inverse_norms, centroids.shape[:4], (torch.float32,), query.device
     )
-    if choose_backend(backend, query) == "naive":
-        return naive.similarity(query, centroids, inverse_norms)
-    from hf_kvret_kernels.centroid import triton
-
-    with launching_on(query):
-        return triton.similarity(query, centroids, inverse_norms)
+    return run(__name__, "similarity", backend, query, centroids, inverse_norms)
 
 
 def take_lists(
@@ -163,12 +159,7 @@ def take_lists(
     check_tensor("index", index, (*low.shape[:2], None, None), (torch.int64,), low.device)
     if high is not None:
         _check_device("high", high, low)
-    if choose_backend(backend, low) == "naive":
-        return naive.take_lists(low, high, index)
-    from hf_kvret_kernels.centroid import triton
-
-    with launching_on(low):
-        return triton.take_lists(low, high, index)
+    return run(__name__, "take_lists", backend, low, high, index)
 
 
 def unite(ids: torch.Tensor, valid: torch.Tensor, *, backend: str = "auto") -> torch.Tensor:
@@ -194,12 +185,7 @@ def unite(ids: torch.Tensor, valid: torch.Tensor, *, backend: str = "auto") -> t
     _check_valid(valid, ids)
     if not valid.shape[1]:
         raise ValueError("valid covers no token: there must be one at least")
-    if choose_backend(backend, ids) == "naive":
-        return naive.unite(ids, valid)
-    from hf_kvret_kernels.centroid import triton
-
-    with launching_on(ids):
-        return triton.unite(ids, valid)
+    return run(__name__, "unite", backend, ids, valid)
 
 
 def _check_bundles(name: str, x: torch.Tensor) -> None:

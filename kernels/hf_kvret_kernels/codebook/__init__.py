@@ -19,6 +19,7 @@ from hf_kvret_kernels._dispatch import (
     check_tensor,
     choose_backend,
     launching_on,
+    run,
 )
 from hf_kvret_kernels.codebook import naive
 from hf_kvret_kernels.codebook.naive import half_norms
@@ -74,12 +75,7 @@ def encode(
     if norms is None:
         norms = half_norms(codebook)
     check_tensor("norms", norms, codebook.shape[:2], (torch.float32,), x.device)
-    if choose_backend(backend, x) == "naive":
-        return naive.encode(x, codebook, norms)
-    from hf_kvret_kernels.codebook import triton
-
-    with launching_on(x):
-        return triton.encode(x, codebook, norms)
+    return run(__name__, "encode", backend, x, codebook, norms)
 
 
 def score_table(
@@ -126,11 +122,11 @@ def score_table(
 
         with launching_on(query):
             return triton.score_table(scaled, codebook, softcap)
-    from hf_kvret_kernels.proxy import triton_scores
+    from hf_kvret_kernels.proxy import triton as proxy
 
     rows = codebook.contiguous().expand(len(query), -1, -1, -1)
     with launching_on(query):
-        return triton_scores.relevance(scaled, rows, query.shape[1], None, None, softcap)
+        return proxy.relevance(scaled, rows, query.shape[1], None, None, softcap)
 
 
 def lookup(
@@ -159,12 +155,7 @@ def lookup(
     _check_table(table)
     _check_codes(codes, table)
     _check_valid(valid, codes)
-    if choose_backend(backend, table) == "naive":
-        return naive.lookup(table, codes, valid)
-    from hf_kvret_kernels.codebook import triton
-
-    with launching_on(table):
-        return triton.lookup(table, codes, valid)
+    return run(__name__, "lookup", backend, table, codes, valid)
 
 
 def lookup_scores(
@@ -237,12 +228,7 @@ def code_counts(
     if not 1 <= codewords <= MOST_CODEWORDS:
         raise ValueError(f"codewords={codewords}: 1 to {MOST_CODEWORDS}")
     _check_valid(valid, codes)
-    if choose_backend(backend, codes) == "naive":
-        return naive.code_counts(codes, codewords, valid)
-    from hf_kvret_kernels.codebook import triton
-
-    with launching_on(codes):
-        return triton.code_counts(codes, codewords, valid)
+    return run(__name__, "code_counts", backend, codes, codewords, valid)
 
 
 def _check_codebook(codebook: torch.Tensor, heads: int, dim: int, device: torch.device) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 
 from hf_kvret_kernels import host_library
@@ -12,22 +10,18 @@ from hf_kvret_kernels._dispatch import (
     check_softcap,
     choose_backend,
     launching_on,
-    preferred,
+    run,
 )
 from hf_kvret_kernels.gather_attention import naive
 from hf_kvret_kernels.merge import Partials
 from hf_kvret_kernels.paged import PagedRows
 
 __all__ = [
-    "BACKENDS",
     "check_chosen_rows",
-    "choose_row_backend",
     "gather_attention",
     "gather_partials",
     "gather_scores",
 ]
-
-BACKENDS = ("auto", "naive", "triton", "cpp")
 
 
 def gather_attention(
@@ -50,22 +44,27 @@ def gather_attention(
             with H = Hq every query head has its own. K may be 0.
         scale: factor of the dot products.
         softcap: ``c`` of ``c * tanh(scale * q.k / c)``, or None.
-        backend: ``"naive"``, torch, the reference; ``"triton"``; ``"cpp"``, the compiled library of
-            ``host_attention``, for CPU tensors; ``"auto"``, Triton for CUDA tensors, for CPU
-            tensors the library where there is one, else torch.
+        backend: ``"naive"``, torch, the reference; ``"triton"``; ``"cpp"``, the compiled library,
+            for CPU tensors; ``"host"``, the library where there is one, else torch; ``"auto"``,
+            Triton for CUDA tensors, ``"host"`` for CPU tensors.
 
     Returns:
         ``out [B, Hq, Q, Dv]`` fp32 and ``lse [B, Hq, Q]`` fp32 (natural log) on the query's device.
         A query without rows has out 0 and lse -inf. Softmax and sums are fp32; the Triton kernel
-        rounds softmax weights to the rows' dtype before they meet the values.
+        rounds softmax weights to the rows' dtype before they meet the values. In the library, exp
+        is accurate to 1e-6 relative, and weights below exp(-87.3) of the largest are 0; with its
+        instructions ``avx512_bf16``, elements of bf16 queries and keys below 2^-126 count as 0.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit, an unknown backend, gradients.
+        ValueError: shapes, dtypes or devices that do not fit, an unknown backend, gradients, an
+            instruction set that ``HF_KVRET_CPU_PATH`` names and the processor lacks.
         WrongIdError: a ValueError, on a CPU: an id of no token.
         ImportError: ``"triton"`` without Triton, ``"cpp"`` without the library.
         MemoryError: no room for the library's work space.
 
-    Triton, which may not look at the data, takes other ids for -1.
+    Triton, which may not look at the data, takes other ids for -1. The library is safe from several
+    Python threads at once, which it lets run. A process that was forked beside running threads may
+    hang, as of any library with locks: start processes by "spawn".
     """
     partials = gather_partials(query, rows, ids, scale=scale, softcap=softcap, backend=backend)
     # Only Triton gives several.
@@ -86,15 +85,14 @@ def gather_partials(
     Arguments and errors are the same. On a CPU it is always one chunk, without tickets.
     """
     check_chosen_rows(query, rows, ids, softcap)
-    backend_name = choose_row_backend(backend, query)
-    if backend_name == "naive":
-        return Partials.whole(*naive.gather_attention(query, rows, ids, scale, softcap))
-    if backend_name == "cpp":
-        return Partials.whole(*host_library.attend(query, rows, ids, scale, softcap))
-    from hf_kvret_kernels.gather_attention import triton
+    if backend not in ("cpp", "host") and choose_backend(backend, query) == "triton":
+        from hf_kvret_kernels.gather_attention import triton
 
-    with launching_on(query):
-        return triton.gather_partials(query, rows, ids, scale, softcap)
+        with launching_on(query):
+            return triton.gather_partials(query, rows, ids, scale, softcap)
+    if host_library.is_asked(backend, query):
+        return Partials.whole(*host_library.attend(query, rows, ids, scale, softcap))
+    return Partials.whole(*naive.gather_attention(query, rows, ids, scale, softcap))
 
 
 def gather_scores(
@@ -113,39 +111,10 @@ def gather_scores(
     once.
     """
     check_chosen_rows(query, rows, ids, softcap)
-    backend_name = choose_row_backend(backend, query)
-    if backend_name == "naive":
-        return naive.gather_scores(query, rows, ids, scale, softcap)
-    if backend_name == "cpp":
+    if host_library.is_asked(backend, query):
         return host_library.score(query, rows, ids, scale, softcap)
-    from hf_kvret_kernels.gather_attention import triton
-
-    with launching_on(query):
-        return triton.gather_scores(query, rows, ids, scale, softcap)
-
-
-def choose_row_backend(backend: str, query: torch.Tensor) -> Literal["naive", "triton", "cpp"]:
-    """The backend for ``query``, with the compiled library among them.
-
-    Raises:
-        ValueError: an unknown backend, or one for other devices than the query's.
-        ImportError: ``"triton"`` without Triton, ``"cpp"`` without the library.
-    """
-    if backend not in BACKENDS:
-        raise ValueError(f"backend={backend!r}: choose one of {', '.join(BACKENDS)}")
-    on_cpu = query.device.type == "cpu"
-    if backend == "auto" and preferred() is not None:
-        return choose_backend(backend, query)
-    if backend == "cpp" and not on_cpu:
-        raise ValueError(
-            f"backend='cpp' with a query on {query.device}: the library reads host memory, use "
-            "backend='triton', or move query, ids and the page table to the CPU"
-        )
-    if backend == "cpp" or (backend == "auto" and on_cpu):
-        if backend == "cpp":
-            host_library.load()
-        return "naive" if host_library.why_not() else "cpp"
-    return choose_backend(backend, query)
+    backend = "naive" if backend == "host" else backend
+    return run(__name__, "gather_scores", backend, query, rows, ids, scale, softcap)
 
 
 def check_chosen_rows(

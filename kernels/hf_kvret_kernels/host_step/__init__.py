@@ -121,8 +121,6 @@ def run_step(
     sink_logits: torch.Tensor | None = None,
     selected: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float32,
-    threads: int | None = None,
-    path: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of each query to the window and to the cold tokens that a search finds for it.
 
@@ -135,8 +133,6 @@ def run_step(
         sink_logits: ``[Hq]`` attention sink logits, or None.
         selected: int64 of one element, to which the number of chosen tokens is added, in place.
         dtype: of ``out``: float32, or the query's.
-        threads: as of ``host_attention``.
-        path: as of ``host_attention``.
 
     Returns:
         ``out [B, Hq, Q, Dv]`` of ``dtype``, and the chosen ids ``[B, H, Q, budget]`` int32, -1
@@ -155,9 +151,7 @@ def run_step(
     _check_window(query, window)
     if cold is not None:
         _check_cold(query, cold, window)
-    return run_unchecked(
-        query, window, cold, scale, softcap, sink_logits, selected, dtype, threads, path
-    )
+    return run_unchecked(query, window, cold, scale, softcap, sink_logits, selected, dtype)
 
 
 def run_unchecked(
@@ -169,8 +163,6 @@ def run_unchecked(
     sink_logits: torch.Tensor | None,
     selected: torch.Tensor | None,
     dtype: torch.dtype,
-    threads: int | None = None,
-    path: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``run_step`` for a caller whose window and rows fit each other by how they were made.
 
@@ -197,10 +189,9 @@ def run_unchecked(
     library = host_library.opened(os.environ.get(host_library.PATH_VARIABLE))
     if isinstance(library, str):
         raise host_library.missing(library)
-    if threads is None:
-        threads = min(torch.get_num_threads(), host_library.PROCESSORS)
+    threads = min(torch.get_num_threads(), host_library.PROCESSORS)
     scores = scale, softcap, sink_logits
-    step, _keep = _pack_step(query, window, cold, scores, ids, out, selected, threads, path)
+    step, _keep = _pack_step(query, window, cold, scores, ids, out, selected, threads)
     status = library.hfk_run_step(step)
     if status:
         host_library.check(status, "hfk_run_step", threads)
@@ -223,7 +214,6 @@ def _pack_step(
     out: torch.Tensor,
     selected: torch.Tensor | None,
     threads: int,
-    path: str | None,
 ) -> tuple[bytes, tuple[object, ...]]:
     """``hfk_step``, and what must live until the call is over.
 
@@ -265,7 +255,7 @@ def _pack_step(
         *(batch, query_heads, ids.shape[1], window.keys.shape[1], queries, ids.shape[3]),
         *(key_dim, value_dim, *row_sizes),
         *(scale, softcap or 0.0, host_library.DTYPES[query.dtype]),
-        host_library.path_number(path or os.environ.get(host_library.ISA_VARIABLE)),
+        host_library.path_number(os.environ.get(host_library.ISA_VARIABLE)),
         *(threads, in_files),
         *window._addresses,
         0 if near is None else near.data_ptr(),

@@ -10,6 +10,7 @@ from hf_kvret_kernels._dispatch import (
     choose_backend,
     launching_on,
     preferred,
+    run,
 )
 from hf_kvret_kernels.merge import Partials
 from hf_kvret_kernels.prompt_attention import naive, torch_flash
@@ -60,20 +61,13 @@ def prompt_attention(
     check_dense_inputs(query, key, value, valid, softcap)
     out_dtype = query.dtype if out_dtype is None else out_dtype
     arguments = (query, key, value, scale, causal_offset, valid, softcap, out_dtype)
-    if backend == "cpp" and not query.is_cpu:
-        raise ValueError(f"backend='cpp' with a tensor on {query.device}: leave backend out")
     on_cpu = backend == "auto" and query.is_cpu and preferred() is None
     if on_cpu and not compiled(query) and torch_flash.fits(query, value, valid, softcap):
         return torch_flash.prompt_attention(*arguments[:6], out_dtype)
-    if backend == "cpp" or (on_cpu and not host_library.why_not()):
+    if host_library.is_asked(backend, query):
         out, lse = host_library.attend_prompt(*arguments[:-1])
         return out.to(out_dtype), lse
-    if choose_backend(backend, query) == "naive":
-        return naive.prompt_attention(*arguments)
-    from hf_kvret_kernels.prompt_attention import triton
-
-    with launching_on(query):
-        return triton.prompt_attention(*arguments)
+    return run(__name__, "prompt_attention", backend, *arguments)
 
 
 def compiled(query: torch.Tensor) -> bool:

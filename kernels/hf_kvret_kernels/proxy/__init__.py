@@ -9,14 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from hf_kvret_kernels._dispatch import (
-    check_no_grad,
-    check_softcap,
-    check_tensor,
-    choose_backend,
-    launching_on,
-)
-from hf_kvret_kernels.proxy import naive
+from hf_kvret_kernels._dispatch import check_no_grad, check_softcap, check_tensor, run
 
 __all__ = ["MOST_RANK", "ROW_DTYPES", "relevance", "top_indices"]
 
@@ -57,12 +50,7 @@ def relevance(
         ValueError: shapes, dtypes or devices that do not fit.
     """
     _check(query, rows, heads, valid, offset, softcap)
-    if choose_backend(backend, query) == "naive":
-        return naive.relevance(query, rows, heads, valid, offset, softcap)
-    from hf_kvret_kernels.proxy import triton_scores
-
-    with launching_on(query):
-        return triton_scores.relevance(query, rows, heads, valid, offset, softcap)
+    return run(__name__, "relevance", backend, query, rows, heads, valid, offset, softcap)
 
 
 def top_indices(
@@ -92,12 +80,7 @@ def top_indices(
     _check(query, rows, heads, valid, offset, softcap)
     if not 1 <= count <= rows.shape[2]:
         raise ValueError(f"count={count}: 1 to {rows.shape[2]} of {rows.shape[2]} tokens")
-    if choose_backend(backend, query) == "naive":
-        return naive.top_indices(query, rows, heads, count, valid, offset, softcap)
-    from hf_kvret_kernels.proxy import triton_scores
-
-    with launching_on(query):
-        return triton_scores.top_indices(query, rows, heads, count, valid, offset, softcap)
+    return run(__name__, "top_indices", backend, query, rows, heads, count, valid, offset, softcap)
 
 
 def _check(

@@ -9,15 +9,11 @@ from __future__ import annotations
 
 import torch
 
-from hf_kvret_kernels._dispatch import (
-    check_no_grad,
-    check_tensor,
-    choose_backend,
-    launching_on,
-)
+from hf_kvret_kernels import host_library
+from hf_kvret_kernels._dispatch import check_no_grad, check_tensor, run
 from hf_kvret_kernels.relevance import naive
 
-__all__ = ["best_ids", "count_ids", "group_relevance", "top_indices"]
+__all__ = ["best_ids", "count_ids", "group_relevance", "host_rank", "top_indices"]
 
 
 def group_relevance(scores: torch.Tensor, heads: int, *, backend: str = "auto") -> torch.Tensor:
@@ -35,12 +31,7 @@ def group_relevance(scores: torch.Tensor, heads: int, *, backend: str = "auto") 
         ValueError: scores of another form, heads that do not divide, gradients.
     """
     _check_scores(scores, heads)
-    if choose_backend(backend, scores) == "naive":
-        return naive.group_relevance(scores, heads)
-    from hf_kvret_kernels.relevance import triton
-
-    with launching_on(scores):
-        return triton.group_relevance(scores, heads)
+    return run(__name__, "group_relevance", backend, scores, heads)
 
 
 def top_indices(
@@ -62,12 +53,7 @@ def top_indices(
     _check_scores(scores, heads)
     if not 1 <= count <= scores.shape[-1]:
         raise ValueError(f"count={count}: 1 to {scores.shape[-1]} of {scores.shape[-1]} tokens")
-    if choose_backend(backend, scores) == "naive":
-        return naive.top_indices(scores, heads, count)
-    from hf_kvret_kernels.relevance import triton
-
-    with launching_on(scores):
-        return triton.top_indices(scores, heads, count)
+    return run(__name__, "top_indices", backend, scores, heads, count)
 
 
 def best_ids(
@@ -98,12 +84,37 @@ def best_ids(
     check_tensor("ids", ids, shape, (torch.int32,), scores.device)
     if not 1 <= count <= shape[-1]:
         raise ValueError(f"count={count}: 1 to {shape[-1]} of {shape[-1]} candidates")
-    if choose_backend(backend, scores) == "naive":
-        return naive.best_ids(scores, ids, count)
-    from hf_kvret_kernels.relevance import triton
+    return run(__name__, "best_ids", backend, scores, ids, count)
 
-    with launching_on(scores):
-        return triton.best_ids(scores, ids, count)
+
+def host_rank(scores: torch.Tensor, ids: torch.Tensor, count: int) -> torch.Tensor:
+    """The ``count`` best of some tokens, best first, then -1: ``[B, H, Q, count]`` int32.
+
+    By the compiled library where there is one, else by torch, on the CPU. Of tokens that matter
+    equally the first named comes first. Tokens whose score is NaN or -inf are never chosen.
+
+    Args:
+        scores: ``[B, Hq, Q, K]`` fp32, as ``gather_scores`` gives them.
+        ids: ``[B, H, Q, K]`` int32, -1 for none; Hq is a multiple of H.
+        count: at least 0; may exceed K.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit.
+        MemoryError: no room for the library's work space.
+    """
+    cpu = torch.device("cpu")
+    check_tensor("ids", ids, (None,) * 4, (torch.int32,), cpu)
+    batch, heads, queries, named = ids.shape
+    check_tensor("scores", scores, (batch, None, queries, named), (torch.float32,), cpu)
+    if not heads or not scores.shape[1] or scores.shape[1] % heads:
+        raise ValueError(f"scores has {scores.shape[1]} heads: pass a multiple of {heads}, of ids")
+    if count < 0:
+        raise ValueError(f"count={count}: pass 0 or more")
+    if host_library.why_not():
+        return naive.host_rank(scores, ids, count)
+    best = ids.new_empty(batch, heads, queries, count)
+    host_library.rank(scores, ids, best)
+    return best
 
 
 def count_ids(ids: torch.Tensor, total: torch.Tensor, *, backend: str = "auto") -> None:
@@ -124,13 +135,7 @@ def count_ids(ids: torch.Tensor, total: torch.Tensor, *, backend: str = "auto") 
             f"total is {total.dtype} {tuple(total.shape)} on {total.device}: pass one int64 on "
             f"{ids.device}"
         )
-    if choose_backend(backend, ids) == "naive":
-        naive.count_ids(ids, total)
-        return
-    from hf_kvret_kernels.relevance import triton
-
-    with launching_on(ids):
-        triton.count_ids(ids, total)
+    run(__name__, "count_ids", backend, ids, total)
 
 
 def _check_scores(scores: torch.Tensor, heads: int) -> None:

@@ -7,16 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from hf_kvret_kernels._dispatch import (
-    FLOATS,
-    check_dense_inputs,
-    check_no_grad,
-    check_tensor,
-    choose_backend,
-    launching_on,
-)
+from hf_kvret_kernels._dispatch import FLOATS, check_dense_inputs, check_no_grad, check_tensor, run
 from hf_kvret_kernels.merge import Partials
-from hf_kvret_kernels.step_attention import naive
 
 __all__ = ["step_attention", "step_unchecked"]
 
@@ -93,12 +85,7 @@ def step_unchecked(
     """``step_attention`` for a caller whose tensors fit each other by how they were made."""
     arguments = (query, key, value, others, scale, causal_offset, valid, softcap)
     more = (sink_logits, ids, selected, out_dtype)
-    if choose_backend(backend, query) == "naive":
-        return naive.step_attention(*arguments, *more)
-    from hf_kvret_kernels.step_attention import triton
-
-    with launching_on(query):
-        return triton.step_attention(*arguments, *more)
+    return run(__name__, "step_attention", backend, *arguments, *more)
 
 
 def _check_others(others: Partials, query: torch.Tensor, value: torch.Tensor) -> None:

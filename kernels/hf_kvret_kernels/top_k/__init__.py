@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hf_kvret_kernels._dispatch import choose_backend, launching_on
-from hf_kvret_kernels.top_k import naive
+from hf_kvret_kernels._dispatch import run
 
 __all__ = ["top_k"]
 
@@ -28,9 +27,4 @@ def top_k(scores: torch.Tensor, count: int, *, backend: str = "auto") -> torch.T
         raise ValueError(f"scores is {scores.dtype} {tuple(scores.shape)}: pass fp32 [B, H, Q, n]")
     if not 1 <= count <= scores.shape[-1]:
         raise ValueError(f"count={count}: 1 to {scores.shape[-1]} of {scores.shape[-1]} tokens")
-    if choose_backend(backend, scores) == "naive":
-        return naive.top_k(scores, count)
-    from hf_kvret_kernels.top_k import triton
-
-    with launching_on(scores):
-        return triton.top_k(scores, count)
+    return run(__name__, "top_k", backend, scores, count)

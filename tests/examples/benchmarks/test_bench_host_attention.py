@@ -16,7 +16,6 @@ from bench_host_attention import TOLERANCES, HostAttention, check_ways, make_row
 
 from hf_kvret.lab.evaluate.measurement import CheckFailed
 from hf_kvret.lab.report.results import Results
-from hf_kvret_kernels import host_attention as host
 from hf_kvret_kernels import host_library as library
 from hf_kvret_kernels.catalog import Draw, KernelShape
 from hf_kvret_kernels.paged import PagedRows
@@ -40,7 +39,7 @@ def no_calm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def compiled() -> None:
-    if reason := host.why_not():
+    if reason := library.why_not():
         pytest.skip(reason)
 
 
@@ -66,7 +65,7 @@ def test_all_ways_give_the_same(
 ) -> None:
     shape = replace(SHAPE, dtype=dtype, top_k=count)
     query, rows, ids = inputs(shape, sequences)
-    ways = make_ways(shape, 1)
+    ways = make_ways(shape)
     errors = check_ways(ways, query, rows, ids)
     assert set(errors) == {"sdpa", "sdpa-apart", "sdpa-by-head", "naive"}
     keys, values = rows.gather(ids, backend="naive")
@@ -79,7 +78,7 @@ def test_all_ways_give_the_same(
 @pytest.mark.parametrize("wrong", ["cpp", "sdpa-apart"])
 def test_a_way_that_swaps_two_heads_fails_the_check(compiled: None, wrong: str) -> None:
     shape = replace(SHAPE, batch=2, dtype=torch.bfloat16)
-    given, ways = inputs(shape), make_ways(shape, 1)
+    given, ways = inputs(shape), make_ways(shape)
     right = ways[wrong]
     for spoil in (lambda out: out[:, [0, 2, 1, 3, 4, 5]], lambda out: out * float("nan")):
         ways[wrong] = lambda *given, spoil=spoil: spoil(right(*given))

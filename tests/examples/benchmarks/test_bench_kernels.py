@@ -16,7 +16,7 @@ from kernel_clock import time_calls
 from hf_kvret.lab.bench.kernel_work import NEEDS, Rates, Work, method_shape
 from hf_kvret.lab.report.results import Results
 from hf_kvret_kernels.catalog import Call, Draw, KernelOp
-from hf_kvret_kernels.host_attention import why_not
+from hf_kvret_kernels.host_library import why_not
 
 SHAPE = method_shape(
     length=100,
