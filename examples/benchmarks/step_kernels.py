@@ -220,7 +220,7 @@ def _higgs(shape: StepShape) -> None:
     pages = replace(shape.pages(codes + scales, codes, torch.uint8), apart=True)
     mean = torch.empty(len(pages.table), pages.heads, dim, device=_META)
     rows = CodedRows(pages, codec, dim, dim, key_mean=mean)
-    triton_attend.attend_partials(shape.query(), rows, shape.ids(LRQK_K), shape.scale, None)
+    triton_attend.gather_partials(shape.query(), rows, shape.ids(LRQK_K), shape.scale, None)
 
 
 def _resident(shape: StepShape) -> None:

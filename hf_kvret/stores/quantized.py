@@ -12,7 +12,8 @@ from hf_kvret.contracts.state import Tensors, tensor
 from hf_kvret.contracts.store import AttentionResult
 from hf_kvret.stores.memory import PageMemory
 from hf_kvret.stores.paged import PagedStore, WrappedStore
-from hf_kvret_kernels import higgs
+from hf_kvret_kernels import higgs, host_library
+from hf_kvret_kernels.gather_attention import gather_partials, gather_scores
 from hf_kvret_kernels.higgs.codec import LARGEST_GROUP, SMALLEST_GROUP
 
 # Tokens coded at once, so that a prompt is never in fp32 as a whole.
@@ -88,14 +89,14 @@ class QuantizedStore(WrappedStore):
     def begin(
         self, query: torch.Tensor, ids: torch.Tensor, scale: float, softcap: float | None = None
     ) -> Callable[[], AttentionResult]:
-        return higgs.attend_partials(query, self.coded_rows(), ids, scale=scale, softcap=softcap)
+        return gather_partials(query, self.coded_rows(), ids, scale=scale, softcap=softcap)
 
     def scores(
         self, query: torch.Tensor, ids: torch.Tensor, scale: float, softcap: float | None = None
     ) -> torch.Tensor:
-        rows = self.coded_rows()
-        result = higgs.host_scores(query, rows, ids, scale=scale, softcap=softcap)
-        return super().scores(query, ids, scale, softcap) if result is None else result
+        if not host_library.is_asked("auto", query):
+            return super().scores(query, ids, scale, softcap)
+        return gather_scores(query, self.coded_rows(), ids, scale=scale, softcap=softcap)
 
     def host_rows(self) -> higgs.CodedRows | None:
         rows = self.coded_rows()

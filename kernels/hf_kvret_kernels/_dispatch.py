@@ -132,9 +132,9 @@ def check_tensor(
     tensor: torch.Tensor,
     shape: Sequence[int | None],
     dtypes: Sequence[torch.dtype],
-    device: torch.device,
+    device: torch.device | None = None,
 ) -> None:
-    """Refuse a tensor of another shape, dtype or device; None in ``shape`` allows any size.
+    """Refuse a tensor of another shape, dtype or device; None allows any size, or any device.
 
     Raises:
         ValueError: what the tensor is, and what it should be.
@@ -143,6 +143,7 @@ def check_tensor(
         tensor.ndim == len(shape)
         and all(size in (None, own) for size, own in zip(shape, tensor.shape, strict=True))
     )
+    device = tensor.device if device is None else device
     if not fits or tensor.dtype not in dtypes or tensor.device != device:
         sizes = ", ".join("any" if size is None else str(size) for size in shape)
         names = " or ".join(_SHORT_NAMES.get(each, str(each)[6:]) for each in dtypes)

@@ -418,7 +418,7 @@ def _higgs_attend(shape: KernelShape, draw: Draw) -> Any:
     paged = PagedRows([pages], table, code_bytes, apart=True)
     rows = higgs.CodedRows(paged, codec, *dims)
     query, ids = draw.query(shape), draw.ids(shape, shape.top_k)
-    return partial(higgs.attend, query, rows, ids, **shape.scoring)
+    return partial(gather_attention, query, rows, ids, **shape.scoring)
 
 
 def _coded_vectors(

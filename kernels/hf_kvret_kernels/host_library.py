@@ -54,7 +54,7 @@ _PARIS_ENCODING = struct.Struct("@7P16q4i")
 def attend(
     query: torch.Tensor, rows: HostRows, ids: torch.Tensor, scale: float, softcap: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``gather_attention``, or ``higgs.attend`` of coded rows; the caller checked the arguments."""
+    """See ``gather_attention``; the caller checked the arguments."""
     out = query.new_empty(*query.shape[:3], rows.value_dim, dtype=torch.float32)
     lse = query.new_empty(query.shape[:3], dtype=torch.float32)
     run("hfk_attend", query, rows, ids, out, lse, scale, softcap)
@@ -64,7 +64,7 @@ def attend(
 def score(
     query: torch.Tensor, rows: HostRows, ids: torch.Tensor, scale: float, softcap: float | None
 ) -> torch.Tensor:
-    """``gather_scores``, also for coded rows; the caller checked the arguments."""
+    """See ``gather_scores``; the caller checked the arguments."""
     scores = query.new_empty(*query.shape[:3], ids.shape[3], dtype=torch.float32)
     run("hfk_scores", query, rows, ids, scores, None, scale, softcap)
     return scores
@@ -126,12 +126,7 @@ def pack_request(
     table, addresses, page_len, tokens, in_files = pages or (None, None, 1, 0, False)
     batch, query_heads, queries, key_dim = query.shape
     return _REQUEST.pack(
-        query.data_ptr(),
-        ids.data_ptr(),
-        0 if table is None else table.data_ptr(),
-        0 if addresses is None else addresses.data_ptr(),
-        0 if out is None else out.data_ptr(),
-        0 if lse is None else lse.data_ptr(),
+        *map(_address, (query, ids, table, addresses, out, lse)),
         coding_address,
         batch,
         query_heads,
@@ -155,6 +150,11 @@ def pack_request(
     )
 
 
+def _address(tensor: torch.Tensor | None) -> int:
+    """Of its first number; 0 for none."""
+    return 0 if tensor is None else tensor.data_ptr()
+
+
 def pack_coding(
     grid: torch.Tensor, signs: torch.Tensor, bits: int, key_mean: torch.Tensor | None = None
 ) -> bytes:
@@ -162,8 +162,7 @@ def pack_coding(
 
     All are fp32 and contiguous, and must live as long as it is used.
     """
-    mean = 0 if key_mean is None else key_mean.data_ptr()
-    return _CODING.pack(grid.data_ptr(), signs.data_ptr(), mean, len(signs), bits, 0)
+    return _CODING.pack(*map(_address, (grid, signs, key_mean)), len(signs), bits, 0)
 
 
 # Cells and points of hfk_near_points.
@@ -222,10 +221,7 @@ def _run_codes(
     """Call the function; ``tables``: addresses of what encoding looks up."""
     threads = thread_count()
     work = _CODES.pack(
-        rows.data_ptr(),
-        codes.data_ptr(),
-        scales.data_ptr(),
-        0 if added is None else added.data_ptr(),
+        *map(_address, (rows, codes, scales, added)),
         *tables,
         *_CODING.unpack(coding),
         *rows.shape,
@@ -247,7 +243,7 @@ def rank(scores: torch.Tensor, ids: torch.Tensor, best: torch.Tensor) -> None:
     """
     scores, ids, threads = scores.contiguous(), ids.contiguous(), thread_count()
     batch, heads, queries, count = ids.shape
-    addresses = (scores.data_ptr(), ids.data_ptr(), best.data_ptr())
+    addresses = map(_address, (scores, ids, best))
     sizes = (batch, scores.shape[1], heads, queries, count, best.shape[3])
     call("hfk_rank", threads, _RANKING.pack(*addresses, *sizes, threads, path_in_use()))
 
@@ -272,7 +268,7 @@ def encode_paris(
     signs, levels, threads = signs.contiguous(), levels.contiguous(), thread_count()
     tensors = (keys, mean, signs, levels, *planes)
     request = _PARIS_ENCODING.pack(
-        *(0 if tensor is None else tensor.data_ptr() for tensor in tensors),
+        *map(_address, tensors),
         *(*keys.shape, len(signs), m, stride),
         *keys.stride()[:3],
         *(step for plane in planes for step in plane.stride()[:2]),
@@ -339,7 +335,7 @@ def _run_prompt(
     valid = None if valid is None else valid.contiguous()
     threads = thread_count()
     request = _PROMPT.pack(
-        *(0 if tensor is None else tensor.data_ptr() for tensor in (*rows, valid, *where[:4])),
+        *map(_address, (*rows, valid, *where[:4])),
         where[4],
         *(batch, query_heads, heads, queries, tokens, key_dim, value_dim),
         *(stride for tensor in rows for stride in tensor.stride()[:3]),

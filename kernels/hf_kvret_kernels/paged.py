@@ -8,19 +8,28 @@ from typing import ClassVar, Protocol
 
 import torch
 
-from hf_kvret_kernels._dispatch import choose_backend, interpreted, launching_on
+from hf_kvret_kernels._dispatch import (
+    check_attention_inputs,
+    check_softcap,
+    choose_backend,
+    interpreted,
+    launching_on,
+)
 from hf_kvret_kernels.chunks import select
 from hf_kvret_kernels.ids import check_id_range
 
 
 class HostRows(Protocol):
-    """Rows that the compiled library reads: ``PagedRows``, or the ``CodedRows`` of ``higgs``.
+    """Rows that attention reads where they lie: ``PagedRows``, or the ``CodedRows`` of ``higgs``.
 
     Names are as of ``PagedRows``; ``width`` and ``value_start`` of coded rows count bytes.
 
     Attributes:
         coding_address: of ``hfk_coding``, which says what codes mean; 0 for rows in full.
+        triton_module: whose ``gather_partials`` attends to such rows.
     """
+
+    triton_module: ClassVar[str]
 
     key_dim: int
     value_dim: int
@@ -40,6 +49,8 @@ class HostRows(Protocol):
     @property
     def coding_address(self) -> int: ...
     def addresses(self) -> torch.Tensor: ...
+    def check(self, query: torch.Tensor, ids: torch.Tensor, softcap: float | None) -> None: ...
+    def gather_with_torch(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]: ...
     def check_range(self, ids: torch.Tensor) -> None: ...
 
 
@@ -93,6 +104,7 @@ class PagedRows:
     value_start: int = field(init=False, repr=False)
     token_count: int = field(init=False, repr=False)
     coding_address: ClassVar[int] = 0
+    triton_module: ClassVar[str] = "hf_kvret_kernels.gather_attention.triton"
     dtype: torch.dtype = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -221,6 +233,49 @@ class PagedRows:
             raise ValueError(
                 f"ids is on {ids.device}, the page table on {self.table.device}: move one of them"
             )
+
+    def check(
+        self,
+        query: torch.Tensor,
+        ids: torch.Tensor,
+        softcap: float | None,
+        coded_dim: int | None = None,
+    ) -> None:
+        """Check the arguments of operations on the rows that ids name.
+
+        Args:
+            query, ids, softcap: as of ``gather_attention``.
+            coded_dim: Dk of the keys that coded rows stand for; None where rows are of the query's
+                dtype.
+
+        Raises:
+            ValueError: shapes, dtypes or devices that do not fit, gradients, a cap that is no cap.
+        """
+        check_attention_inputs(query=query)
+        self.check_ids(ids)
+        if self.apart is (coded_dim is None):
+            raise ValueError(
+                f"rows have apart={self.apart}: keys and values must lie "
+                f"{'side by side' if coded_dim is None else 'apart, as codes and scales do'}"
+            )
+        batch, heads, queries, width = query.shape
+        dtype = self.dtype if coded_dim is None else query.dtype
+        key_dim = self.key_dim if coded_dim is None else coded_dim
+        if query.dtype != dtype or query.device != self.table.device or width != key_dim:
+            raise ValueError(
+                f"query is {query.dtype} on {query.device} with Dk={width}, the rows are "
+                f"{self.dtype} with a page table on {self.table.device} and Dk={key_dim}: they "
+                "must agree"
+            )
+        choosing = ids.shape[1] in (self.heads, heads)
+        if ids.shape[0] != batch or ids.shape[2] != queries or not choosing:
+            raise ValueError(
+                f"ids has shape {tuple(ids.shape)}: pass [{batch}, {self.heads} or {heads}, "
+                f"{queries}, K] for a query of shape {tuple(query.shape)}"
+            )
+        if heads % self.heads:
+            raise ValueError(f"query has {heads} heads, no multiple of the rows' {self.heads}")
+        check_softcap(softcap)
 
     def check_range(self, ids: torch.Tensor) -> None:
         """ValueError where one of ``ids [B, H, Q, K]`` leads to no row; looks at the data."""

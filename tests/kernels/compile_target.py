@@ -118,7 +118,7 @@ def _calls_with_values_in_keys() -> Iterator[partial]:
             page = torch.zeros(8, 1, 64, sum(sizes), dtype=torch.uint8)
             pages = PagedRows([page], table, sizes[0], apart=True)
             coded = CodedRows(pages, codec, dim, value_dim, value_in_key=True)
-            yield partial(triton_attend.attend_partials, query, coded, ids, 0.1, 50.0)
+            yield partial(triton_attend.gather_partials, query, coded, ids, 0.1, 50.0)
 
 
 def _compile_instead_of_launching(capability: int) -> list[str]:

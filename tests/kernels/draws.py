@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -98,14 +99,12 @@ def attention64(
 @contextmanager
 def library_threads(count: int) -> Iterator[None]:
     """Within it the compiled library uses so many threads, on however few processors."""
-    before = torch.get_num_threads(), host_library.PROCESSORS
-    torch.set_num_threads(count)
-    host_library.PROCESSORS = count
-    try:
+    with (
+        patch.object(host_library, "PROCESSORS", count),
+        # Torch itself stays as it is.
+        patch.object(torch, "get_num_threads", lambda: count),
+    ):
         yield
-    finally:
-        torch.set_num_threads(before[0])
-        host_library.PROCESSORS = before[1]
 
 
 def refused(message: str, call: Callable[..., object], *arguments: Any, **options: Any) -> None:

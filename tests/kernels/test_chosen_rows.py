@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from hf_kvret_kernels import higgs
 from hf_kvret_kernels import host_library as library
 from hf_kvret_kernels.gather_attention import gather_attention, gather_scores
 from hf_kvret_kernels.higgs import CodedRows, HiggsCodec
@@ -38,15 +37,17 @@ Rows = PagedRows | CodedRows
 def results(
     where: Place, query: torch.Tensor, rows: Rows, ids: torch.Tensor, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """``(out, lse, scores)``; no scores of coded rows but by the library, values may be NaN."""
+    """``(out, lse, scores)``; Triton has no scores of coded rows, values may be NaN."""
+    attention = gather_attention(query, rows, ids, backend=where[0], **options)
     if isinstance(rows, CodedRows):
-        scores = higgs.host_scores(query, rows, ids, **options) if where[0] == "cpp" else None
-        return *higgs.attend(query, rows, ids, backend=where[0], **options), scores
+        if where[0] == "triton":
+            return *attention, None
+        return *attention, gather_scores(query, rows, ids, backend=where[0], **options)
     blind = replace(rows, chunks=[chunk.clone() for chunk in rows.chunks], page_address=None)
     for chunk in blind.chunks:
         chunk[..., rows.key_dim :] = float("nan")
     scores = gather_scores(query, blind, ids, backend=where[0], **options)
-    return *gather_attention(query, rows, ids, backend=where[0], **options), scores
+    return *attention, scores
 
 
 def check(
@@ -237,8 +238,8 @@ def test_scales_of_whole_rows_have_the_range_of_fp16(
     coded[..., -2:] = scale.view(torch.uint8)
     pages.chunks[0].copy_(lay_apart(coded, pages.key_dim))
     query, ids = random_query(plain, 4).to(dtype), random_ids(plain, 2, 1, 13)
-    out, _ = higgs.attend(query, rows, ids, scale=0.125, backend=where[0])
-    expected, _ = higgs.attend(query.float(), rows, ids, scale=0.125, backend="naive")
+    out, _ = gather_attention(query, rows, ids, scale=0.125, backend=where[0])
+    expected, _ = gather_attention(query.float(), rows, ids, scale=0.125, backend="naive")
     rounding = 24 * HALF_ULP[dtype] if where[0] == "triton" else 0.0
     error = 2 * FP32_ERROR + rounding
     torch.testing.assert_close(out / size, expected / size, rtol=0, atol=error)
@@ -249,13 +250,13 @@ def test_splitting_the_ids_changes_nothing(place: Place, bits: int) -> None:
     if place[0] != "triton":
         pytest.skip("only the Triton kernel splits ids")
     from hf_kvret_kernels.gather_attention.triton import gather_partials
-    from hf_kvret_kernels.higgs.triton_attend import attend_partials
+    from hf_kvret_kernels.higgs import triton_attend
 
     table = [[0, 1, 2, 3, 4, 5, 6, 7]]
     rows, plain = Kind((64, 64), bits, 64).rows(place[1], table, (8,), kv_heads=1, page_len=16)
     query, ids = random_query(plain, 2).float(), random_ids(plain, 1, 1, 128)
     ids[..., 32:64] = -1
-    partials = gather_partials if bits == 16 else attend_partials
+    partials = gather_partials if bits == 16 else triton_attend.gather_partials
     whole = partials(query, rows, ids, 0.3, None, splits=1)("triton")
     for splits in (2, 3, 64):
         parts = partials(query, rows, ids, 0.3, None, splits=splits)("triton")
@@ -315,6 +316,7 @@ def test_auto_takes_the_library_for_cpu_tensors(monkeypatch: pytest.MonkeyPatch)
 
 ROWS, IDS = paged("cpu", TWO_ROWS), torch.zeros(2, 2, 1, 3).int()
 CODED, _ = Kind((64, 64), 2, 64).rows()
+JOINED = replace(CODED.pages, apart=False)
 QUERY = torch.zeros(2, 4, 1, 16)
 APART = replace(ROWS, apart=True)
 FAR = PagedRows([ROWS.chunks[0].to("meta")], ROWS.table.to("meta"), 16)
@@ -338,13 +340,13 @@ FAR = PagedRows([ROWS.chunks[0].to("meta")], ROWS.table.to("meta"), 16)
             "on meta: .* leave backend out",
         ),
         (QUERY, CODED, IDS, {}, "Dk=16, .* Dk=64: they must agree"),
+        (QUERY, replace(CODED, pages=JOINED), IDS, {}, "rows have apart=False: .* lie apart, as"),
     ],
 )
 def test_mistakes_are_refused_with_the_remedy(
     query: torch.Tensor, rows: Rows, ids: torch.Tensor, options: dict[str, Any], message: str
 ) -> None:
-    coded = isinstance(rows, CodedRows)
-    for operation in (higgs.attend,) if coded else (gather_attention, gather_scores):
+    for operation in (gather_attention, gather_scores):
         with pytest.raises(ValueError, match=message):
             operation(query, rows, ids, **{"scale": 1.0, **options})
 

@@ -160,7 +160,7 @@ def test_arguments_that_do_not_fit_are_named() -> None:
     table, codes = torch.zeros(1, 4, 1, 6), torch.zeros(1, 2, 5, dtype=torch.int16)
     x, words = torch.zeros(1, 2, 5, 8), torch.zeros(2, 6, 8)
     for scores in (book.lookup, book.lookup_scores):
-        refused(r"table is .*: pass fp32 \[B, Hq, Q, C\]", scores, table.double(), codes)
+        refused(r"table is .*: pass fp32 \[any, any, any, any\]", scores, table.double(), codes)
         refused(r"codes is .*: pass int16 \[1, any, any\]", scores, table, codes.int())
     refused("codebook has 3 heads", book.score_table, torch.zeros(1, 4, 1, 8), words[[0, 1, 0]])
     refused("C=32769 codewords: pass 1 to 32768", book.encode, x, torch.zeros(2, 32769, 8))

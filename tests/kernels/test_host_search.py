@@ -23,7 +23,7 @@ from hf_kvret_kernels.host_step import (
 from hf_kvret_kernels.ids import WrongIdError
 from hf_kvret_kernels.paged import HostRows
 from hf_kvret_kernels.paris import naive
-from hf_kvret_kernels.relevance import best_ids, group_relevance
+from hf_kvret_kernels.relevance import group_relevance
 from hf_kvret_kernels.relevance import naive as naive_relevance
 
 from .draws import library_threads
@@ -217,16 +217,6 @@ def test_lists_of_no_live_centroid_leave_the_pending_tokens(path: str) -> None:
     ids = _found(shape, search)
     assert ids[..., :3].unique().tolist() == [97, 98, 99]
     assert bool((ids[..., 3:] == -1).all())
-
-
-def test_best_ids_of_the_naive_code_are_those_of_a_list(path: str) -> None:
-    """Where all centroids are recalled, as a rerank of the united lists."""
-    shape = Shape(400, group=2)
-    search = ListSearch((_generation(shape, 30, 15, 21, False),), nprobe=50, pending=0)
-    relevance = _expected_relevance(shape, search, None)
-    every = torch.arange(shape.n, dtype=torch.int32).expand(1, shape.heads, 1, -1).contiguous()
-    expected = best_ids(relevance.unsqueeze(3), every, BUDGET, backend="naive")
-    assert torch.equal(_found(shape, search), expected.sort(-1).values)
 
 
 # The path goes to the tests that take it.

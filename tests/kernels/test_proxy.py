@@ -200,7 +200,7 @@ def test_tokens_that_are_not_valid_may_hold_anything(place: Place) -> None:
 
 def test_arguments_of_relevance_that_do_not_fit_are_named() -> None:
     query, rows = torch.zeros(1, 4, 1, 8), torch.zeros(1, 2, 6, 8)
-    refused("rows has shape", proxy.relevance, query, rows[..., :7], 2)
+    refused("rows is ", proxy.relevance, query, rows[..., :7], 2)
     refused(r"rows is torch\.float64", proxy.relevance, query, rows.double(), 2)
     long = torch.zeros(1, 4, 1, 257), torch.zeros(1, 2, 6, 257)
     refused("rank r is 257", proxy.relevance, *long, 2)

@@ -9,7 +9,7 @@ import torch
 
 from hf_kvret_kernels import relevance
 from hf_kvret_kernels.gather_attention import gather_attention, gather_scores
-from hf_kvret_kernels.higgs import CodedRows, attend
+from hf_kvret_kernels.higgs import CodedRows
 from hf_kvret_kernels.page_copy import copy_pages
 from hf_kvret_kernels.paged import PagedRows
 from hf_kvret_kernels.resident import SlotMap, assign, fetch
@@ -55,10 +55,11 @@ def spread(room: torch.Tensor, rows: PagedRows | CodedRows, wide: str) -> torch.
 def read(rows: PagedRows | CodedRows, ids: torch.Tensor, backend: str) -> list[torch.Tensor]:
     """All that is read of rows."""
     query = draw(1, 2, 1, 8, seed=1)
+    attention = gather_attention(query, rows, ids, scale=0.3, backend=backend)
     if isinstance(rows, CodedRows):
-        return [*attend(query, rows, ids, scale=0.3, backend=backend)]
+        return [*attention]
     return [
-        *gather_attention(query, rows, ids, scale=0.3, backend=backend),
+        *attention,
         gather_scores(query, rows, ids, scale=0.3, backend=backend),
         *rows.gather(ids, backend=backend),
         copy_pages(rows, 0, 3, backend=backend),

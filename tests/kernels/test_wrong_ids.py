@@ -88,7 +88,7 @@ def test_gathered_rows(place: Place, is_coded: bool) -> None:
 
 def test_attention_to_coded_rows(where: Place) -> None:
     query, rows = torch.randn(2, 4, 1, 32).to(where[1]), coded(where, higgs.HiggsCodec(4, 16), 32)
-    check(where, lambda ids: higgs.attend(query, rows, ids, scale=0.3, backend=where[0]))
+    check(where, lambda ids: gather_attention(query, rows, ids, scale=0.3, backend=where[0]))
 
 
 def test_slots_and_what_is_fetched_into_them(place: Place) -> None:

@@ -68,7 +68,7 @@ def key_lists(
         ValueError: shapes, dtypes or devices that do not fit, also of a chunk.
     """
     check_no_grad(queries=queries)
-    _check_bundles("queries", queries)
+    check_tensor("queries", queries, (None,) * 5, FLOATS)
     if count < 1:
         raise ValueError(f"count={count}: a list holds at least 1 key")
     _check_valid(valid, queries)
@@ -120,17 +120,10 @@ def similarity(
         ValueError: shapes, dtypes or devices that do not fit.
     """
     check_no_grad(query=query, centroids=centroids)
-    _check_bundles("query", query)
-    _check_bundles("centroids", centroids)
-    if query.shape[:2] != centroids.shape[:2] or query.shape[3:] != centroids.shape[3:]:
-        raise ValueError(
-            f"query has shape {tuple(query.shape)}, centroids {tuple(centroids.shape)}: only the "
-            "third dimension may differ"
-        )
-    _check_device("centroids", centroids, query)
-    check_tensor(
-        "inverse_norms", inverse_norms, centroids.shape[:4], (torch.float32,), query.device
-    )
+    check_tensor("query", query, (None,) * 5, FLOATS)
+    bundles, device = (*query.shape[:2], None, *query.shape[3:]), query.device
+    check_tensor("centroids", centroids, bundles, FLOATS, device)
+    check_tensor("inverse_norms", inverse_norms, centroids.shape[:4], (torch.float32,), device)
     return run(__name__, "similarity", backend, query, centroids, inverse_norms)
 
 
@@ -150,15 +143,10 @@ def take_lists(
     Raises:
         ValueError: shapes, dtypes or devices that do not fit.
     """
-    if low.ndim != 4 or low.dtype != torch.int16:
-        raise ValueError(f"low is {low.dtype} {tuple(low.shape)}: pass int16 [B, H, m, rho]")
-    if high is not None and (high.shape != low.shape or high.dtype != torch.uint8):
-        raise ValueError(
-            f"high is {high.dtype} {tuple(high.shape)}: pass uint8 {list(low.shape)}, or None"
-        )
-    check_tensor("index", index, (*low.shape[:2], None, None), (torch.int64,), low.device)
+    check_tensor("low", low, (None,) * 4, (torch.int16,))
     if high is not None:
-        _check_device("high", high, low)
+        check_tensor("high", high, low.shape, (torch.uint8,), low.device)
+    check_tensor("index", index, (*low.shape[:2], None, None), (torch.int64,), low.device)
     return run(__name__, "take_lists", backend, low, high, index)
 
 
@@ -180,19 +168,11 @@ def unite(ids: torch.Tensor, valid: torch.Tensor, *, backend: str = "auto") -> t
     A table of fp32's size for each token and query is held meanwhile, at most about 64 MiB, or
     those of one query and each KV head with torch.
     """
-    if ids.ndim != 4 or ids.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"ids is {ids.dtype} {tuple(ids.shape)}: pass int32 [B, H, Q, M]")
+    check_tensor("ids", ids, (None,) * 4, (torch.int32, torch.int64))
     _check_valid(valid, ids)
     if not valid.shape[1]:
         raise ValueError("valid covers no token: there must be one at least")
     return run(__name__, "unite", backend, ids, valid)
-
-
-def _check_bundles(name: str, x: torch.Tensor) -> None:
-    if x.ndim != 5 or x.dtype not in FLOATS:
-        raise ValueError(
-            f"{name} is {x.dtype} {tuple(x.shape)}: pass fp32, bf16 or fp16 [B, H, *, G, D]"
-        )
 
 
 def _check_valid(valid: torch.Tensor, like: torch.Tensor) -> None:
@@ -203,20 +183,10 @@ def _check_chunk(
     start: int, keys: torch.Tensor, queries: torch.Tensor, valid: torch.Tensor
 ) -> None:
     batch, heads, _, _, width = queries.shape
-    form = (batch, heads, width)
-    if keys.ndim != 4 or (*keys.shape[:2], keys.shape[3]) != form or keys.dtype not in FLOATS:
-        raise ValueError(
-            f"the chunk of slot {start} is {keys.dtype} {tuple(keys.shape)}: give fp32, bf16 or "
-            f"fp16 [{batch}, {heads}, P, {width}]"
-        )
+    shape, name = (batch, heads, None, width), f"the chunk of slot {start}"
+    check_tensor(name, keys, shape, FLOATS, queries.device)
     if start < 0 or start + keys.shape[2] > valid.shape[1]:
         raise ValueError(
             f"a chunk has the slots {start} to {start + keys.shape[2] - 1}: valid covers 0 to "
             f"{valid.shape[1] - 1}"
         )
-    _check_device("a chunk", keys, queries)
-
-
-def _check_device(name: str, x: torch.Tensor, like: torch.Tensor) -> None:
-    if x.device != like.device:
-        raise ValueError(f"{name} is on {x.device}, the rest on {like.device}: move it there")

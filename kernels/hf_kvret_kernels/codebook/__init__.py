@@ -69,8 +69,7 @@ def encode(
         ValueError: shapes, dtypes or devices that do not fit.
     """
     check_no_grad(x=x, codebook=codebook)
-    if x.ndim != 4 or x.dtype not in FLOATS:
-        raise ValueError(f"x is {x.dtype} {tuple(x.shape)}: pass fp32, bf16 or fp16 [B, H, n, D]")
+    check_tensor("x", x, (None,) * 4, FLOATS)
     _check_codebook(codebook, x.shape[1], x.shape[3], x.device)
     if norms is None:
         norms = half_norms(codebook)
@@ -105,10 +104,7 @@ def score_table(
         ValueError: shapes, dtypes or devices that do not fit.
     """
     check_no_grad(query=query, codebook=codebook)
-    if query.ndim != 4 or query.dtype not in FLOATS:
-        raise ValueError(
-            f"query is {query.dtype} {tuple(query.shape)}: pass fp32, bf16 or fp16 [B, Hq, Q, D]"
-        )
+    check_tensor("query", query, (None,) * 4, FLOATS)
     heads = codebook.shape[0] if codebook.ndim else 0
     _check_codebook(codebook, heads, query.shape[3], query.device)
     if not heads or query.shape[1] % heads:
@@ -223,8 +219,7 @@ def code_counts(
         ValueError: shapes, dtypes or devices that do not fit, or C out of range.
         WrongIdError: a ValueError, with ``"naive"``: a code of no codeword.
     """
-    if codes.ndim != 3 or codes.dtype != torch.int16:
-        raise ValueError(f"codes is {codes.dtype} {tuple(codes.shape)}: pass int16 [B, H, n]")
+    check_tensor("codes", codes, (None,) * 3, (torch.int16,))
     if not 1 <= codewords <= MOST_CODEWORDS:
         raise ValueError(f"codewords={codewords}: 1 to {MOST_CODEWORDS}")
     _check_valid(valid, codes)
@@ -242,9 +237,8 @@ def _check_codebook(codebook: torch.Tensor, heads: int, dim: int, device: torch.
 
 
 def _check_table(table: torch.Tensor) -> None:
-    if table.ndim != 4 or table.dtype != torch.float32 or not table.shape[3]:
-        raise ValueError(f"table is {table.dtype} {tuple(table.shape)}: pass fp32 [B, Hq, Q, C]")
-    if table.shape[3] > MOST_CODEWORDS:
+    check_tensor("table", table, (None,) * 4, (torch.float32,))
+    if not 1 <= table.shape[3] <= MOST_CODEWORDS:
         raise ValueError(f"table has C={table.shape[3]} codewords: pass 1 to {MOST_CODEWORDS}")
 
 

@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
+
 import torch
 
 from hf_kvret_kernels import host_library
-from hf_kvret_kernels._dispatch import (
-    check_attention_inputs,
-    check_softcap,
-    choose_backend,
-    launching_on,
-    run,
-)
+from hf_kvret_kernels._dispatch import choose_backend, launching_on, run
 from hf_kvret_kernels.gather_attention import naive
 from hf_kvret_kernels.merge import Partials
-from hf_kvret_kernels.paged import PagedRows
+from hf_kvret_kernels.paged import HostRows, PagedRows
 
-__all__ = [
-    "check_chosen_rows",
-    "gather_attention",
-    "gather_partials",
-    "gather_scores",
-]
+__all__ = ["gather_attention", "gather_partials", "gather_scores"]
 
 
 def gather_attention(
     query: torch.Tensor,
-    rows: PagedRows,
+    rows: HostRows,
     ids: torch.Tensor,
     *,
     scale: float,
@@ -36,9 +27,10 @@ def gather_attention(
     """Attention of each query over exactly the rows that its ids name.
 
     Args:
-        query: ``[B, Hq, Q, Dk]`` of the rows' dtype, contiguous in the last dimension.
-        rows: the paged keys and values; its table lies on the query's device, its chunks there
-            too or in pinned host memory (Triton only).
+        query: ``[B, Hq, Q, Dk]`` of the rows' dtype, of any where they are coded; contiguous in the
+            last dimension.
+        rows: ``PagedRows``, or ``higgs.CodedRows``, which are decoded on the way; the table lies on
+            the query's device, chunks there too or in pinned host memory (Triton only).
         ids: ``[B, H, Q, K]`` int32 token numbers, -1 for none, distinct otherwise. With H = Hkv one
             selection serves the ``Hq / Hkv`` query heads of a group and each row is read once;
             with H = Hq every query head has its own. K may be 0.
@@ -73,7 +65,7 @@ def gather_attention(
 
 def gather_partials(
     query: torch.Tensor,
-    rows: PagedRows,
+    rows: HostRows,
     ids: torch.Tensor,
     *,
     scale: float,
@@ -84,11 +76,10 @@ def gather_partials(
 
     Arguments and errors are the same. On a CPU it is always one chunk, without tickets.
     """
-    check_chosen_rows(query, rows, ids, softcap)
+    rows.check(query, ids, softcap)
     if backend not in ("cpp", "host") and choose_backend(backend, query) == "triton":
-        from hf_kvret_kernels.gather_attention import triton
-
         with launching_on(query):
+            triton = importlib.import_module(rows.triton_module)
             return triton.gather_partials(query, rows, ids, scale, softcap)
     if host_library.is_asked(backend, query):
         return Partials.whole(*host_library.attend(query, rows, ids, scale, softcap))
@@ -97,7 +88,7 @@ def gather_partials(
 
 def gather_scores(
     query: torch.Tensor,
-    rows: PagedRows,
+    rows: HostRows,
     ids: torch.Tensor,
     *,
     scale: float,
@@ -110,50 +101,10 @@ def gather_scores(
     fp32. Arguments and errors are those of ``gather_attention``; a token may be named more than
     once.
     """
-    check_chosen_rows(query, rows, ids, softcap)
+    rows.check(query, ids, softcap)
     if host_library.is_asked(backend, query):
         return host_library.score(query, rows, ids, scale, softcap)
-    backend = "naive" if backend == "host" else backend
+    backend = choose_backend("naive" if backend == "host" else backend, query)
+    if backend == "triton" and not isinstance(rows, PagedRows):
+        raise ValueError("Triton has no scores of coded rows: decode the keys that ids name")
     return run(__name__, "gather_scores", backend, query, rows, ids, scale, softcap)
-
-
-def check_chosen_rows(
-    query: torch.Tensor,
-    rows: PagedRows,
-    ids: torch.Tensor,
-    softcap: float | None,
-    coded_dim: int | None = None,
-) -> None:
-    """Check the arguments of operations on the rows that ids name.
-
-    Args:
-        query, rows, ids, softcap: as of ``gather_attention``.
-        coded_dim: Dk of the keys that coded rows stand for; None where rows are of the query's
-            dtype.
-
-    Raises:
-        ValueError: shapes, dtypes or devices that do not fit, gradients, a cap that is no cap.
-    """
-    check_attention_inputs(query=query)
-    rows.check_ids(ids)
-    if rows.apart is (coded_dim is None):
-        raise ValueError(
-            f"rows have apart={rows.apart}: keys and values must lie "
-            f"{'side by side' if coded_dim is None else 'apart, as codes and scales do'}"
-        )
-    batch, heads, queries, width = query.shape
-    dtype = rows.dtype if coded_dim is None else query.dtype
-    key_dim = rows.key_dim if coded_dim is None else coded_dim
-    if query.dtype != dtype or query.device != rows.table.device or width != key_dim:
-        raise ValueError(
-            f"query is {query.dtype} on {query.device} with Dk={width}, the rows are {rows.dtype} "
-            f"with a page table on {rows.table.device} and Dk={key_dim}: they must agree"
-        )
-    if ids.shape[0] != batch or ids.shape[2] != queries or ids.shape[1] not in (rows.heads, heads):
-        raise ValueError(
-            f"ids has shape {tuple(ids.shape)}: pass [{batch}, {rows.heads} or {heads}, {queries}, "
-            f"K] for a query of shape {tuple(query.shape)}"
-        )
-    if heads % rows.heads:
-        raise ValueError(f"query has {heads} heads, no multiple of the rows' {rows.heads}")
-    check_softcap(softcap)

@@ -7,38 +7,21 @@ from __future__ import annotations
 
 import torch
 
-from hf_kvret_kernels.paged import PagedRows
+from hf_kvret_kernels.paged import HostRows
 from hf_kvret_kernels.relevance.naive import log_shares
 from hf_kvret_kernels.soft_cap import soft_cap_
 
 
 def gather_attention(
     query: torch.Tensor,
-    rows: PagedRows,
+    rows: HostRows,
     ids: torch.Tensor,
     scale: float,
     softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See ``hf_kvret_kernels.gather_attention.gather_attention``; everything is fp32 here."""
     keys, values = rows.gather_with_torch(ids)
-    return attention(query, keys, values, ids, scale, softcap)
-
-
-def attention(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    ids: torch.Tensor,
-    scale: float,
-    softcap: float | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(out [B, Hq, Q, Dv], lse [B, Hq, Q])`` fp32 over rows gathered with ``ids [B, H, Q, K]``.
-
-    Args:
-        query: ``[B, Hq, Q, Dk]``.
-        keys: ``[B, H, Q, K, Dk]``; values: ``[B, H, Q, K, Dv]``, finite also for holes.
-    """
-    scores = grouped_scores(query, keys, ids, scale, softcap)
+    scores = _grouped_scores(query, keys, ids, scale, softcap)
     lse = scores.logsumexp(-1, keepdim=True)
     out = torch.matmul(log_shares(scores, lse).exp(), values.float())
     shape = query.shape[:3]
@@ -48,25 +31,25 @@ def attention(
 
 def gather_scores(
     query: torch.Tensor,
-    rows: PagedRows,
+    rows: HostRows,
     ids: torch.Tensor,
     scale: float,
     softcap: float | None,
 ) -> torch.Tensor:
     """See ``hf_kvret_kernels.gather_attention.gather_scores``; everything is fp32 here."""
     keys, _ = rows.gather_with_torch(ids)
-    scores = grouped_scores(query, keys, ids, scale, softcap)
+    scores = _grouped_scores(query, keys, ids, scale, softcap)
     return scores.transpose(2, 3).reshape(*query.shape[:3], ids.shape[3])
 
 
-def grouped_scores(
+def _grouped_scores(
     query: torch.Tensor,
     keys: torch.Tensor,
     ids: torch.Tensor,
     scale: float,
     softcap: float | None,
 ) -> torch.Tensor:
-    """``[B, H, Q, G, K]`` fp32 scores, -inf for holes; arguments as of ``attention``."""
+    """``[B, H, Q, G, K]`` fp32 scores of ``keys [B, H, Q, K, Dk]``, -inf for holes."""
     B, Hq, Q, Dk = query.shape
     H = ids.shape[1]
     q = query.float().view(B, H, Hq // H, Q, Dk).transpose(2, 3)

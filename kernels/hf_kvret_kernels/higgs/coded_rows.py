@@ -9,7 +9,6 @@ from typing import ClassVar
 
 import torch
 
-from hf_kvret_kernels.gather_attention import check_chosen_rows
 from hf_kvret_kernels.higgs.codec import HiggsCodec
 from hf_kvret_kernels.paged import PagedRows
 
@@ -22,6 +21,12 @@ class CodedRows:
     value, scales of the key, scales of the value, each as ``codec.encode`` makes them of the
     ``key_dim`` or ``value_dim`` numbers. ``pages.key_dim`` is the length of both codes; scales lie
     apart from them (``pages.apart``), so that codes are aligned to their own length.
+
+    Kernels never form a key or a value: the query is transformed instead of the keys, values are
+    summed up as they lie, and the sum is transformed back, in Triton once for each chunk of the
+    ids. Triton rounds what it multiplies to the query's dtype: the transformed query, and with one
+    group a head grid points and softmax weights times scales, else softmax weights and scaled
+    numbers, which in fp16 overflow from scales of 19000 on.
 
     Attributes:
         pages: the bytes; table and chunks lie where attention reads them.
@@ -51,6 +56,7 @@ class CodedRows:
     token_count: int = field(init=False, repr=False)
     table: torch.Tensor = field(init=False, repr=False)
     in_files: ClassVar[bool] = False
+    triton_module: ClassVar[str] = "hf_kvret_kernels.higgs.triton_attend"
 
     def __post_init__(self) -> None:
         codec, pages, group = self.codec, self.pages, self.codec.group
@@ -119,10 +125,10 @@ class CodedRows:
         self.pages.check_range(ids)
 
     def check(self, query: torch.Tensor, ids: torch.Tensor, softcap: float | None) -> None:
-        """ValueError for a query or ids that don't fit; see ``attend``."""
-        check_chosen_rows(query, self.pages, ids, softcap, coded_dim=self.key_dim)
+        """ValueError for a query or ids that don't fit; see ``gather_attention``."""
+        self.pages.check(query, ids, softcap, coded_dim=self.key_dim)
 
-    def gather(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def gather_with_torch(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys ``[B, H, Q, K, key_dim]`` and values, fp32, by plain torch; any rows for holes."""
         codes, scales = self.pages.gather_with_torch(ids)
         codec, dims = self.codec, (self.key_dim, self.value_dim)

@@ -214,7 +214,7 @@ def _attend_kernel(
     tl.store(lse + target, log_total, mask=group < G)
 
 
-def attend_partials(
+def gather_partials(
     query: torch.Tensor,
     coded: CodedRows,
     ids: torch.Tensor,
@@ -222,7 +222,7 @@ def attend_partials(
     softcap: float | None,
     splits: int | None = None,
 ) -> Partials:
-    """See ``hf_kvret_kernels.higgs.attend_partials``.
+    """See ``hf_kvret_kernels.gather_attention.gather_partials``.
 
     ``splits`` is the number of chunks the ids are cut into, None for as many as fill the device.
     """

@@ -93,13 +93,9 @@ def _check(
 ) -> None:
     """ValueError unless they fit, see ``relevance``."""
     check_no_grad(query=query)
-    if query.ndim != 4 or query.dtype != torch.float32:
-        raise ValueError(f"query is {query.dtype} {tuple(query.shape)}: pass fp32 [B, Hq, Q, r]")
+    check_tensor("query", query, (None,) * 4, (torch.float32,))
     batch, query_heads, _, rank = query.shape
-    if rows.ndim != 4 or rows.shape[0] != batch or rows.shape[3] != rank or not rows.shape[1]:
-        raise ValueError(f"rows has shape {tuple(rows.shape)}: pass [{batch}, F, n, {rank}]")
-    if rows.dtype not in ROW_DTYPES:
-        raise ValueError(f"rows is {rows.dtype}: pass one of {ROW_DTYPES}")
+    check_tensor("rows", rows, (batch, None, None, rank), ROW_DTYPES, query.device)
     if not 1 <= rank <= MOST_RANK:
         raise ValueError(f"rank r is {rank}: pass proxies of 1 to {MOST_RANK} numbers")
     one_token, one_column = rows.shape[2] <= 1, rank == 1
@@ -110,8 +106,6 @@ def _check(
     for name, count in (("rows' sets", rows.shape[1]), ("heads", heads)):
         if count < 1 or query_heads % count:
             raise ValueError(f"{name} are {count}: must divide the {query_heads} query heads")
-    if rows.device != query.device:
-        raise ValueError(f"rows is on {rows.device}, query on {query.device}: move one of them")
     if valid is not None:
         check_tensor("valid", valid, (batch, rows.shape[2]), (torch.bool,), query.device)
     if offset is not None:

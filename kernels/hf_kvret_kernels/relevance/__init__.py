@@ -141,7 +141,6 @@ def count_ids(ids: torch.Tensor, total: torch.Tensor, *, backend: str = "auto") 
 def _check_scores(scores: torch.Tensor, heads: int) -> None:
     """ValueError unless they are what ``group_relevance`` takes."""
     check_no_grad(scores=scores)
-    if scores.ndim != 4 or scores.dtype != torch.float32:
-        raise ValueError(f"scores is {scores.dtype} {tuple(scores.shape)}: pass fp32 [B, Hq, Q, n]")
+    check_tensor("scores", scores, (None,) * 4, (torch.float32,))
     if heads < 1 or scores.shape[1] % heads:
         raise ValueError(f"heads={heads}: must divide the {scores.shape[1]} query heads")

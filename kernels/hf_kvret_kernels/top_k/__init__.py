@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hf_kvret_kernels._dispatch import run
+from hf_kvret_kernels._dispatch import check_tensor, run
 
 __all__ = ["top_k"]
 
@@ -23,8 +23,7 @@ def top_k(scores: torch.Tensor, count: int, *, backend: str = "auto") -> torch.T
     Raises:
         ValueError: scores of another form, or a count out of range.
     """
-    if scores.ndim != 4 or scores.dtype != torch.float32:
-        raise ValueError(f"scores is {scores.dtype} {tuple(scores.shape)}: pass fp32 [B, H, Q, n]")
+    check_tensor("scores", scores, (None,) * 4, (torch.float32,))
     if not 1 <= count <= scores.shape[-1]:
         raise ValueError(f"count={count}: 1 to {scores.shape[-1]} of {scores.shape[-1]} tokens")
     return run(__name__, "top_k", backend, scores, count)
