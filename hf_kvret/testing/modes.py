@@ -363,34 +363,14 @@ def prefix_reuse(s: Scenario) -> None:
 
 
 _GENERATE: tuple[Callable[[Scenario], None], ...] = (
-    greedy,
-    greedy_ragged,
-    return_dict,
-    sampling,
-    return_sequences,
-    beams,
-    beams_ragged,
-    assisted,
-    prompt_lookup,
-    early_exit,
-    chunked_prefill,
-    prefill_by_token,
-    second_turn,
-    second_turn_ragged,
-    inputs_embeds,
-    own_position_ids,
-    guidance,
-    reset,
-    reset_other_batch,
+    *(greedy, greedy_ragged, return_dict, sampling, return_sequences, beams, beams_ragged),
+    *(assisted, prompt_lookup, early_exit, chunked_prefill, prefill_by_token),
+    *(second_turn, second_turn_ragged, inputs_embeds, own_position_ids, guidance),
+    *(reset, reset_other_batch),
 )
 _DIRECT: tuple[Callable[[Scenario], None], ...] = (
-    loop,
-    loop_positions,
-    crop_small,
-    crop_deep,
-    batch_repeat_interleave,
-    batch_select_indices,
-    prefix_reuse,
+    *(loop, loop_positions, crop_small, crop_deep),
+    *(batch_repeat_interleave, batch_select_indices, prefix_reuse),
 )
 # A failure would not tell these reasons against a mode on a model.
 _OBSTACLES: dict[Callable[[Scenario], None], Callable[[PreTrainedModel], str | None]] = {

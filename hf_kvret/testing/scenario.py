@@ -23,14 +23,7 @@ NEW_TOKENS = 8
 """Tokens that each `generate` of a mode adds."""
 
 
-FAILURES = (
-    AttributeError,
-    IndexError,
-    NotImplementedError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
+FAILURES = (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError)
 """Errors of a cache or a model that can't do what a mode asks for."""
 
 
