@@ -20,6 +20,7 @@ from hf_kvret.methods.ctkvr import CTkvrConfig
 from hf_kvret.methods.lrqk import LRQKConfig
 from hf_kvret.testing import COVERING_OPTIONS, MODELS, MODES
 from hf_kvret.testing.scenario import prompt
+from hf_kvret.testing.tape import taped
 
 from ..pairs import pairwise
 from .cases import (
@@ -126,6 +127,14 @@ def test_every_method_in_the_modes_that_tell_most(
     case: dict[str, Any], artifact_options: ArtifactOptions
 ) -> None:
     _check(case, artifact_options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", list(MODES))
+def test_replayed_steps_are_the_same(mode: str) -> None:
+    """Where generate can, steps are captured, and their kernels run in Triton's interpreter."""
+    with taped():
+        check_case(FlatKVCache, "llama", mode, "device", {}, ())
 
 
 def test_a_model_that_served_a_retrieval_cache_gives_the_same_text_without_one() -> None:
