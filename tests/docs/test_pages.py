@@ -192,7 +192,8 @@ def test_the_commands_of_the_pages_exist(capsys: pytest.CaptureFixture[str]) -> 
     with pytest.raises(SystemExit):
         main(["demo", "--help"])
     offered = set(re.findall(r"--[\w-]+", capsys.readouterr().out))
-    for page in PAGES:
+    # Results name the commands of their version.
+    for page in (page for page in PAGES if "results" not in page.parts):
         for call in re.findall(r"hf-kvret demo[^\n`]*", page.read_text(encoding="utf-8")):
             flags = set(re.findall(r"--[\w-]+", call))
             assert flags <= offered, f"{name(page)}: {call}"
