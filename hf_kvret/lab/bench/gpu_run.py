@@ -21,9 +21,18 @@ from typing import Any
 import torch
 
 from hf_kvret.lab.bench.gpu_stages import STAGES, Bench, Stage, cells_of
-from hf_kvret.lab.bench.tables import SIZE, TIMES, Column, ms, of, step_counts, table_of
+from hf_kvret.lab.bench.tables import (
+    SIZE,
+    TIMES,
+    Column,
+    ms,
+    of,
+    step_counts,
+    table_of,
+    why_missing,
+)
 from hf_kvret.lab.evaluate.measurement import attempt
-from hf_kvret.lab.program.arguments import check_device, file_path, seconds_at_most
+from hf_kvret.lab.program.arguments import check_device, file_path, number
 from hf_kvret.lab.program.options import add_options, option, read_options
 from hf_kvret.lab.program.program import example_lines
 from hf_kvret.lab.report.outputs import check_folder, replace_page
@@ -33,8 +42,8 @@ from hf_kvret.saved.folder import replace_file
 
 ROWS, NOW, PAGE = "rows.jsonl", "now.json", "gpu.md"
 """Files of a run: finished cells, the cell that is being measured, the page."""
-# A cell takes more.
-_LEAST_SECONDS = 3.0
+# A cell takes more than the first, and is given up after the second.
+_LEAST_SECONDS, _MOST_SECONDS = 3.0, 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +51,7 @@ class BenchAll:
     """The options of ``hf-kvret bench all``."""
 
     out: Path = option(Path("gpu"), "folder for rows.jsonl and gpu.md", kind=file_path)
-    minutes: float = option(8.0, "time for all of it", kind=seconds_at_most)
+    minutes: float = option(8.0, "time for all of it", kind=number(0))
     dry: bool = option(False, "a tiny model on a CPU: all of it runs, and no number means a thing")
     pages: Path | None = option(
         None,
@@ -141,7 +150,7 @@ def measure(out: Path, dry: bool, seconds: float) -> None:
         begun = {"stage": stage.name, "card": card, "cell": cell}
         replace_file(now, json.dumps(begun).encode())
         # A kernel that hangs can't be interrupted.
-        faulthandler.dump_traceback_later(stage.cell_seconds, exit=True)
+        faulthandler.dump_traceback_later(_MOST_SECONDS, exit=True)
         start = time.monotonic()
         row, goes_on = _measured(stage, bench, cell)
         took = time.monotonic() - start
@@ -157,7 +166,7 @@ def measure(out: Path, dry: bool, seconds: float) -> None:
 def _measured(stage: Stage, bench: Bench, cell: Cell) -> tuple[dict[str, Any], bool]:
     """A cell's row, and whether the device goes on."""
     try:
-        row, why = attempt(lambda: stage.row(bench, cell))
+        row, why = attempt(lambda: bench.row(stage, cell))
         row = why if row is None else row
     # Whatever a kernel, a driver or a compiler raises, the other cells are measured.
     except Exception as error:
@@ -171,16 +180,11 @@ def _measured(stage: Stage, bench: Bench, cell: Cell) -> tuple[dict[str, Any], b
 
 
 def _in_short(row: dict[str, Any]) -> str:
-    for name in ("failed", "check_failed", "out_of_memory", "status"):
-        if name in row:
-            return str(row[name])
-    return f"{1e3 * row['seconds']:.3g} ms"
+    return why_missing(row) or f"{1e3 * row['seconds']:.3g} ms"
 
 
 def label(cell: Cell) -> str:
     """A cell in words, as ``paris at 65,536 x 1``."""
-    if "cache" not in cell:
-        return " ".join(map(str, cell.values()))
     return f"{cell['cache']} at {cell['context']:,} x {cell['batch']}"
 
 
@@ -197,14 +201,7 @@ _TIMED: tuple[Column, ...] = (
     *((name, text) for name, text in TIMES.items() if not name.endswith("moved")),
     ("steps", step_counts),
 )
-_COLUMNS: dict[str, tuple[Column, ...]] = {
-    "gate": (
-        ("check", lambda cell, row: cell["check"]),
-        ("state", of(str, "status")),
-        ("detail", of(str, "detail")),
-    ),
-    "stores": (*_TIMED, ("rows over the bus", _share_over_bus)),
-}
+_STORED: tuple[Column, ...] = (*_TIMED, ("rows over the bus", _share_over_bus))
 
 
 def write_page(page: Path, files: Sequence[Path]) -> Path:
@@ -245,8 +242,7 @@ def _section(stage: Stage, card: str, rows: Sequence[dict[str, Any]]) -> list[st
     missing = [label(cell) for cell in cells if label(cell) not in finished]
     if not finished:
         return [f"**{card}**: not measured."]
-    lead = 1 if stage.name == "gate" else len(SIZE)
-    table = table_of(_COLUMNS.get(stage.name, _TIMED), finished.values(), lead)
+    table = table_of(_STORED if stage.name == "stores" else _TIMED, finished.values())
     return [f"**{card}**", table, *([f"Not measured: {'; '.join(missing)}."] if missing else [])]
 
 

@@ -1,4 +1,4 @@
-"""The memory that is free, that a cache will take about, and that was taken at most."""
+"""The memory that is free, and that a cache will take about."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_kvret.cache import RetrievalCache
-from hf_kvret.lab.bench.timing import synchronize
 from hf_kvret.lab.evaluate.caches import CacheChoice
 from hf_kvret.models.compatibility import is_latent, layer_shapes
 from hf_kvret.options import config as options
@@ -73,26 +72,3 @@ def check_weights(held: int, device: torch.device, name: str) -> None:
             f"--shape {name}: its weights take {held / 1e9:.1f} GB, and {free / 1e9:.1f} GB are "
             "free: give --layers, a smaller shape, or another --dtype"
         )
-
-
-class PeakDeviceMemory:
-    """The most memory of a CUDA device that tensors took at a time since it was made."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._start = self.restart()
-
-    def restart(self) -> int | None:
-        """Forget the peak so far; returns bytes allocated now, None on a CPU."""
-        if self._device.type != "cuda":
-            return None
-        synchronize(self._device)
-        torch.cuda.reset_peak_memory_stats(self._device)
-        return torch.cuda.memory_allocated(self._device)
-
-    def growth(self) -> int | None:
-        """Bytes of the peak above where it began; None on a CPU, where torch does not count."""
-        if self._start is None:
-            return None
-        synchronize(self._device)
-        return torch.cuda.max_memory_allocated(self._device) - self._start

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -45,11 +44,9 @@ from hf_kvret.lab.evaluate.reader import Usage
 from hf_kvret.lab.program import common_options as common
 from hf_kvret.lab.program.arguments import (
     DTYPES,
-    batches,
     check_device,
     lengths,
     names,
-    seconds_at_most,
     whole_number,
 )
 from hf_kvret.lab.program.options import option
@@ -73,9 +70,6 @@ class ModelMeasurement(Measurement):
     """
 
     command: ClassVar[str] = "bench"
-    decodes: ClassVar[bool] = False
-    """Whether steps are timed, so that other ways to take them are opponents too."""
-
     shape: str = option("tiny", f"{', '.join(SHAPES)}, or a folder or hub id with config.json")
     layers: int | None = option(
         None,
@@ -88,7 +82,7 @@ class ModelMeasurement(Measurement):
         choices=PARTS,
     )
     context: tuple[int, ...] = option((4096,), "as 4096 or 32K,128K", kind=lengths)
-    batch: tuple[int, ...] = option((1,), "as 1,8", kind=batches)
+    batch: tuple[int, ...] = option((1,), "as 1,8", kind=lengths)
     caches: str = option(
         "full,dense,static,flat,paris,lrqk,ctkvr,a2ats,aqua",
         "comma-separated, options after colons as paris:top_k=100:store=host; known: "
@@ -109,11 +103,8 @@ class ModelMeasurement(Measurement):
     )
     warmup: int = option(8, "as --steps, untimed", kind=whole_number(0))
     rounds: int = common.count_option(3, "how often all caches take turns")
-    limit: float = option(
-        60.0,
-        "take fewer decode steps in a turn where --steps of them would take longer",
-        kind=seconds_at_most,
-        metavar="SECONDS",
+    limit: float = common.limit_option(
+        60.0, "take fewer decode steps in a turn where --steps of them would take longer"
     )
     dtype: str = common.dtype_option()
     device: str = common.device_option()
@@ -187,11 +178,6 @@ class ModelMeasurement(Measurement):
                 "--layers 1: scaling takes two runs, with all and with half of the layers given; "
                 "at least 2"
             )
-        for name, other in (("dense-graph", "dense"), ("static-compile", "static")):
-            if name in self.choices and not self.decodes:
-                raise ValueError(
-                    f"{name} is a way to decode, bench {self.name} knows nothing of it: use {other}"
-                )
         check_choices(self.choices, self.whole.config, self.context, self.scaled)
         self._fills()
 
@@ -200,8 +186,7 @@ class ModelMeasurement(Measurement):
             "shape": self.shape,
             **({} if self.part == "whole" else {"part": self.part}),
             **self._layers,
-            # JSON has no infinity.
-            "limit": self.limit if math.isfinite(self.limit) else None,
+            "limit": self.limit,
             **describe(self, _OPTIONS, _MACHINE),
         }
 

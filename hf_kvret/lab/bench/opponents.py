@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel, StaticCache
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
@@ -18,7 +18,7 @@ from hf_kvret.lab.evaluate.caches import CacheChoice, choose_cache, known_caches
 from hf_kvret.models.compatibility import head_dims, model_layers
 from hf_kvret_kernels.host_step import HostWindow, run_step, why_not
 
-DENSE = ("dense", "dense-cpp", "dense-graph", "static-compile")
+DENSE = ("dense", "dense-cpp", "dense-graph")
 CPP_ATTENTION = "hf_kvret_dense_cpp"
 """The name of ``attend_to_all`` in transformers."""
 
@@ -117,9 +117,6 @@ class CppDenseCache(PreallocatedCache):
         ALL_MASK_ATTENTION_FUNCTIONS.register(CPP_ATTENTION, sdpa_mask)
 
 
-_DENSE_TYPES: dict[str, type[Cache]] = {"dense-cpp": CppDenseCache, "static-compile": StaticCache}
-
-
 def bench_caches() -> list[str]:
     """Every name that ``choose_bench_caches`` takes, options left out."""
     return [*known_caches(), *DENSE]
@@ -157,7 +154,8 @@ def choose_bench_caches(
                 "here"
             )
         if name in DENSE:
-            choices[text] = CacheChoice(text, _DENSE_TYPES.get(name, PreallocatedCache))
+            cls = CppDenseCache if name == "dense-cpp" else PreallocatedCache
+            choices[text] = CacheChoice(text, cls)
         else:
             choices[text] = choose_cache(text, defaults, device)
     return choices

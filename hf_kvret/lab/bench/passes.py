@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,6 @@ from hf_kvret.lab.bench.floors import (
     round_floor,
     selections,
 )
-from hf_kvret.lab.bench.limits import PeakDeviceMemory
 from hf_kvret.lab.bench.model_measurement import ModelMeasurement, TimedSample, timed_row
 from hf_kvret.lab.bench.stepping import LosslessRounds, Steps, attention_clock, make_steps
 from hf_kvret.lab.bench.tables import plot_contexts, timing_table
@@ -33,9 +32,6 @@ from hf_kvret.lab.evaluate.measurement import CheckFailed, Row
 from hf_kvret.lab.program.arguments import whole_number
 from hf_kvret.lab.program.options import option, with_default
 from hf_kvret.lab.report.results import Cell, Results
-
-# A compiled step is compiled in the first, and its graph is recorded in the next two.
-_LEAST_COMPILED_WARMUP = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +51,6 @@ class Decode(ModelMeasurement):
         kind=whole_number(0),
     )
 
-    decodes: ClassVar[bool] = True
     name: ClassVar[str] = "decode"
     summary: ClassVar[str] = "time of a decode step"
     examples: ClassVar[tuple[str, ...]] = (
@@ -67,25 +62,16 @@ class Decode(ModelMeasurement):
         given = {} if self.accepted is None else {"accepted": self.accepted}
         return super().setup() | given
 
-    def check(self) -> None:
-        super().check()
-        if "static-compile" in self.choices and self.warmup < _LEAST_COMPILED_WARMUP:
-            raise ValueError(
-                f"--warmup {self.warmup}: static-compile compiles and records in its first steps, "
-                f"give at least {_LEAST_COMPILED_WARMUP}"
-            )
-
     @torch.inference_mode()
     def once(self, turn: Turn) -> TimedSample:
         """Fill, warm up, time; CheckFailed when a retrieval cache retrieved nothing."""
-        peak = PeakDeviceMemory(self.place)
         with turn.filled(self.warmup + self.steps + 1) as (cache, token):
             steps = self.steps_of(turn, cache)
             token, warm_seconds, _ = steps.run(token, self.warmup)
             before = selections(cache)
             count = self.steps_within(warm_seconds[-1] if warm_seconds else 0.0)
             with attention_clock(turn.subject.model) as clock:
-                _, seconds, records = steps.run(token, count)
+                _, seconds, kinds = steps.run(token, count)
             steps.finish()
         chosen = Selections()
         if isinstance(cache, RetrievalCache):
@@ -104,14 +90,10 @@ class Decode(ModelMeasurement):
         if isinstance(steps, LosslessRounds):
             sizes = turn.subject.weights, usage, turn.choice.on_host
             floor = round_floor(floor, steps.drafts, steps.tokens, *sizes)
-        growth = peak.growth()
         more = {
             "selected_rows": chosen.rows,
             "bus_rows": chosen.bus_rows,
-            "flushed_tokens": sum(step.flushed for step in records),
-            # On a CPU no peak is known, and the bytes of the cache stand for it.
-            "device_peak_bytes": usage.device_bytes if growth is None else growth,
-            "steps": [step.label for step in records],
+            "steps": kinds,
             "not_replayed": steps.reason,
             "attention_seconds": median(clock.seconds()[::2] or [0.0]) or None,
         }
@@ -125,20 +107,9 @@ class Decode(ModelMeasurement):
         return make_steps(turn.choice, model, cache, turn.context)
 
     def row(self, cell: Cell, samples: Mapping[int, Sequence[TimedSample]]) -> Row:
-        """See ``timed_row``; ``steps`` counts the timed steps by label, and ``seconds_by_kind`` has
-        the median of each."""
-        rounds = samples[self.built]
-        by_label: dict[str, list[float]] = defaultdict(list)
-        for sample in rounds:
-            for label, seconds in zip(sample.more["steps"], sample.seconds, strict=True):
-                by_label[label].append(seconds)
-        counts = Counter({label: len(seconds) for label, seconds in by_label.items()})
-        return timed_row(self, cell["batch"], samples) | {
-            "flushed_tokens": sum(sample.more["flushed_tokens"] for sample in rounds),
-            "device_peak_bytes": max(sample.more["device_peak_bytes"] for sample in rounds),
-            "steps": dict(counts.most_common()),
-            "seconds_by_kind": {label: median(seconds) for label, seconds in by_label.items()},
-        }
+        """See ``timed_row``; ``steps`` counts the timed steps by kind."""
+        kinds = Counter(kind for sample in samples[self.built] for kind in sample.more["steps"])
+        return timed_row(self, cell["batch"], samples) | {"steps": dict(kinds.most_common())}
 
     @classmethod
     def table(cls, results: Results) -> str:
@@ -169,6 +140,11 @@ class Prefill(ModelMeasurement):
     )
     steps: int = with_default(ModelMeasurement, "steps", 1)
     warmup: int = with_default(ModelMeasurement, "warmup", 1)
+
+    def check(self) -> None:
+        super().check()
+        if "dense-graph" in self.choices:
+            raise ValueError("dense-graph is a way to decode, bench prefill has none: use dense")
 
     @torch.inference_mode()
     def once(self, turn: Turn) -> TimedSample:

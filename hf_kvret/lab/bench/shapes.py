@@ -195,13 +195,8 @@ class Shape:
         return config
 
 
-def load_shape(name: str, *, option: str = "--shape", experts: bool = False) -> Shape:
+def load_shape(name: str) -> Shape:
     """The shape called ``name``: one of ``SHAPES``, or a folder or hub id with config.json.
-
-    Args:
-        name: as the user gave it.
-        option: that it was given to, for messages.
-        experts: whether it may be a mixture of experts.
 
     Raises:
         ValueError: no shape of that name, or a model that can't be measured; says why.
@@ -211,16 +206,11 @@ def load_shape(name: str, *, option: str = "--shape", experts: bool = False) -> 
         return Shape(name, AutoConfig.for_model(**SHAPES[name]))
     if "/" not in name and not Path(name).is_dir():
         raise ValueError(
-            f"{option} {name}: neither a known shape ({', '.join(SHAPES)}) nor a folder or hub id "
+            f"{name}: neither a known shape ({', '.join(SHAPES)}) nor a folder or hub id "
             "(owner/name) with config.json"
         )
     config = AutoConfig.from_pretrained(name).get_text_config(decoder=True)
     check_config(config)
-    if not experts and _first_count(config, "num_experts", "num_local_experts"):
-        raise ValueError(
-            f"{option} {name}: a mixture of experts reads only some of its weights in a step, so "
-            "the floor in bytes is not known; give a dense model"
-        )
     return Shape(name, config)
 
 

@@ -1,14 +1,13 @@
-"""Decode steps: as usual, replayed from a CUDA graph, or compiled."""
+"""Decode steps: as usual, replayed from a CUDA graph, or in rounds with exact answers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import CompileConfig, PreTrainedModel, masking_utils
+from transformers import PreTrainedModel, masking_utils
 from transformers.cache_utils import Cache
 
 from hf_kvret.cache import RetrievalCache
@@ -23,33 +22,15 @@ from hf_kvret.replay import DecodeGraph
 
 # Before a capture, which wants buffers of libraries to be there.
 _WARM_STEPS = 3
-
-
 # Each draft of a round is the first token, and its first step is given the second.
 _DRAFT, _OTHER = 3, 4
 
 
-@dataclass(frozen=True)
-class Step:
-    """The kind of a step.
-
-    Attributes:
-        kind: ``"eager"``, ``"replay"``, ``"capture"`` (a graph was captured in it), ``"compiled"``
-            or ``"round"`` (see ``LosslessRounds``).
-        flushed: tokens that left the windows in it, summed over layers.
-    """
-
-    kind: str
-    flushed: int = 0
-
-    @property
-    def label(self) -> str:
-        """``"flush"`` where tokens left the window, else the kind."""
-        return "flush" if self.flushed else self.kind
-
-
 class Steps:
     """Steps of one model and one filled cache, as usual: a forward pass each.
+
+    The kind of a step is ``"flush"`` where tokens left the window, else ``"eager"``, ``"replay"``,
+    ``"capture"`` (a graph was captured in it) or ``"round"`` (see ``LosslessRounds``).
 
     Args:
         model: with the attention that the cache needs.
@@ -64,23 +45,23 @@ class Steps:
     def __init__(self, model: PreTrainedModel, cache: Cache, length: int) -> None:
         self.model, self.cache, self.length = model, cache, length
 
-    def take(self, tokens: torch.Tensor) -> tuple[torch.Tensor, Step]:
+    def take(self, tokens: torch.Tensor) -> tuple[torch.Tensor, str]:
         """Logits ``[B, 1, V]`` after ``tokens [B, 1]``, valid until the next step, and its kind."""
-        cold = _cold_tokens(self.cache)
+        cold_len = _cold_len(self.cache)
         logits, kind = self._forward(tokens)
         self.length += 1
-        return logits, Step(kind, max(0, _cold_tokens(self.cache) - cold))
+        return logits, "flush" if _cold_len(self.cache) > cold_len else kind
 
-    def run(self, token: torch.Tensor, count: int) -> tuple[torch.Tensor, list[float], list[Step]]:
+    def run(self, token: torch.Tensor, count: int) -> tuple[torch.Tensor, list[float], list[str]]:
         """Take greedy steps from ``token [B, 1]``: the next one, seconds and kind of each step."""
-        steps, clock = [], StepClock(token.device)
+        kinds, clock = [], StepClock(token.device)
         clock.mark()
         for _ in range(count):
-            logits, step = self.take(token)
+            logits, kind = self.take(token)
             token = logits.argmax(-1)
             clock.mark()
-            steps.append(step)
-        return token, clock.seconds(), steps
+            kinds.append(kind)
+        return token, clock.seconds(), kinds
 
     def finish(self) -> None:
         """Let the cache hold the token of the newest step, where it does not yet."""
@@ -141,7 +122,7 @@ class LosslessRounds(Steps):
         self.drafts = cache.options.max_draft
         self.tokens = 1 + (self.drafts if accepted is None else min(accepted, self.drafts))
 
-    def run(self, token: torch.Tensor, count: int) -> tuple[torch.Tensor, list[float], list[Step]]:
+    def run(self, token: torch.Tensor, count: int) -> tuple[torch.Tensor, list[float], list[str]]:
         """Take ``count`` rounds; see ``Steps.run``."""
 
         def guess(ids: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -165,7 +146,7 @@ class LosslessRounds(Steps):
                     self.length += 1
                 steps.close()
                 clock.mark()
-        return token, [one / self.tokens for one in clock.seconds()], [Step("round")] * count
+        return token, [one / self.tokens for one in clock.seconds()], ["round"] * count
 
 
 @contextmanager
@@ -224,14 +205,14 @@ class DenseGraphSteps(Steps):
         self._graph: torch.cuda.CUDAGraph | None = None
 
     @torch.inference_mode()
-    def take(self, tokens: torch.Tensor) -> tuple[torch.Tensor, Step]:
+    def take(self, tokens: torch.Tensor) -> tuple[torch.Tensor, str]:
         """Logits ``[B, 1, V]`` after ``tokens [B, 1]``, always at the same length."""
         kind = "replay"
         if self._graph is None:
             self._graph, kind = self._capture(tokens), "capture"
         self._tokens.copy_(tokens)
         self._graph.replay()
-        return self._last, Step(kind)
+        return self._last, kind
 
     def finish(self) -> None:
         self.length += 1
@@ -260,37 +241,17 @@ class DenseGraphSteps(Steps):
         return self._logits(self.model, self._tokens, self._positions)
 
 
-class CompiledSteps(Steps):
-    """Steps of transformers' static cache, compiled as ``generate`` compiles them.
-
-    The compiler starts again for each object: it guards on the buffers of one cache, and after
-    some recompilations it would go on uncompiled without a word. Lengths are never made
-    symbolic, which the opponent is better off with.
-    """
-
-    def __init__(self, model: PreTrainedModel, cache: Cache, length: int) -> None:
-        super().__init__(model, cache, length)
-        torch.compiler.reset()
-        self._call = model.get_compiled_call(CompileConfig(dynamic=False))
-
-    def _forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, str]:
-        torch.compiler.cudagraph_mark_step_begin()
-        return self._logits(self._call, tokens), "compiled"
-
-
 def make_steps(choice: CacheChoice, model: PreTrainedModel, cache: Cache, length: int) -> Steps:
     """The way in which ``choice`` takes its steps, behind ``length`` tokens."""
     if choice.name == "dense-graph":
         assert isinstance(cache, PreallocatedCache)
         return DenseGraphSteps(model, cache, length)
-    if choice.name == "static-compile":
-        return CompiledSteps(model, cache, length)
     if isinstance(cache, RetrievalCache) and cache.options.graph == "auto":
         return ReplayedSteps(model, cache, length)
     return Steps(model, cache, length)
 
 
-def _cold_tokens(cache: Cache) -> int:
+def _cold_len(cache: Cache) -> int:
     """Tokens that have left the windows, summed over layers; 0 for other caches."""
     if not isinstance(cache, RetrievalCache):
         return 0

@@ -126,23 +126,18 @@ def timing_table(results: Results, unit: str) -> str:
 
 
 def step_counts(cell: Cell, row: Row) -> str:
-    """The timed steps of a row by label, ``"31 replay, 1 capture"``; ``"-"`` where it has none."""
+    """The timed steps of a row by kind, ``"31 replay, 1 capture"``; ``"-"`` where it has none."""
     counts = row.get("steps")
-    return "-" if not counts else ", ".join(f"{count} {label}" for label, count in counts.items())
+    return "-" if not counts else ", ".join(f"{count} {kind}" for kind, count in counts.items())
 
 
 def _step_notes(results: Results) -> str:
-    """Lines below a table: times by label where there are several, and why none is replayed."""
-    lines = []
+    """Lines below a table: why steps of which caches were not replayed."""
     reasons: dict[str, list[str]] = {}
     for cell, row in results:
-        by_label = row.get("seconds_by_kind") or {}
-        if len(by_label) > 1:
-            times = ", ".join(f"{kind} {ms(seconds)} ms" for kind, seconds in by_label.items())
-            lines.append(f"- {cell['cache']}, {cell['context']:,} x {cell['batch']}: {times}")
         if row.get("not_replayed"):
             reasons.setdefault(row["not_replayed"], []).append(cell["cache"])
-    lines += [
+    lines = [
         f"- not replayed: {', '.join(dict.fromkeys(caches))}: {reason}"
         for reason, caches in reasons.items()
     ]

@@ -132,7 +132,7 @@ def run_fits(options: FitsOptions, model: str) -> int:
     transformers_logging.set_verbosity_error()
     # Before anything is loaded, which takes memory itself.
     _ = options.machine
-    table = Fits(options, load_shape(model, option="MODEL", experts=True))
+    table = Fits(options, load_shape(model))
     rows = list(table.rows())
     refused = [row for row in rows if "refused" in row]
     if len(refused) == len(rows):

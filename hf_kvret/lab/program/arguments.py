@@ -12,8 +12,6 @@ from typing import TypeVar
 
 import torch
 
-from hf_kvret.stores import DISK, store_names
-
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _UNITS = {"k": 1024, "m": 1024**2}
 # Generators of torch take no larger seed; one bit is left for sums with a small number.
@@ -60,36 +58,15 @@ def budget(text: str) -> int | float:
     return value
 
 
-def store_name(text: str) -> str:
-    """The name of a store."""
-    if text not in store_names().split(", "):
-        raise argparse.ArgumentTypeError(f"{text!r} is no store: choose one of {store_names()}")
-    if text == DISK:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no store for all caches, as it needs a folder: name both with a cache, "
-            "as paris:store=disk:disk=/data"
-        )
-    return text
-
-
 def lengths(text: str) -> tuple[int, ...]:
     """Comma-separated counts from 1, each with an optional K (1,024) or M."""
-    return _counts(text, "4096 or 4K")
-
-
-def batches(text: str) -> tuple[int, ...]:
-    """Comma-separated counts of sequences from 1, written as ``lengths``."""
-    return _counts(text, "1 or 1,8")
-
-
-def _counts(text: str, example: str) -> tuple[int, ...]:
     counts = []
     for word in map(str.strip, text.split(",")):
         digits, unit = word.lower(), 1
         if digits and digits[-1] in _UNITS:
             digits, unit = digits[:-1], _UNITS[digits[-1]]
         if not digits.isdecimal() or int(digits) < 1:
-            message = f"{word!r} is no whole number from 1: write {example}"
+            message = f"{word!r} is no whole number from 1: write 4096 or 4K"
             raise argparse.ArgumentTypeError(message)
         counts.append(int(digits) * unit)
     if len(set(counts)) < len(counts):
@@ -118,26 +95,45 @@ def names(text: str) -> list[str]:
 def whole_number(least: int, most: int | None = None) -> Callable[[str], int]:
     """Whole numbers from ``least``, to ``most`` where given."""
     allowed = f"from {least}" if most is None else f"from {least} to {most}"
+    return _checked(
+        int,
+        lambda value: value >= least and (most is None or value <= most),
+        f"whole number {allowed}",
+    )
 
-    def read(text: str) -> int:
+
+def number(above: float, most: float = math.inf) -> Callable[[str], float]:
+    """Finite numbers above ``above``, and at most ``most``."""
+    allowed = f"above {above:g}" if most == math.inf else f"above {above:g}, at most {most:g}"
+    return _checked(
+        float, lambda value: above < value <= most and value < math.inf, f"number {allowed}"
+    )
+
+
+def share(*, zero: bool = False) -> Callable[[str], float]:
+    """Shares below 1 and above 0, or from 0 on."""
+    return _checked(
+        float,
+        lambda value: 0 <= value < 1 and (zero or value > 0),
+        f"share {'from' if zero else 'above'} 0, below 1",
+    )
+
+
+def _checked(
+    parse: Callable[[str], _Value], holds: Callable[[_Value], bool], what: str
+) -> Callable[[str], _Value]:
+    """Reads a value for which ``holds`` is true; ``what`` says in an error which these are."""
+
+    def read(text: str) -> _Value:
         try:
-            value = int(text)
+            value = parse(text)
         except ValueError:
             value = None
-        if value is None or value < least or (most is not None and value > most):
-            raise argparse.ArgumentTypeError(f"{text!r} is no whole number {allowed}")
+        if value is None or not holds(value):
+            raise argparse.ArgumentTypeError(f"{text!r} is no {what}")
         return value
 
     return read
-
-
-def threads(text: str) -> int:
-    """From 1 to the processors that this process may use."""
-    most = processors()
-    try:
-        return whole_number(1, most)(text)
-    except argparse.ArgumentTypeError as error:
-        raise argparse.ArgumentTypeError(f"{error}, the processors of this process") from None
 
 
 def processors() -> int:
@@ -145,42 +141,6 @@ def processors() -> int:
     # Not every system can tell.
     allowed = getattr(os, "sched_getaffinity", None)
     return len(allowed(0)) if allowed else os.cpu_count() or 1
-
-
-def number(above: float, most: float = math.inf) -> Callable[[str], float]:
-    """Finite numbers above ``above``, and at most ``most``."""
-    allowed = f"above {above:g}" if most == math.inf else f"above {above:g}, at most {most:g}"
-
-    def read(text: str) -> float:
-        value = _float(text)
-        if not above < value <= most or value == math.inf:
-            raise argparse.ArgumentTypeError(f"{text!r} is no number {allowed}")
-        return value
-
-    return read
-
-
-def seconds_at_most(text: str) -> float:
-    """Seconds above 0, as a limit; ``inf`` for none."""
-    value = _float(text)
-    if not value > 0:
-        message = f"{text!r} is no number of seconds above 0; write inf for no limit"
-        raise argparse.ArgumentTypeError(message)
-    return value
-
-
-def share(*, zero: bool = False) -> Callable[[str], float]:
-    """Shares below 1 and above 0, or from 0 on."""
-
-    def read(text: str) -> float:
-        value = _float(text)
-        if not 0 <= value < 1 or (value == 0 and not zero):
-            raise argparse.ArgumentTypeError(
-                f"{text!r} is no share {'from' if zero else 'above'} 0, below 1"
-            )
-        return value
-
-    return read
 
 
 def several(parse: Callable[[str], _Value]) -> Callable[[str], tuple[_Value, ...]]:
@@ -222,11 +182,3 @@ def known_names(known: Iterable[str]) -> Callable[[str], tuple[str, ...]]:
 
 
 seed = whole_number(0, _LARGEST_SEED)
-
-
-def _float(text: str) -> float:
-    """The number; NaN, which no comparison holds for, where there is none."""
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan

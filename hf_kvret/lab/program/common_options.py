@@ -9,7 +9,10 @@ import torch
 
 from hf_kvret.lab.program import arguments
 from hf_kvret.lab.program.options import option
-from hf_kvret.stores import store_names
+from hf_kvret.stores import DISK, store_names
+
+# A store in files needs a folder, so it is named with its cache.
+_STORES = [name for name in store_names().split(", ") if name != DISK]
 
 
 def budget_option(usual: int | float = 256) -> Any:
@@ -19,7 +22,7 @@ def budget_option(usual: int | float = 256) -> Any:
 
 def store_option(usual: str = "device") -> Any:
     """``--store`` of retrieval caches that name none."""
-    return option(usual, f"of caches that have it: {store_names()}", kind=arguments.store_name)
+    return option(usual, "of caches that have it", choices=_STORES)
 
 
 def dtype_option(usual: str = "float32") -> Any:
@@ -66,17 +69,17 @@ def count_option(usual: int, of: str) -> Any:
 
 def batch_option(usual: tuple[int, ...] = (1,)) -> Any:
     """``--batch``, numbers of sequences."""
-    return option(usual, "as 1,8", kind=arguments.batches)
+    return option(usual, "as 1,8", kind=arguments.lengths)
 
 
 def threads_option(usual: int | None, of: str) -> Any:
-    """``--threads``, at most the processors."""
-    return option(usual, of, kind=arguments.threads)
+    """``--threads``, at most the processors of this process."""
+    return option(usual, of, kind=arguments.whole_number(1, arguments.processors()))
 
 
 def limit_option(usual: float, of: str) -> Any:
     """``--limit`` in seconds."""
-    return option(usual, of, kind=arguments.seconds_at_most, metavar="SECONDS")
+    return option(usual, of, kind=arguments.number(0), metavar="SECONDS")
 
 
 def questions_option() -> Any:

@@ -34,29 +34,23 @@ _MISTAKES = (
 )
 # Multiples of this are written with a K, as they are on the command line.
 _K = 1024
-_WRITTEN = "; default: "
 
 
 class HelpFormatter(argparse.HelpFormatter):
     """Adds the default to the help of every option that has one.
 
-    An end "; default: ..." of an option's help is of an option without a value, and gives way to
-    one that ``set_defaults`` gave later. An option whose help says "default" otherwise is left as
-    it is, and so are switches. A text of several lines is not wrapped.
+    An option whose help says "default" is left as it is, and so are switches. A text of several
+    lines is not wrapped.
     """
 
     def _get_help_string(self, action: argparse.Action) -> str:
-        text = action.help or ""
-        default = action.default
-        if action.nargs == 0 or not action.option_strings:
+        text, default = action.help or "", action.default
+        if action.nargs == 0 or not action.option_strings or "default" in text:
             return text
         if default is None or default is argparse.SUPPRESS:
             return text
-        text = text.partition(_WRITTEN)[0]
-        if "default" in text:
-            return text
-        shown = f"default: {shown_default(default)}".replace("%", "%%")
-        return f"{text} ({shown})" if text else shown
+        shown = shown_default(default).replace("%", "%%")
+        return f"{text} (default: {shown})"
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         if "\n" in text:

@@ -159,23 +159,14 @@ def count_label(count: float) -> str:
 
 
 def _write_out(axis: Any, low: float, high: float) -> None:
-    """Ticks of a logarithmic axis as plain numbers, closer the fewer decades there are."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+    """Plain numbers on a logarithmic axis; less than a decade has ticks at even distances."""
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
-    decades = np.log10(high / low)
-    if decades < 0.5:
-        axis.set_major_locator(MaxNLocator(5))
-    else:
-        subs = (1.0,) if decades > 3 else (1.0, 2.0, 5.0) if decades > 1 else (1.0, 1.5, 2, 3, 5, 7)
-        axis.set_major_locator(LogLocator(subs=subs, numticks=20))
+    subs = (1.0,) if high > 1000 * low else (1.0, 2.0, 5.0)
+    is_short = high < 10 * low
+    axis.set_major_locator(MaxNLocator(5) if is_short else LogLocator(subs=subs, numticks=20))
     axis.set_minor_locator(NullLocator())
-    axis.set_major_formatter(FuncFormatter(_plain))
-
-
-def _plain(value: float, index: int | None = None) -> str:
-    if value >= 1:
-        return f"{value:,.10g}"
-    return np.format_float_positional(value, precision=12, trim="-")
+    axis.set_major_formatter("{x:,.10g}")
 
 
 def _figure(width: float, height: float, columns: int = 1, sharey: bool = False) -> tuple[Any, Any]:

@@ -6,15 +6,14 @@ import argparse
 import itertools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
+import torch
+from transformers import PreTrainedModel
 
 from hf_kvret.lab.bench import timing
-from hf_kvret.lab.bench.filling import Turn
-from hf_kvret.lab.bench.model_measurement import ModelMeasurement
 from hf_kvret.lab.bench.parser import add_bench_parser
-from hf_kvret.lab.bench.shapes import load_shape
+from hf_kvret.lab.bench.shapes import load_shape, random_model
 from hf_kvret.lab.report.results import Results
 
 
@@ -31,8 +30,7 @@ def bench() -> Callable[..., int]:
     def run(*arguments: str) -> int:
         parser = argparse.ArgumentParser()
         add_bench_parser(parser.add_subparsers(required=True))
-        more = [] if "--device" in arguments else ["--device", "cpu"]
-        options = parser.parse_args(["bench", *arguments, *more])
+        options = parser.parse_args(["bench", *arguments, "--device", "cpu"])
         return options.run(options)
 
     return run
@@ -51,35 +49,7 @@ def measure(bench: Callable[..., int], tmp_path: Path) -> Callable[..., Results]
     return run
 
 
-@pytest.fixture
-def watch(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[tuple[str, int]]]:
-    """``watch(Decode)`` returns a list that grows by cache and batch of every turn.
-
-    ``before`` is called with each turn, and may raise.
-    """
-
-    def start(
-        cls: type[ModelMeasurement], before: Callable[[Turn], Any] = lambda turn: None
-    ) -> list[tuple[str, int]]:
-        turns: list[tuple[str, int]] = []
-        once = cls.once
-
-        def watched(self: ModelMeasurement, turn: Turn) -> Any:
-            turns.append((turn.choice.name, turn.batch))
-            before(turn)
-            return once(self, turn)
-
-        monkeypatch.setattr(cls, "once", watched)
-        return turns
-
-    return start
-
-
-@pytest.fixture
-def six_layers(tmp_path: Path) -> Path:
-    """A folder with the config.json of a tiny model of six layers."""
-    folder = tmp_path / "six-layers"
-    config = load_shape("tiny").config
-    config.num_hidden_layers = 6
-    config.save_pretrained(folder)
-    return folder
+@pytest.fixture(scope="session")
+def model() -> PreTrainedModel:
+    """A model of the tiny shape: two layers, two KV heads of 64, fp32."""
+    return random_model(load_shape("tiny").config, torch.float32, "cpu", seed=0)

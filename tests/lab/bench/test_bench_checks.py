@@ -1,4 +1,4 @@
-"""A cache that gives other answers than full attention is not measured."""
+"""A cache that gives other answers than full attention is not measured; how caches are filled."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import CONFIG_MAPPING, DynamicCache, PreTrainedModel
+from transformers.cache_utils import Cache
 
 from hf_kvret import A2ATSCache, FlatKVCache, NativeKVCache
 from hf_kvret.lab.bench.checks import Checker, covering
@@ -30,85 +31,88 @@ from hf_kvret.methods.flat import FlatIndex
 from hf_kvret.testing import INDEXED_MODELS, held_tokens
 from hf_kvret.testing.indexed_models import known_indexed
 
-PLACE = {"device": torch.device("cpu"), "dtype": torch.float32}
 SMALL = "flat:dense_below=0:recent=64:flush=64"
-CACHES = ["full", "dense", "static", "flat", "paris", "paris:store=host"]
+WINDOW = {"sink": 4, "recent": 32, "flush": 32, "dense_below": 0}
 
-
-def tiny(dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    return random_model(load_shape("tiny").config, dtype, "cpu", seed=0)
+Change = Callable[[torch.Tensor], torch.Tensor]
 
 
 def checker(dtype: torch.dtype = torch.float32) -> Checker:
-    model = tiny(dtype)
+    model = random_model(load_shape("tiny").config, dtype, "cpu", seed=0)
     return Checker(model, measure_rows(model, seed=0), seed=0)
+
+
+def fill(model: PreTrainedModel, cache: Cache, batch: int, context: int) -> None:
+    """Write random rows into an empty cache."""
+    place = {"device": torch.device("cpu"), "dtype": torch.float32}
+    with serving(model, cache):
+        fill_randomly(model.config, cache, measure_rows(model, 0), batch, context, 5, **place)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_right_caches_pass_in_every_dtype(dtype: torch.dtype) -> None:
-    own_checker = checker(dtype)
-    for choice in choose_bench_caches(CACHES, {"store": "device"}, "cpu").values():
+    own_checker, names = checker(dtype), ["dense", "flat", "paris:store=host"]
+    for choice in choose_bench_caches(names, {"store": "device"}, "cpu").values():
         assert own_checker.check(choice, 128, 2, "random").startswith("equal within")
 
 
-class Forgetful(FlatIndex):
-    """Never finds the older half of the tokens."""
-
-    def search(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        ids = super().search(*args, **kwargs)
-        return ids.masked_fill(ids < ids.shape[-1] // 2, -1)
+def newer_half(ids: torch.Tensor) -> torch.Tensor:
+    return ids.masked_fill(ids < ids.shape[-1] // 2, -1)
 
 
-class Idle(FlatIndex):
-    """Finds nothing."""
-
-    def search(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return torch.full_like(super().search(*args, **kwargs), -1)
+def nothing(ids: torch.Tensor) -> torch.Tensor:
+    return torch.full_like(ids, -1)
 
 
-class Swapped(PreallocatedCache):
-    """Hands out values in the wrong order."""
+def find_only(keep: Change, monkeypatch: pytest.MonkeyPatch) -> CacheChoice:
+    """``flat``, which finds only what ``keep`` leaves of its ids."""
 
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> Any:
-        keys, values = super().update(key_states, value_states, *args, **kwargs)
-        return keys, values.flip(2)
+    class Lossy(FlatIndex):
+        def search(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            return keep(super().search(*args, **kwargs))
 
-
-def use_index(monkeypatch: pytest.MonkeyPatch, index: type[FlatIndex]) -> None:
-    monkeypatch.setattr(FlatKVCache, "make_index", classmethod(lambda cls, options, layer: index()))
+    monkeypatch.setattr(FlatKVCache, "make_index", classmethod(lambda cls, options, layer: Lossy()))
+    return choose_bench_caches(["flat"], {}, "cpu")["flat"]
 
 
 @pytest.mark.parametrize(
-    ("dtype", "fill"),
-    [(torch.float32, "prefill"), (torch.bfloat16, "random")],
+    ("keep", "dtype", "fill", "message"),
+    [
+        (newer_half, torch.float32, "prefill", r"flat: logits differ from full attention by \d"),
+        (newer_half, torch.bfloat16, "random", r"flat: logits differ from full attention by \d"),
+        (nothing, torch.float32, "prefill", "layers 0, 1 retrieved nothing"),
+    ],
 )
 def test_an_index_that_loses_tokens_is_refused(
-    dtype: torch.dtype, fill: str, monkeypatch: pytest.MonkeyPatch
+    keep: Change, dtype: torch.dtype, fill: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    use_index(monkeypatch, Forgetful)
-    choice = choose_bench_caches(["flat"], {}, "cpu")["flat"]
-    with pytest.raises(CheckFailed, match=r"flat: logits differ from full attention by \d"):
+    choice = find_only(keep, monkeypatch)
+    with pytest.raises(CheckFailed, match=message):
         checker(dtype).check(choice, 256, 1, fill)
 
 
-def test_an_index_that_finds_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    use_index(monkeypatch, Idle)
-    choice = choose_bench_caches(["flat"], {}, "cpu")["flat"]
-    with pytest.raises(CheckFailed, match="layers 0, 1 retrieved nothing"):
-        checker().check(choice, 256, 1, "prefill")
+def with_values(name: str, change: Change) -> CacheChoice:
+    """A dense cache of this name that hands out changed values."""
+
+    class Changed(PreallocatedCache):
+        def update(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            keys, values = super().update(*args, **kwargs)
+            return keys, change(values)
+
+    return CacheChoice(name, Changed)
 
 
-def test_a_wrong_dense_cache_is_refused() -> None:
+def swapped(values: torch.Tensor) -> torch.Tensor:
+    return values.flip(2)
+
+
+def test_dense_caches_are_checked_and_those_inexact_by_design_are_finite() -> None:
     with pytest.raises(CheckFailed, match="mine: logits differ"):
-        checker().check(CacheChoice("mine", Swapped), 256, 1, "prefill")
-
-
-@pytest.mark.parametrize("name", ["quantized:nbits=2", "kvpress:SnapKV"])
-def test_caches_that_are_inexact_by_design_need_only_be_finite(name: str) -> None:
-    result = checker().check(CacheChoice(name, Swapped), 128, 1, "prefill")
-    assert result == "finite; not exact by design"
+        checker().check(with_values("mine", swapped), 128, 1, "prefill")
+    press = with_values("kvpress:SnapKV", swapped)
+    assert checker().check(press, 128, 1, "prefill") == "finite; not exact by design"
+    with pytest.raises(CheckFailed, match="kvpress:SnapKV: logits are not finite"):
+        checker().check(with_values(press.name, lambda values: values / 0), 128, 1, "prefill")
 
 
 def test_a_cache_whose_check_fails_has_no_numbers_and_others_go_on(
@@ -117,14 +121,12 @@ def test_a_cache_whose_check_fails_has_no_numbers_and_others_go_on(
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
 ) -> None:
-    use_index(monkeypatch, Forgetful)
+    find_only(newer_half, monkeypatch)
     file = tmp_path / "decode.json"
     arguments = ["--context", "256", "--caches", f"full,{SMALL}", "--json", str(file)]
-    arguments += ["--steps", "2", "--warmup", "0"]
-    assert bench("decode", *arguments) == 1
-    said = capsys.readouterr()
-    assert "differ from full attention" in said.err
-    assert "check failed: flat" in said.out
+    assert bench("decode", *arguments, "--steps", "2", "--warmup", "0", "--rounds", "1") == 1
+    shown = capsys.readouterr()
+    assert "differ from full attention" in shown.err and "check failed: flat" in shown.out
     rows = {cell["cache"]: row for cell, row in Results.load(file)}
     assert "seconds" in rows["full"] and "seconds" not in rows[SMALL]
     assert "differ from full attention" in rows[SMALL]["check_failed"]
@@ -135,21 +137,19 @@ def test_steps_that_retrieve_nothing_are_not_reported(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    use_index(monkeypatch, Idle)
+    find_only(nothing, monkeypatch)
     monkeypatch.setattr(Checker, "check", lambda *arguments: "passed")
-    assert bench("decode", "--context", "256", "--caches", SMALL, "--rounds", "1") == 1
+    arguments = ["--steps", "2", "--warmup", "0", "--rounds", "1"]
+    assert bench("decode", "--context", "256", "--caches", SMALL, *arguments) == 1
     assert "retrieved nothing" in capsys.readouterr().err
 
 
-def test_a_store_that_splits_its_rows_splits_those_of_the_check() -> None:
-    model = tiny()
-    rows = measure_rows(model, seed=0)
+def test_a_store_that_splits_its_rows_splits_those_of_the_check(model: PreTrainedModel) -> None:
     large = FlatKVCache(model.config, store="split", device_budget="60GB")
     cache = covering(large, model, 2, 800)
-    with serving(model, cache):
-        fill_randomly(model.config, cache, rows, batch=2, context=800, seed=5, **PLACE)
-    stores = [layer.kv.store for layer in cache.retrieval_layers]
-    for store in stores:
+    fill(model, cache, batch=2, context=800)
+    for layer in cache.retrieval_layers:
+        store = layer.kv.store
         # A token's row is 1,024 bytes: keys and values of two heads of 64 elements in fp32.
         least = 2 * 100 * 1024
         assert store.nbytes() - store.host_nbytes() >= least and store.host_nbytes() >= least
@@ -158,25 +158,24 @@ def test_a_store_that_splits_its_rows_splits_those_of_the_check() -> None:
 def test_random_rows_have_positions_for_indexes_that_need_them() -> None:
     model = load_bundled_model()
     cache = A2ATSCache(model.config, dense_below=0, recent=32, flush=32)
+    fill(model, cache, batch=2, context=300)
     with serving(model, cache):
-        fill_randomly(model.config, cache, measure_rows(model, 0), 2, 300, 5, **PLACE)
         feed(model, cache, random_tokens(model, 2, 1, 5), 300)
     assert all(layer.selected > 0 for layer in cache.retrieval_layers)
 
 
-def test_random_rows_are_the_same_for_every_cache_and_as_large_as_the_models_own() -> None:
-    model = tiny()
-    rows = measure_rows(model, seed=0)
+def test_random_rows_are_the_same_for_every_cache_and_as_large_as_the_models_own(
+    model: PreTrainedModel,
+) -> None:
     plain = DynamicCache(config=model.config)
-    fill_randomly(model.config, plain, rows, batch=2, context=300, seed=5, **PLACE)
-    for layer, like in zip(plain.layers, rows, strict=True):
+    fill(model, plain, batch=2, context=300)
+    for layer, like in zip(plain.layers, measure_rows(model, 0), strict=True):
         assert layer.keys.shape == (2, 2, 300, 64)
         # 77,000 numbers: their standard deviation is known to half a percent.
         assert float(layer.keys.std()) == pytest.approx(like.key_scale, rel=0.02)
         assert float(layer.values.std()) == pytest.approx(like.value_scale, rel=0.02)
-    ours = FlatKVCache(model.config, sink=4, recent=32, flush=32, dense_below=0, store="device")
-    with serving(model, ours):
-        fill_randomly(model.config, ours, rows, batch=2, context=300, seed=5, **PLACE)
+    ours = FlatKVCache(model.config, store="device", **WINDOW)
+    fill(model, ours, batch=2, context=300)
     kv = ours.retrieval_layers[1].kv
     assert kv is not None and (kv.length, kv.cold_len) == (300, 268)
     keys, values = held_tokens(kv)
@@ -184,20 +183,22 @@ def test_random_rows_are_the_same_for_every_cache_and_as_large_as_the_models_own
     assert torch.equal(values, plain.layers[1].values)
 
 
+def check_keys_of_the_indexer(model: PreTrainedModel, ours: Cache, batch: int, length: int) -> None:
+    """Behind the same random rows, ours gives the logits of transformers' own cache."""
+    logits = []
+    for cache in (DynamicCache(config=model.config), ours):
+        fill(model, cache, batch, length)
+        with serving(model, cache):
+            logits.append(feed(model, cache, torch.full((batch, 1), 3), length))
+    torch.testing.assert_close(*logits, atol=1e-4, rtol=0)
+
+
 @pytest.mark.parametrize("name", ["deepseek_v32", "minimax_m3", "dots3_note"])
 def test_random_rows_come_with_keys_of_the_indexer(name: str) -> None:
     if name not in known_indexed():
         pytest.skip("this transformers has no such model")
     model = INDEXED_MODELS[name].build()
-    logits, rows = [], measure_rows(model, seed=0)
-    for cache in (
-        DynamicCache(config=model.config),
-        NativeKVCache(model.config, sink=4, recent=32, flush=32, dense_below=0),
-    ):
-        fill_randomly(model.config, cache, rows, batch=2, context=300, seed=5, **PLACE)
-        with serving(model, cache):
-            logits.append(feed(model, cache, torch.tensor([[3], [4]]), 300))
-    torch.testing.assert_close(*logits, atol=1e-4, rtol=0)
+    check_keys_of_the_indexer(model, NativeKVCache(model.config, **WINDOW), batch=2, length=300)
 
 
 @pytest.mark.slow
@@ -205,12 +206,7 @@ def test_random_rows_come_with_keys_of_the_indexer(name: str) -> None:
 def test_random_rows_come_with_the_positions_that_an_indexer_keeps() -> None:
     config = load_shape("qwen4-exp-indexed").part("attention").with_layers(2)
     model = random_model(config, torch.float32, "cpu", seed=0)
-    logits, rows = [], measure_rows(model, seed=0)
-    for cache in (DynamicCache(config=config), NativeKVCache(config, dense_below=0)):
-        fill_randomly(config, cache, rows, batch=1, context=900, seed=5, **PLACE)
-        with serving(model, cache):
-            logits.append(feed(model, cache, torch.tensor([[3]]), 900))
-    torch.testing.assert_close(*logits, atol=1e-4, rtol=0)
+    check_keys_of_the_indexer(model, NativeKVCache(config, dense_below=0), batch=1, length=900)
 
 
 def test_how_a_cache_is_filled() -> None:
@@ -218,6 +214,7 @@ def test_how_a_cache_is_filled() -> None:
     assert choose_fill("auto", 10**6, cpu, "full") == "prefill"
     assert choose_fill("auto", 16_384, gpu, "full") == "prefill"
     assert choose_fill("auto", 16_385, gpu, "full") == "random"
+    assert choose_fill("auto", 100, cpu, "full", latent=True) == "random"
     assert choose_fill("auto", 10**6, gpu, "kvpress:SnapKV") == "prefill"
     assert choose_fill("random", 100, cpu, "full") == "random"
     with pytest.raises(ValueError, match="--fill prefill"):

@@ -1,4 +1,4 @@
-"""``hf-kvret bench`` end to end on a CPU: rows, scaling, memory that runs out."""
+"""``hf-kvret bench decode`` and ``prefill`` end to end on a CPU: rows, scaling, full memory."""
 
 from __future__ import annotations
 
@@ -10,20 +10,19 @@ import pytest
 import torch
 from transformers import cache_utils
 
-from hf_kvret.lab.bench import limits
+from hf_kvret.cache import RetrievalCache
+from hf_kvret.lab.bench import limits, model_measurement, passes
 from hf_kvret.lab.bench.checks import Checker
+from hf_kvret.lab.bench.filling import Turn
 from hf_kvret.lab.bench.opponents import PreallocatedCache, choose_bench_caches
 from hf_kvret.lab.bench.passes import Decode
 from hf_kvret.lab.bench.shapes import load_shape, random_model
 from hf_kvret.lab.report.results import Results
 
-SMALL = "dense_below=0:recent=64:flush=64"
-ALL = f"full,dense,static,flat:{SMALL},paris:{SMALL}:store=host"
+SMALL = "dense_below=0:recent=64:flush=64:top_k=16"
 HAS_FP8 = hasattr(cache_utils, "Fp8QuantizedLayer")
-QUICK = ["--context", "256", "--steps", "3", "--warmup", "1"]
+ONCE = ["--context", "256", "--steps", "3", "--warmup", "1", "--rounds", "1"]
 
-
-Watch = Callable[..., list[tuple[str, int]]]
 Rows = Callable[..., dict[str, dict[str, Any]]]
 
 
@@ -37,61 +36,102 @@ def rows_of(measure: Callable[..., Results]) -> Rows:
     return run
 
 
-def test_decode_measures_every_cache(
-    rows_of: Rows, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.fixture
+def turns(monkeypatch: pytest.MonkeyPatch) -> list[Turn]:
+    """The turns of decode steps that were measured."""
+    taken: list[Turn] = []
+    once = Decode.once
+
+    def watched(self: Decode, turn: Turn) -> Any:
+        taken.append(turn)
+        return once(self, turn)
+
+    monkeypatch.setattr(Decode, "once", watched)
+    return taken
+
+
+@pytest.fixture
+def six_layers(tmp_path: Path) -> str:
+    """A folder with the config.json of a tiny model of six layers."""
+    folder = tmp_path / "six-layers"
+    config = load_shape("tiny").config
+    config.num_hidden_layers = 6
+    config.save_pretrained(folder)
+    return str(folder)
+
+
+def test_decode_measures_every_cache_in_every_round(
+    rows_of: Rows, turns: list[Turn], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     picture = tmp_path / "d.png"
-    arguments = ["--caches", ALL, "--batch", "1,2", "--rounds", "2", "--fill", "random"]
-    rows = rows_of("decode", "--context", "512", *QUICK[2:], *arguments, "--plot", str(picture))
-    assert len(rows) == 10
+    caches = ["dense", f"flat:{SMALL}", f"paris:{SMALL}:store=host"]
+    arguments = ["--caches", ",".join(caches), "--batch", "1,2", "--fill", "random"]
+    rows = rows_of("decode", *ONCE, *arguments, "--rounds", "2", "--plot", str(picture))
+    assert [(turn.choice.name, turn.batch) for turn in turns] == [
+        (cache, batch) for batch in (1, 2) for cache in 2 * caches
+    ]
+    assert len(rows) == 6
     for row in rows.values():
         assert row["timed"] == 6 and row["fill"] == "random" and "scaled" not in row
         low, high = row["seconds_quartiles"]
         assert 0 < low <= row["seconds"] <= high
         assert row["time_over_floor"] == pytest.approx(row["seconds"] / row["floor_seconds"])
-        assert row["full_bytes"] in (2 * 2 * 2 * 256 * 516, 2 * 2 * 2 * 2 * 256 * 516)
-    assert rows["dense 512 2"]["check"].startswith("equal within")
-    flat, paris = rows[f"flat:{SMALL} 512 1"], rows[f"paris:{SMALL}:store=host 512 1"]
-    # 256 rows in two layers with two KV heads.
-    assert flat["selected_rows"] == paris["selected_rows"] == 4 * 256
-    assert paris["host_bytes"] > 0 and paris["floor_host_bytes"] == 4 * 256 * 512
-    assert rows["full 512 2"]["tokens_per_second"] == pytest.approx(
-        2 / rows["full 512 2"]["seconds"]
-    )
-    assert capsys.readouterr().out.count("\n| ") == 1 + 10 + 1
+    dense = rows["dense 256 2"]
+    assert dense["check"].startswith("equal within")
+    # Two layers, two sequences, keys and values, two heads, 260 tokens of 256 bytes.
+    assert dense["full_bytes"] == 2 * 2 * 2 * 2 * 260 * 256
+    assert dense["tokens_per_second"] == pytest.approx(2 / dense["seconds"])
+    flat, paris = rows[f"flat:{SMALL} 256 1"], rows[f"paris:{SMALL}:store=host 256 1"]
+    # 16 rows in two layers with two KV heads.
+    assert flat["selected_rows"] == paris["selected_rows"] == 4 * 16
+    assert paris["host_bytes"] > 0 and paris["floor_host_bytes"] == 4 * 16 * 512
+    assert capsys.readouterr().out.count("\n| ") == 1 + 6 + 1
     assert picture.stat().st_size > 1000
 
 
 @pytest.mark.skipif(not HAS_FP8, reason="transformers before 5.23 has no fp8 cache")
-@pytest.mark.parametrize("fill", ["prefill", "random"])
-def test_quantized_opponents_are_measured(fill: str, rows_of: Rows) -> None:
-    arguments = ["--caches", "quantized:backend=fp8", "--rounds", "1", "--fill", fill]
-    row = rows_of("decode", *QUICK, *arguments)["quantized:backend=fp8 256 1"]
+def test_quantized_opponents_are_measured(rows_of: Rows) -> None:
+    arguments = ["--caches", "quantized:backend=fp8", "--fill", "random"]
+    row = rows_of("decode", *ONCE, *arguments)["quantized:backend=fp8 256 1"]
     assert row["check"].startswith("finite") and row["device_bytes"] < row["full_bytes"] // 2
 
 
-def test_flushes_within_the_timed_steps_are_counted(rows_of: Rows) -> None:
-    caches = "flat:dense_below=0:recent=16:flush=4"
-    arguments = ["--context", "128", "--steps", "12", "--warmup", "0", "--rounds", "1"]
-    (row,) = rows_of("decode", *arguments, "--caches", caches).values()
-    # In each of two layers steps 5 and 9 move four tokens.
-    assert row["flushed_tokens"] == 2 * 2 * 4
+def test_prefill_reads_prompts_as_generate_does(
+    rows_of: Rows, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    read: list[int] = []
+    expected: list[tuple[int, int]] = []
+    feed, expect = passes.feed, RetrievalCache.expect
 
+    def watched_feed(model: Any, cache: Any, tokens: torch.Tensor, start: int) -> torch.Tensor:
+        # A pass begins where the cache ends.
+        assert cache.get_seq_length() == start
+        read.append(tokens.shape[1])
+        return feed(model, cache, tokens, start)
 
-def test_prefill_measures_the_first_token(rows_of: Rows) -> None:
-    arguments = ["--context", "256,512", "--caches", f"full,paris:{SMALL}", "--rounds", "2"]
-    rows = rows_of("prefill", *arguments)
-    assert len(rows) == 4
+    def watched_expect(self: RetrievalCache, tokens: int, chunk: int) -> None:
+        expected.append((tokens, chunk))
+        expect(self, tokens, chunk)
+
+    monkeypatch.setattr(passes, "feed", watched_feed)
+    monkeypatch.setattr(RetrievalCache, "expect", watched_expect)
+    caches = ["full", f"flat:{SMALL}", f"flat:{SMALL}:prefill_chunk=200"]
+    arguments = ["--context", "256,512", "--steps", "1", "--warmup", "0", "--rounds", "2"]
+    rows = rows_of("prefill", *arguments, "--caches", ",".join(caches))
     for row in rows.values():
         assert row["timed"] == 2 and row["fill"] == "prefill" and row["seconds"] > 0
+    assert [row["chunk"] for row in rows.values()] == [None, None, 200] * 2
+    assert read == 2 * [256, 256, 200, 56] + 2 * [512, 512, 200, 200, 112]
+    assert expected == 2 * [(256, 256), (256, 200)] + 2 * [(512, 512), (512, 200)]
     # Twice the tokens are twice the bytes of a cache that holds nothing else.
     assert rows["full 512 1"]["device_bytes"] == 2 * rows["full 256 1"]["device_bytes"]
+    assert "Tokens of a pass, where it was not all: flat" in capsys.readouterr().out
 
 
 def test_fewer_layers_are_measured_and_scaled_apart(
-    measure: Callable[..., Results], six_layers: Path, capsys: pytest.CaptureFixture[str]
+    measure: Callable[..., Results], six_layers: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["decode", *QUICK, "--shape", str(six_layers), "--caches", "dense"]
+    arguments = ["decode", *ONCE, "--shape", six_layers, "--caches", "dense"]
     results = measure(*arguments, "--layers", "4")
     ((_, row),) = results
     scaled = row["scaled"]
@@ -110,60 +150,69 @@ def test_fewer_layers_are_measured_and_scaled_apart(
 
 
 def test_a_need_beyond_the_memory_is_a_row_and_allocates_nothing(
-    rows_of: Rows, watch: Watch, monkeypatch: pytest.MonkeyPatch
+    rows_of: Rows, turns: list[Turn], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    turns = watch(Decode)
     # A sequence takes 0.5 MB.
     monkeypatch.setattr(limits, "available_host_memory", lambda: 20_000_000)
-    rows = rows_of("decode", *QUICK, "--caches", "full", "--batch", "1,64", "--rounds", "1")
-    assert turns == [("full", 1)]
+    rows = rows_of("decode", *ONCE, "--caches", "full", "--batch", "1,64")
+    assert [turn.batch for turn in turns] == [1]
     assert "out of memory (predicted" in rows["full 256 64"]["out_of_memory"]
 
 
 def test_memory_that_runs_out_is_a_row_and_the_others_go_on(
-    rows_of: Rows, watch: Watch, capsys: pytest.CaptureFixture[str]
+    rows_of: Rows, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(turn: Any) -> None:
+    once = Decode.once
+
+    def fails(self: Decode, turn: Turn) -> Any:
         if turn.choice.name == "full":
             raise torch.OutOfMemoryError("CUDA out of memory")
+        return once(self, turn)
 
-    watch(Decode, fail)
-    rows = rows_of("decode", "--context", "128", "--caches", "full,dense", "--rounds", "1")
-    assert (
-        "CUDA out of memory" in rows["full 128 1"]["out_of_memory"]
-        and rows["dense 128 1"]["seconds"] > 0
-    )
+    monkeypatch.setattr(Decode, "once", fails)
+    rows = rows_of("decode", *ONCE, "--caches", "full,dense")
+    assert "CUDA out of memory" in rows["full 256 1"]["out_of_memory"]
+    assert rows["dense 256 1"]["seconds"] > 0
     assert "out of memory" in capsys.readouterr().out
 
 
+@torch.inference_mode()
+def test_steps_that_take_too_long_are_fewer() -> None:
+    # No step of this model takes less than a microsecond, so that three are all that is allowed.
+    decode = Decode(device="cpu", caches="dense", steps=50, warmup=1, limit=1e-6)
+    cell = {"cache": "dense", "context": 64, "batch": 1}
+    assert len(decode.once(decode.turn(cell, decode.subjects[0])).seconds) == 3
+    assert decode.steps_within(0.0) == 50
+
+
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("words", "message"),
     [
-        (["--caches", "nothing"], "unknown cache 'nothing'.*dense-graph"),
-        (["--caches", "dense-graph"], "CUDA graphs need a CUDA device"),
-        (["--shape", "gpt-17"], "neither a known shape"),
-        (["--layers", "3"], "1 to 2 to build"),
-        (["--layers", "1"], "scaling takes two runs"),
-        (["--context", "1K", "--caches", "flat"], "flat attends to everything below 2000"),
-        (["--shape", "llama-3.1-70b", "--dtype", "float32", "--caches", "full"], "weights take"),
+        ("decode --caches nothing", "unknown cache 'nothing'.*dense-graph"),
+        ("decode --caches dense:x=1", "dense takes no options"),
+        ("decode --caches dense-graph", "CUDA graphs need a CUDA device"),
+        ("decode --shape gpt-17", "neither a known shape"),
+        ("decode --layers 3", "1 to 2 to build"),
+        ("decode --layers 1", "scaling takes two runs"),
+        ("decode --context 1K --caches flat", "flat attends to everything below 2000"),
+        ("decode --shape llama-3.1-70b --caches full", "weights take"),
         (
-            ["--shape", "SIX_LAYERS", "--layers", "4", "--caches", f"flat:{SMALL}:store=auto"],
+            f"decode --shape SIX_LAYERS --layers 4 --caches flat:{SMALL}:store=auto",
             "store=auto decides by the number of layers",
         ),
     ],
 )
 def test_mistakes_are_refused(
-    arguments: list[str], message: str, bench: Callable[..., int], six_layers: Path
+    words: str, message: str, bench: Callable[..., int], six_layers: str
 ) -> None:
-    words = [word.replace("SIX_LAYERS", str(six_layers)) for word in arguments]
     with pytest.raises(ValueError, match=message):
-        bench("decode", *words)
+        bench(*words.replace("SIX_LAYERS", six_layers).split())
 
 
-def test_all_caches_take_turns_in_every_round(bench: Callable[..., int], watch: Watch) -> None:
-    turns = watch(Decode)
-    assert bench("decode", "--context", "64", "--caches", "full,dense", "--rounds", "3") == 0
-    assert turns == [("full", 1), ("dense", 1)] * 3
+def test_a_captured_step_is_no_way_to_read_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_measurement, "check_device", lambda device: None)
+    with pytest.raises(ValueError, match=r"dense-graph is a way to decode.*use dense"):
+        passes.Prefill(device="cuda", caches="dense-graph").check()
 
 
 def test_a_preallocated_cache_is_rewound_and_hybrids_refuse() -> None:

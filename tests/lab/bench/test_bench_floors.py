@@ -6,7 +6,6 @@ import copy
 from typing import Any
 
 import pytest
-import torch
 from transformers import DynamicCache, PreTrainedModel, StaticCache, cache_utils
 
 from hf_kvret import CTkvrCache, FlatKVCache
@@ -20,7 +19,7 @@ from hf_kvret.lab.bench.floors import (
 )
 from hf_kvret.lab.bench.limits import shortage
 from hf_kvret.lab.bench.opponents import PreallocatedCache, choose_bench_caches
-from hf_kvret.lab.bench.shapes import WeightBytes, load_shape, random_model
+from hf_kvret.lab.bench.shapes import WeightBytes
 from hf_kvret.lab.evaluate.reader import Usage
 from hf_kvret.methods.ctkvr import CTkvrIndex
 
@@ -33,11 +32,6 @@ BATCH, TOKENS = 3, 40
 PAGE, PAGED = HEADS * 64 * ROW, 140
 SMALL: dict[str, Any] = {"top_k": 5, "sink": 4, "recent": 8, "flush": 8, "dense_below": 0}
 HAS_FP8 = hasattr(cache_utils, "Fp8QuantizedLayer")
-
-
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return random_model(load_shape("tiny").config, torch.float32, "cpu", seed=0)
 
 
 def no_usage(device: int = 0, host: int = 0) -> Usage:
@@ -99,8 +93,7 @@ def test_retrieval_reads_window_index_and_selected_rows(model: PreTrainedModel, 
     assert floor.host_bytes == selected - on_device
 
 
-@pytest.mark.parametrize("bits", [3, 16])
-@pytest.mark.parametrize("store", ["higgs", "higgs-host"])
+@pytest.mark.parametrize(("store", "bits"), [("higgs", 3), ("higgs-host", 3), ("higgs", 16)])
 def test_coded_rows_are_read_as_they_are_kept(
     model: PreTrainedModel, store: str, bits: int
 ) -> None:
@@ -162,7 +155,7 @@ def test_a_need_is_guessed_on_a_cpu(model: PreTrainedModel) -> None:
         assert shortage(copy.deepcopy(model).to("meta"), choice, 10**6, 10**6) is None
 
 
-@pytest.mark.parametrize("columns", [0, 1, 2, 3])
+@pytest.mark.parametrize("columns", [0, 2, 3])
 def test_selected_rows_come_over_the_bus_as_far_as_they_lie_there(
     model: PreTrainedModel, columns: int
 ) -> None:

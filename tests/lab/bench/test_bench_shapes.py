@@ -108,27 +108,17 @@ def test_layers_that_differ_are_not_scaled(tmp_path: Path) -> None:
         shape.with_layers(4)
 
 
-def test_unknown_shapes_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"neither a known shape.*llama-3\.1-8b"):
+def test_unknown_shapes_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"llama-9: neither a known shape.*llama-3\.1-8b"):
         load_shape("llama-9")
-    experts = load_shape("tiny").config.to_dict() | {"model_type": "mixtral"}
-    experts |= {"num_local_experts": 8, "architectures": ["MixtralForCausalLM"]}
-    (tmp_path / "config.json").write_text(json.dumps(experts))
-    with pytest.raises(ValueError, match="mixture of experts"):
-        load_shape(str(tmp_path))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_random_weights_keep_logits_finite_and_scores_near_one(dtype: torch.dtype) -> None:
+def test_random_weights_keep_logits_near_one_and_follow_the_seed() -> None:
     config = load_shape("tiny").config
     config.num_hidden_layers = 12
-    model = random_model(config, dtype, "cpu", seed=0)
+    first, again, other = (random_model(config, torch.float16, "cpu", seed) for seed in (0, 0, 1))
     tokens = torch.randint(1024, (1, 32), generator=torch.Generator().manual_seed(0))
-    logits = model(tokens).logits
-    assert logits.dtype == dtype and logits.isfinite().all()
-    assert 0.3 < logits.float().std() < 3
-    again = random_model(config, dtype, "cpu", seed=0)
-    assert torch.equal(model.lm_head.weight, again.lm_head.weight)
-    assert not torch.equal(
-        model.lm_head.weight, random_model(config, dtype, "cpu", seed=1).lm_head.weight
-    )
+    logits = first(tokens).logits
+    assert logits.dtype == torch.float16 and 0.3 < logits.float().std() < 3
+    assert torch.equal(first.lm_head.weight, again.lm_head.weight)
+    assert not torch.equal(first.lm_head.weight, other.lm_head.weight)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,37 +13,40 @@ from transformers import AutoConfig
 from hf_kvret.cli import main
 from hf_kvret.lab.bench.shapes import weight_bytes
 from hf_kvret.lab.plan import machine
-from hf_kvret.lab.program.arguments import DTYPES
 
-TINY = ("tiny", "--caches", "full,flat", "--context", "4K,16K", "--reserve", "1MB")
+TINY = "tiny --caches full,flat --context 4K,16K --reserve 1MB"
+
+Report = Callable[[str], dict[str, Any]]
 
 
-def report(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
-    assert main(["fits", *arguments, "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
+@pytest.fixture
+def report(capsys: pytest.CaptureFixture[str]) -> Report:
+    """The JSON of ``hf-kvret fits`` with these words."""
+
+    def run(words: str) -> dict[str, Any]:
+        assert main(["fits", *words.split(), "--json"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    return run
 
 
 def row(result: dict[str, Any], cache: str, context: int) -> dict[str, Any]:
-    rows = [one for one in result["rows"] if (one["cache"], one["context"]) == (cache, context)]
-    assert len(rows) == 1
-    return rows[0]
+    (only,) = (one for one in result["rows"] if (one["cache"], one["context"]) == (cache, context))
+    return only
 
 
-def test_the_largest_context_fits_and_no_more(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    memory = ("--device-memory", "40MB", "--host-memory", "100MB")
-    result = report(capsys, *TINY, *memory)
+def test_the_largest_context_fits_and_no_more(report: Report) -> None:
+    memory = "--device-memory 40MB --host-memory 100MB --reserve 1MB"
     for cache in ("full", "flat:store=host"):
-        context = row(result, cache, 16_384)["largest_context"]
+        words = f"tiny --caches {cache} {memory} --context"
+        context = report(f"{words} 4K")["rows"][0]["largest_context"]
         # A page and a buffer's step are small beside a twentieth.
-        for length, fits in ((context, True), (context * 21 // 20, False)):
-            options = ("--reserve", "1MB", *memory, "--context", f"{length}")
-            assert report(capsys, "tiny", "--caches", cache, *options)["rows"][0]["fits"] == fits
+        both = report(f"{words} {context},{context * 21 // 20}")["rows"]
+        assert [one["fits"] for one in both] == [True, False]
 
 
-def test_full_attention_is_counted_to_the_byte(capsys: pytest.CaptureFixture[str]) -> None:
-    result = report(capsys, *TINY, "--device-memory", "1GB", "--host-memory", "1GB")
+def test_full_attention_is_counted_to_the_byte(report: Report) -> None:
+    result = report(f"{TINY} --device-memory 1GB --host-memory 1GB")
     full = row(result, "full", 4096)
     # Two layers of two KV heads of 64, keys and values, bfloat16; a token is decoded, too.
     cache = 4097 * 2 * 2 * 64 * 2 * 2
@@ -53,72 +56,9 @@ def test_full_attention_is_counted_to_the_byte(capsys: pytest.CaptureFixture[str
     assert full["floor_seconds"] == pytest.approx(full["read_bytes"] / 1e12)
 
 
-def test_without_host_memory_all_is_in_one(capsys: pytest.CaptureFixture[str]) -> None:
-    apart = report(capsys, *TINY, "--device-memory", "20MB", "--host-memory", "100MB")
-    together = report(capsys, *TINY, "--device-memory", "20MB")
-    assert row(apart, "flat:store=host", 16_384)["fits"]
-    assert not row(together, "flat:store=host", 16_384)["fits"]
-
-
-def free_here(monkeypatch: pytest.MonkeyPatch, host: int | None, gpu: int | None = None) -> None:
-    """A machine with so many free bytes; None: nobody says, or there is no GPU."""
-    monkeypatch.setattr(machine, "free_host_bytes", lambda: host)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu is not None)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (gpu, 2 * (gpu or 0)))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A GPU")
-
-
-def test_without_options_the_memory_is_what_is_free_here(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    free_here(monkeypatch, 20_000_000)
-    result = report(capsys, *TINY)
-    expected = report(capsys, *TINY, "--device-memory", "20MB")
-    assert result["rows"] == expected["rows"]
-    assert (result["machine"]["device"], result["machine"]["host"]) == (20_000_000, None)
-    assert main(["fits", *TINY]) == 0
-    assert "Memory: what is free on this machine, which has no GPU\n" in capsys.readouterr().out
-    assert main(["fits", *TINY, "--device-memory", "20MB"]) == 0
-    assert "Memory: as given by the options\n" in capsys.readouterr().out
-
-
-def test_a_gpu_of_this_machine_counts(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    free_here(monkeypatch, 100_000_000, gpu=20_000_000)
-    result = report(capsys, *TINY)
-    memory = ("--device-memory", "20MB", "--host-memory", "100MB")
-    assert result["rows"] == report(capsys, *TINY, *memory)["rows"]
-    assert "this machine's GPU (A GPU)" in result["machine"]["origin"]
-    host = report(capsys, *TINY, "--host-memory", "1GB")["machine"]
-    assert (host["device"], host["host"]) == (20_000_000, 1_000_000_000)
-    alone = report(capsys, *TINY, "--device-memory", "20MB")["machine"]
-    assert (alone["device"], alone["host"]) == (20_000_000, None)
-
-
-@pytest.mark.parametrize(
-    ("free", "arguments", "message"),
-    [
-        (10**9, ("--host-memory", "1GB"), "without --device-memory: this machine has no GPU"),
-        (None, (), "this system doesn't say how much memory is free: give --device-memory"),
-    ],
-)
-def test_memory_that_nobody_knows_is_asked_for(
-    free: int | None,
-    arguments: tuple[str, ...],
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    free_here(monkeypatch, free)
-    assert main(["fits", *TINY, *arguments]) == 2
-    assert message in capsys.readouterr().err
-
-
-def test_rows_on_the_host_cross_the_bus(capsys: pytest.CaptureFixture[str]) -> None:
-    memory = ("--device-memory", "1GB", "--host-memory", "1GB")
-    slow = report(capsys, *TINY, *memory, "--bus-bandwidth", "1MB")
-    quick = report(capsys, *TINY, *memory, "--bus-bandwidth", "10MB")
+def test_rows_on_the_host_cross_the_bus(report: Report) -> None:
+    memory = "--device-memory 1GB --host-memory 1GB"
+    slow, quick = (report(f"{TINY} {memory} --bus-bandwidth {speed}") for speed in ("1MB", "10MB"))
     near, far = "flat:store=device", "flat:store=host"
     assert row(slow, near, 4096)["floor_seconds"] == row(quick, near, 4096)["floor_seconds"]
     # 1,024 selected rows of two layers, two heads, keys and values, 2 bytes a number.
@@ -128,47 +68,85 @@ def test_rows_on_the_host_cross_the_bus(capsys: pytest.CaptureFixture[str]) -> N
     assert gain == pytest.approx(bus / 1e6 * 0.9)
 
 
+@pytest.mark.parametrize(
+    ("gpu", "words", "device", "host", "origin"),
+    [
+        (None, "", 20, None, "what is free on this machine, which has no GPU"),
+        (None, "--device-memory 60MB", 60, None, "as given by the options"),
+        (None, "--device-memory 60MB --host-memory 1GB", 60, 1000, "as given by the options"),
+        (50, "", 50, 20, "what is free on this machine and on this machine's GPU (A GPU)"),
+        (50, "--host-memory 1GB", 50, 1000, "and the host as given by the option"),
+    ],
+)
+def test_memory_that_is_not_given_is_what_is_free_here(
+    gpu: int | None,
+    words: str,
+    device: int,
+    host: int | None,
+    origin: str,
+    report: Report,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(machine, "free_host_bytes", lambda: 20_000_000)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu is not None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1_000_000 * (gpu or 0), 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A GPU")
+    result = report(f"{TINY} {words}")
+    memory = result["machine"]
+    megabytes = [size and size // 1_000_000 for size in (memory["device"], memory["host"])]
+    assert megabytes == [device, host]
+    assert origin in memory["origin"]
+    # Without a host all is in one memory.
+    assert row(result, "flat:store=host", 16_384)["fits"] == (device >= 60 or host is not None)
+
+
 def test_the_table_says_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
-    options = ("tiny", "--caches", "full,latent", "--context", "256K", "--device-memory", "100MB")
-    assert main(["fits", *options, "--host-memory", "1GB", "--reserve", "1MB"]) == 0
+    words = "tiny --caches full,latent --context 256K --device-memory 100MB --reserve 1MB"
+    assert main(["fits", *words.split(), "--host-memory", "1GB"]) == 0
     text = capsys.readouterr().out
-    assert "262,144 tokens x 1" in text
+    assert "Memory: as given by the options\n" in text and "262,144 tokens x 1" in text
     line = next(line for line in text.splitlines() if line.startswith("| full"))
     assert line.split("|")[7].strip() == "no"
     assert "latent: llama has no latent attention" in text
     assert "made for 131,072 positions" in text
 
 
-def test_a_mixture_reads_the_experts_of_one_token(tmp_path: Path) -> None:
+def test_a_mixture_reads_the_experts_of_one_token() -> None:
     settings = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_experts_per_tok": 2}
-    sizes = [
+    two, eight = (
         weight_bytes(
             AutoConfig.for_model("mixtral", **settings, **heads, num_local_experts=count),
-            DTYPES["float32"],
+            torch.float32,
         )
         for count in (2, 8)
-    ]
+    )
     expert = 3 * 64 * 96 * 4
-    assert sizes[1].held - sizes[0].held == 6 * (expert + 64 * 4)
+    assert eight.held - two.held == 6 * (expert + 64 * 4)
     # The router alone grows.
-    assert sizes[1].read - sizes[0].read == 6 * 64 * 4
+    assert eight.read - two.read == 6 * 64 * 4
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("words", "message"),
     [
-        (("no-such-shape", "--device-memory", "1GB"), "MODEL no-such-shape: neither a known shape"),
-        (("tiny", "--device-memory", "1GB", "--caches", "offloaded"), "offloaded: "),
-        (("tiny", "--device-memory", "1GB", "--caches", "latent"), "choose a method that"),
-        (("tiny", "--device-memory", "1GB", "--caches", "paris:store=auto"), "name a store"),
-        (("tiny", "--device-memory", "1GB", "--caches", ","), "name one, as paris"),
+        ("no-such-shape --device-memory 1GB", "no-such-shape: neither a known shape"),
+        ("tiny --device-memory 1GB --caches offloaded", "offloaded: "),
+        ("tiny --device-memory 1GB --caches latent", "choose a method that"),
+        ("tiny --device-memory 1GB --caches paris:store=auto", "name a store"),
+        ("tiny --device-memory 1GB --caches ,", "name one, as paris"),
+        ("tiny --host-memory 1GB", "without --device-memory: this machine has no GPU"),
+        ("tiny", "this system doesn't say how much memory is free: give --device-memory"),
     ],
 )
 def test_mistakes_are_told_in_a_line(
-    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+    words: str,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert main(["fits", *arguments]) == 2
+    monkeypatch.setattr(machine, "free_host_bytes", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["fits", *words.split()]) == 2
     error = capsys.readouterr().err
-    assert message in error
-    assert error.startswith("hf-kvret: error: ")
+    assert message in error and error.startswith("hf-kvret: error: ")

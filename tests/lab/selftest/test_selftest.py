@@ -14,24 +14,10 @@ from transformers import PreTrainedModel
 
 import hf_kvret
 from hf_kvret import cli
-from hf_kvret.lab.selftest import command, decoding
-from hf_kvret.lab.selftest.check import (
-    FAILED,
-    GROUPS,
-    PASSED,
-    SKIPPED,
-    Check,
-    Skip,
-    run_check,
-)
+from hf_kvret.lab.selftest import command, decoding, kernels
+from hf_kvret.lab.selftest.check import FAILED, GROUPS, PASSED, SKIPPED, Check, Skip, run_check
 from hf_kvret.lab.selftest.command import checks, run_checks
-from hf_kvret.lab.selftest.decoding import (
-    METHODS,
-    Bundled,
-    cache_checks,
-    replayed,
-    step_checks,
-)
+from hf_kvret.lab.selftest.decoding import METHODS, Bundled, cache_checks, replayed, step_checks
 from hf_kvret.lab.selftest.kernels import kernel_checks
 from hf_kvret.registry import registered_methods
 from hf_kvret.stores import DISK, SPLIT, STORES
@@ -47,9 +33,10 @@ needs_library = pytest.mark.skipif(
 )
 
 
-def named(some: Any, *words: str) -> list[Check]:
-    """The checks whose names have one of these words."""
-    return [one for one in some if any(word in one.name for word in words)]
+def first_named(some: Any, *words: str) -> list[Check]:
+    """For each of these words the first check whose name has it."""
+    listed = list(some)
+    return [next(one for one in listed if word in one.name) for word in words]
 
 
 def test_every_operation_with_a_triton_kernel_is_checked() -> None:
@@ -72,36 +59,33 @@ def test_every_method_and_every_store_is_checked() -> None:
     assert {"crop_deep", "prefix_reuse", "beams", "saved"} <= modes
 
 
-def test_each_group_has_checks_on_either_device() -> None:
+def test_each_group_has_checks_with_a_remedy_on_either_device() -> None:
     for device in ("cpu", "cuda"):
-        groups = [one.group for one in checks(torch.device(device))]
-        assert list(dict.fromkeys(groups)) == list(GROUPS)
-        assert all(one.remedy for one in checks(torch.device(device)))
+        some = list(checks(torch.device(device)))
+        assert list(dict.fromkeys(one.group for one in some)) == list(GROUPS)
+        assert all(one.remedy for one in some)
 
 
 @needs_library
 def test_compiled_operations_pass_with_every_instruction_set() -> None:
-    some = named(kernel_checks(CPU), "gather_attention", "block_lse", "higgs.attend")
-    verdicts = run_checks(some, CPU)
-    assert {one.status for one in verdicts} == {PASSED}
-    assert len(verdicts) == 9 * len(host_library.paths())
+    some = [one for one in kernel_checks(CPU) if one.name.startswith(("block_lse", "higgs.attend"))]
+    assert len(some) == 6 * len(host_library.paths())
+    assert {one.status for one in run_checks(some, CPU)} == {PASSED}
 
 
 def test_steps_and_caches_pass() -> None:
     bundled = Bundled(CPU)
     some = [
-        *named(step_checks(bundled), "paris, store='device'", "aqua, store='host'"),
-        *named(cache_checks(bundled), "saved", "'higgs', beams", "native", "split"),
+        *first_named(step_checks(bundled), "paris, store='device'"),
+        *first_named(cache_checks(bundled), "saved", "split", "native"),
     ]
     verdicts = run_checks(some, CPU)
-    assert len(verdicts) > 10
     assert {one.status for one in verdicts} == {PASSED}, [one.detail for one in verdicts]
 
 
 @pytest.mark.slow
-def test_all_of_it_passes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    words = ["selftest", "--device", "cpu", "--report", str(tmp_path / "report.md")]
-    assert cli.main(words) == 0
+def test_all_of_it_passes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["selftest", "--device", "cpu"]) == 0
     assert " 0 failed, " in capsys.readouterr().out
 
 
@@ -115,12 +99,14 @@ def test_a_wrong_kernel_is_noticed_and_named(
         return out, lse
 
     monkeypatch.setattr(host_library, "attend", partial(wrong, host_library.attend))
+    some = [one for one in OPERATIONS if one.name in ("gather_attention", "gather_scores")]
+    monkeypatch.setattr(kernels, "OPERATIONS", some)
     report = tmp_path / "report.md"
     words = ["selftest", "--device", "cpu", "--only", "kernels", "--report", str(report)]
     assert cli.main(words) == 1
     output = capsys.readouterr().out
     assert "kernels: gather_attention, bf16, portable" in output
-    assert "higgs.attend" in output and "gather_scores" not in output
+    assert "gather_scores" not in output
     assert "HF_KVRET_CPU_PATH=" in output and "Please report it" in output
     content = json.loads(report.read_text(encoding="utf-8").split("```json")[1].strip("`\n"))
     assert {one["status"] for one in content["failed"]} == {FAILED}
@@ -139,7 +125,7 @@ def test_a_step_that_searches_wrongly_is_noticed(
         return real(query, window, cold, (0.8 * scores[0], *scores[1:]), *given)
 
     monkeypatch.setattr(host_step, "_pack_step", other)
-    some = named(step_checks(Bundled(CPU)), f"{method}, store='device'")
+    some = first_named(step_checks(Bundled(CPU)), f"{method}, store='device'")
     (verdict,) = run_checks(some, CPU)
     assert verdict.status == FAILED and "of the steps have other logits" in verdict.detail
 
@@ -170,12 +156,8 @@ def test_what_a_check_raises_becomes_its_verdict() -> None:
     def leave() -> str:
         raise Skip("no GPU")
 
-    states = [
-        (verdict.status, verdict.detail)
-        for run in (fail, leave, lambda: "fine")
-        for verdict in [run_check(Check("steps", "a", run, "graph=False"))]
-    ]
-    assert states == [
+    verdicts = [run_check(Check("steps", "a", run, "")) for run in (fail, leave, lambda: "fine")]
+    assert [(one.status, one.detail) for one in verdicts] == [
         (FAILED, "RuntimeError: no such symbol in ~/x.so"),
         (SKIPPED, "no GPU"),
         (PASSED, "fine"),
@@ -195,24 +177,18 @@ def test_nothing_runs_on_a_gpu_that_broke(monkeypatch: pytest.MonkeyPatch) -> No
     assert verdicts[2].detail == "the GPU does not go on after 'b'"
 
 
-def test_without_the_library_steps_are_not_compared_with_themselves(
+def test_without_the_library_nothing_is_compared_with_itself(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv(host_library.PATH_VARIABLE, "/home/anna/none.so")
     host_library.opened.cache_clear()
+    words = ["selftest", "--device", "cpu", "--only", "kernels,steps,memory"]
     try:
-        assert cli.main(["selftest", "--device", "cpu", "--only", "kernels,steps", "--json"]) == 0
+        assert cli.main([*words, "--json"]) == 0
+        content = json.loads(capsys.readouterr().out)
+        assert cli.main(words) == 0
     finally:
         host_library.opened.cache_clear()
-    content = json.loads(capsys.readouterr().out)
     assert {one["status"] for one in content["checks"]} == {SKIPPED}
-    assert "none.so" in content["cpu_kernels"]
-
-
-def test_json_has_every_check(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["selftest", "--device", "cpu", "--only", "memory", "--json"]) == 0
-    content = json.loads(capsys.readouterr().out)
-    assert {one["status"] for one in content["checks"]} == {SKIPPED}
-    assert content["device"] == "cpu"
-    assert cli.main(["selftest", "--device", "cpu", "--only", "memory"]) == 0
-    assert "0 passed, 0 failed, 6 skipped. Nothing could be checked" in capsys.readouterr().out
+    assert content["device"] == "cpu" and "none.so" in content["cpu_kernels"]
+    assert "skipped. Nothing could be checked here." in capsys.readouterr().out
