@@ -10,7 +10,7 @@ from itertools import groupby
 from pathlib import Path
 from statistics import fmean, median
 from tempfile import TemporaryDirectory
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar
 
 import torch
 from transformers import PreTrainedConfig
@@ -288,29 +288,6 @@ class ModelMeasurement(Measurement):
         return row | {"check": result} | why
 
 
-class Line(NamedTuple):
-    """Bytes or seconds by number of layers or sequences; estimates, not measurements.
-
-    Attributes:
-        slope: added by one more.
-        start: the value without any: embedding, head, launch.
-    """
-
-    slope: float
-    start: float
-
-    @classmethod
-    def through(cls, points: Mapping[int, float]) -> Self:
-        """The line through the first and the last of at least two points."""
-        few, many = min(points), max(points)
-        slope = (points[many] - points[few]) / (many - few)
-        return cls(slope, points[many] - slope * many)
-
-    def at(self, count: int) -> float:
-        """The value of so many layers or sequences."""
-        return self.slope * count + self.start
-
-
 @dataclass(frozen=True)
 class TimedSample:
     """The result of one turn of a time measurement.
@@ -370,10 +347,20 @@ def _scaled(
 
     Seconds are None where the larger model was not slower, so that noise hides the layers.
     """
-    layers, counts = measurement.whole.layers, list(samples)
+    few, many = sorted(samples)
+    layers = measurement.whole.layers
+
+    def estimate(value: Callable[[Sequence[TimedSample]], float]) -> tuple[float, float]:
+        """A value of all layers, and what a layer adds to it: the line through both models."""
+        first, last = value(samples[few]), value(samples[many])
+        slope = (last - first) / (many - few)
+        return last + slope * (layers - many), slope
 
     def whole(value: Callable[[TimedSample], float]) -> float:
-        return Line.through({n: value(samples[n][-1]) for n in counts}).at(layers)
+        return estimate(lambda rounds: value(rounds[-1]))[0]
+
+    def of_round(number: int) -> float:
+        return estimate(lambda rounds: median(rounds[number].seconds))[0]
 
     floor = Floor(
         whole(lambda one: one.floor.device_bytes), whole(lambda one: one.floor.host_bytes)
@@ -381,7 +368,7 @@ def _scaled(
     least = floor.seconds(measurement.bandwidth)
     row: Row = {
         "layers": layers,
-        "from_layers": sorted(counts),
+        "from_layers": [few, many],
         "seconds": None,
         "seconds_per_layer": None,
         "floor_device_bytes": floor.device_bytes,
@@ -392,18 +379,13 @@ def _scaled(
         "host_bytes": whole(lambda one: one.usage.host_bytes),
         "tokens_per_second": None,
     }
-    line = Line.through({n: median(s for one in samples[n] for s in one.seconds) for n in counts})
-    if line.slope > 0:
-        seconds = line.at(layers)
-        by_round = [
-            Line.through({n: median(samples[n][number].seconds) for n in counts}).at(layers)
-            for number in range(measurement.rounds)
-        ]
+    seconds, per_layer = estimate(lambda rounds: median(s for one in rounds for s in one.seconds))
+    if per_layer > 0:
+        by_round = [of_round(number) for number in range(measurement.rounds)]
         row |= {
             "seconds": seconds,
             "seconds_by_round": [min(by_round), max(by_round)],
-            "seconds_per_layer": line.slope,
-            "seconds_rest": line.start,
+            "seconds_per_layer": per_layer,
             "time_over_floor": seconds / least,
             "tokens_per_second": tokens / seconds,
         }

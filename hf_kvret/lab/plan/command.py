@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from typing import Any
 
+from transformers import PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
 from hf_kvret.lab.bench.limits import byte_count
-from hf_kvret.lab.bench.shapes import SHAPES, Shape, WeightBytes, load_shape, weight_bytes
+from hf_kvret.lab.bench.shapes import SHAPES, WeightBytes, load_shape, weight_bytes
 from hf_kvret.lab.evaluate.caches import CacheChoice, choose_cache
 from hf_kvret.lab.plan.machine import Machine, find_memory, largest_context
 from hf_kvret.lab.plan.prediction import Predictor, skipped_layers
@@ -77,7 +78,7 @@ class FitsOptions:
     bus_bandwidth: int | None = option(None, "of the bus; default 25GB", kind=byte_count)
     json: bool = option(False, "print JSON instead")
 
-    @cached_property
+    @property
     def machine(self) -> Machine:
         """The memory that was given, or that is free here now; ValueError of ``find_memory``."""
         device, host, origin = find_memory(self.device_memory, self.host_memory)
@@ -131,101 +132,76 @@ def run_fits(options: FitsOptions, model: str) -> int:
     """
     transformers_logging.set_verbosity_error()
     # Before anything is loaded, which takes memory itself.
-    _ = options.machine
-    table = Fits(options, load_shape(model))
-    rows = list(table.rows())
+    machine = options.machine
+    shape = load_shape(model)
+    weights = weight_bytes(shape.config, DTYPES[options.dtype])
+    rows = list(_rows(options, machine, shape.config, weights))
     refused = [row for row in rows if "refused" in row]
     if len(refused) == len(rows):
         raise ValueError(refused[0]["refused"])
-    report = table.setup() | {"rows": rows}
+    report = {
+        "model": shape.name,
+        "layers": shape.layers,
+        "positions": getattr(shape.config, "max_position_embeddings", None),
+        "dtype": options.dtype,
+        "batch": options.batch,
+        "top_k": options.top_k,
+        "weights": asdict(weights),
+        "machine": asdict(machine),
+        "layers_left_out": len(skipped_layers(choose_cache("full").make(shape.config, 1))),
+        "rows": rows,
+    }
     print(json.dumps(report, indent=1) if options.json else report_text(report))
     return 0
 
 
-class Fits:
-    """The table of one model.
+def _choices(options: FitsOptions, latent: bool) -> dict[str, CacheChoice]:
+    """The caches by name, each in every store that it takes; ValueError for an unknown one."""
+    texts = names(options.caches)
+    if options.caches == _CACHES and latent:
+        texts.insert(1, "latent")
+    choices: dict[str, CacheChoice] = {}
+    for name, store in itertools.product(texts, options.stores):
+        choice = _choice(name, store, options.top_k)
+        if choice.options is None and choice.method not in _FULL:
+            raise ValueError(
+                f"--caches {name}: fits knows {', '.join(_FULL)} and the retrieval caches; "
+                "leave it out"
+            )
+        choices.setdefault(_title(name, choice), choice)
+    if not choices:
+        raise ValueError("--caches names none: leave it out, or name one, as paris")
+    return choices
 
-    Args:
-        options: of the command line.
-        shape: of the model.
-    """
 
-    def __init__(self, options: FitsOptions, shape: Shape) -> None:
-        self.options, self.shape = options, shape
-        self.dtype = DTYPES[options.dtype]
+def _choice(name: str, store: str, top_k: int | float) -> CacheChoice:
+    """A cache in ``store``, or in what comes next to it of those that it takes."""
+    choice = choose_cache(name, {"top_k": top_k, "store": store})
+    if choice.options is not None and not choice.options.takes("store", store):
+        near = "device" if store == "higgs" else "host"
+        choice = choose_cache(name, {"top_k": top_k, "store": near})
+    return choice
 
-    @cached_property
-    def weights(self) -> WeightBytes:
-        """Bytes of the model's parameters."""
-        return weight_bytes(self.shape.config, self.dtype)
 
-    @cached_property
-    def choices(self) -> dict[str, CacheChoice]:
-        """The caches by name, each in every store that it takes; ValueError for an unknown one."""
-        options = self.options
-        texts = names(options.caches)
-        if options.caches == _CACHES and is_latent(self.shape.config):
-            texts.insert(1, "latent")
-        choices: dict[str, CacheChoice] = {}
-        for name in texts:
-            for store in options.stores:
-                choice = self._choice(name, store)
-                if choice.options is None and choice.method not in _FULL:
-                    raise ValueError(
-                        f"--caches {name}: fits knows {', '.join(_FULL)} and the retrieval caches; "
-                        "leave it out"
-                    )
-                choices.setdefault(_title(name, choice), choice)
-        if not choices:
-            raise ValueError("--caches names none: leave it out, or name one, as paris")
-        return choices
-
-    def _choice(self, name: str, store: str) -> CacheChoice:
-        """A cache in ``store``, or in what comes next to it of those that it takes."""
-        defaults = {"top_k": self.options.top_k}
-        choice = choose_cache(name, defaults | {"store": store})
-        if choice.options is not None and not choice.options.takes("store", store):
-            near = "device" if store == "higgs" else "host"
-            choice = choose_cache(name, defaults | {"store": near})
-        return choice
-
-    def setup(self) -> dict[str, Any]:
-        """The model, options and machine that all rows share."""
-        config, options = self.shape.config, self.options
-        full = choose_cache("full").make(config, 1)
-        return {
-            "model": self.shape.name,
-            "layers": self.shape.layers,
-            "positions": getattr(config, "max_position_embeddings", None),
-            "dtype": options.dtype,
-            "batch": options.batch,
-            "top_k": options.top_k,
-            "weights": asdict(self.weights),
-            "machine": asdict(options.machine),
-            "layers_left_out": len(skipped_layers(full)),
-        }
-
-    def rows(self) -> Iterator[dict[str, Any]]:
-        """A row for each context and cache, or one with ``refused``, the reason."""
-        predictors: dict[str, Predictor | str] = {}
-        for name, choice in self.choices.items():
-            try:
-                predictors[name] = Predictor(self.shape.config, choice, self.dtype)
-            except (ValueError, OSError) as error:
-                predictors[name] = str(error)
-        for context in self.options.context:
-            for name, predictor in predictors.items():
-                size = {"cache": name, "context": context}
-                if isinstance(predictor, str):
-                    yield size | {"refused": predictor}
-                else:
-                    yield size | self._row(predictor, context)
-
-    def _row(self, predictor: Predictor, context: int) -> dict[str, Any]:
-        batch, machine, weights = self.options.batch, self.options.machine, self.weights
+def _rows(
+    options: FitsOptions, machine: Machine, config: PreTrainedConfig, weights: WeightBytes
+) -> Iterator[dict[str, Any]]:
+    """A row for each context and cache, or one with ``refused``, the reason."""
+    predictors: dict[str, Predictor | str] = {}
+    for name, choice in _choices(options, is_latent(config)).items():
+        try:
+            predictors[name] = Predictor(config, choice, DTYPES[options.dtype])
+        except (ValueError, OSError) as error:
+            predictors[name] = str(error)
+    batch = options.batch
+    for context, (name, predictor) in itertools.product(options.context, predictors.items()):
+        row = {"cache": name, "context": context}
+        if isinstance(predictor, str):
+            yield row | {"refused": predictor}
+            continue
         cache = predictor.at(context).of_batch(batch)
         read = weights.read + batch * weights.row
-        return {
+        yield row | {
             "bytes": {name: round(value) for name, value in asdict(cache).items()},
             "device_bytes": round(cache.device),
             "host_bytes": round(cache.host),
