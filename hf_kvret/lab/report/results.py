@@ -70,17 +70,13 @@ class Results:
             ValueError: another process has written the file meanwhile; it is as it was.
         """
         self._results[_key(cell)] = (dict(cell), result)
-        if self.path is not None:
-            if _bytes_of(self.path) not in (None, self._content):
-                raise ValueError(
-                    f"another process writes its results to {self.path}, and this one would drop "
-                    "them: give another --json, or call this again when that has ended"
-                )
-            self.save(self.path)
-            self._content = _bytes_of(self.path)
-
-    def save(self, path: Path) -> None:
-        """Replace ``path`` by these results; OSError as of ``add``."""
+        if self.path is None:
+            return
+        if _bytes_of(self.path) not in (None, self._content):
+            raise ValueError(
+                f"another process writes its results to {self.path}, and this one would drop "
+                "them: give another --json, or call this again when that has ended"
+            )
         content = {
             "name": self.name,
             "format": FORMAT,
@@ -88,7 +84,8 @@ class Results:
             "environments": self.environments,
             "cells": [{"cell": cell, "result": row} for cell, row in self],
         }
-        replace_file(path, json.dumps(content, indent=1).encode() + b"\n")
+        self._content = json.dumps(content, indent=1).encode() + b"\n"
+        replace_file(self.path, self._content)
 
     def __iter__(self) -> Iterator[tuple[Cell, dict[str, Any]]]:
         return iter(self._results.values())

@@ -74,23 +74,25 @@ def test_dense_caches_read_the_rows_of_all_tokens_and_no_spare_room(
     assert (moved.device_bytes, moved.host_bytes) == (4030, rows)
 
 
-@pytest.mark.parametrize("store", ["device", "host"])
+@pytest.mark.parametrize("store", ["device", "host", "resident", "cpu"])
 def test_retrieval_reads_window_index_and_selected_rows(model: PreTrainedModel, store: str) -> None:
     cache = FlatKVCache(model.config, store=store, **SMALL)
     fill(model, cache)
-    # With the token of the step.
-    window = 2 * 2 * BATCH * (4 + 9) * ROW
+    # With the tokens of three steps.
+    window = 2 * 2 * BATCH * (4 + 11) * ROW
     # The keys of the 32 cold tokens, without the spare room that the index holds.
     index = 2 * 2 * BATCH * 32 * 256
     assert index < cache.memory().index
-    chosen = step(model, cache)
+    chosen = step(model, cache, count=3)
     rows = 2 * 2 * BATCH * 5
-    assert (chosen.rows, chosen.bus_rows) == (rows, rows if store == "host" else 0)
+    # Rows that the CPU reads cross no bus, and of a resident store those that its slots miss.
+    missed = sum(layer.get("misses", 0) for layer in cache.stats()["layers"]) / 3
+    assert missed < rows
+    over_bus = {"device": 0, "host": rows, "resident": missed, "cpu": 0}[store]
+    assert (chosen.rows, chosen.bus_rows) == (rows, over_bus)
     floor = decode_floor(WEIGHTS, cache, no_usage(), BATCH, chosen, on_host=False)
-    selected = rows * ROW
-    on_device = selected if store == "device" else 0
-    assert floor.device_bytes == 4030 + window + index + on_device
-    assert floor.host_bytes == selected - on_device
+    near = 4030 + window + index + (rows - over_bus) * ROW
+    assert (floor.device_bytes, floor.host_bytes) == pytest.approx((near, over_bus * ROW))
 
 
 @pytest.mark.parametrize(("store", "bits"), [("higgs", 3), ("higgs-host", 3), ("higgs", 16)])
@@ -114,22 +116,6 @@ def test_coded_rows_are_read_as_they_are_kept(
     ]
     assert floors[1].device_bytes - floors[0].device_bytes == near
     assert floors[1].host_bytes - floors[0].host_bytes == far
-
-
-@pytest.mark.parametrize("store", ["device", "host", "resident", "cpu"])
-def test_rows_come_over_the_bus_from_the_host_and_where_slots_miss_them(
-    model: PreTrainedModel, store: str
-) -> None:
-    cache = FlatKVCache(model.config, store=store, **SMALL)
-    fill(model, cache)
-    chosen = step(model, cache, count=3)
-    rows = 2 * 2 * BATCH * 5
-    assert chosen.rows == rows
-    if store == "resident":
-        misses = sum(layer["misses"] for layer in cache.stats()["layers"])
-        assert 0 < misses < 3 * rows and chosen.bus_rows == misses / 3
-    else:
-        assert chosen.bus_rows == (rows if store == "host" else 0)
 
 
 @pytest.mark.skipif(not HAS_FP8, reason="transformers before 5.23 has no fp8 cache")
