@@ -176,15 +176,7 @@ class Prefill(ModelMeasurement):
 
     @classmethod
     def table(cls, results: Results) -> str:
-        table = timing_table(results, "ms to the first token")
-        chunked = [
-            f"{cell['cache']} at {cell['context']:,} x {cell['batch']}: {row['chunk']:,}"
-            for cell, row in results
-            if row.get("chunk")
-        ]
-        if not chunked:
-            return table
-        return f"{table}\n\nTokens of a pass, where it was not all: {'; '.join(chunked)}."
+        return timing_table(results, "ms to the first token")
 
     @classmethod
     def plot(cls, path: Path, results: Results) -> None:

@@ -111,6 +111,8 @@ def timing_table(results: Results, unit: str) -> str:
     columns += [(f"mean {unit}", of(ms, "seconds_mean"))] * has_steps
     columns += TIMES.items()
     columns += [("steps", step_counts)] * has_steps
+    if any(row.get("chunk") for _, row in results):
+        columns.append(("tokens a pass", of("{:,}".format, "chunk")))
     if any(row.get("attention_seconds") for _, row in results):
         columns.append(("ms attention of a layer", of(ms, "attention_seconds")))
     if any("scaled" in row for _, row in results):
