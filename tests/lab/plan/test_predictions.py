@@ -116,9 +116,9 @@ def test_the_line_leads_to_the_bytes_of_a_longer_cache(
 def test_a_step_of_paris_reads_what_its_schedule_says(name: str, tiny: PreTrainedModel) -> None:
     choice = choose_cache(name)
     by_line, whole = (Predictor(tiny.config, choice, tiny.dtype) for _ in range(2))
-    whole.even_len = 200_000
+    whole.even_len = 100_000
     # The schedule changes at 30K cold tokens.
-    for length in (29_000, 60_000, 200_000):
+    for length in (29_000, 100_000):
         got, want = by_line.at(length), whole.at(length)
         assert got.read_device == pytest.approx(want.read_device, rel=0.01)
         assert got.read_bus == pytest.approx(want.read_bus, rel=0.01)

@@ -114,7 +114,7 @@ def test_a_wrong_kernel_is_noticed_and_named(
 
 
 @needs_library
-@pytest.mark.parametrize("method", ["flat", "paris", "lrqk"])
+@pytest.mark.parametrize("method", ["flat", "paris"])
 def test_a_step_that_searches_wrongly_is_noticed(
     method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
