@@ -249,5 +249,4 @@ def _section(stage: Stage, card: str, rows: Sequence[dict[str, Any]]) -> list[st
 def _environment(row: dict[str, Any]) -> str:
     here = row["environment"]
     versions = ", ".join(f"{name} {number}" for name, number in here["versions"].items())
-    command = here.get("command", "hf-kvret bench all --out DIR")
-    return f"    {command}\n\n{row['card']}; Python {here['python']}, {versions}."
+    return f"    {here['command']}\n\n{row['card']}; Python {here['python']}, {versions}."

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from hf_kvret.version import __version__
+
 
 def describe_environment() -> dict[str, Any]:
     """Command, machine and versions, for the JSON beside every table."""
@@ -21,7 +23,8 @@ def describe_environment() -> dict[str, Any]:
         "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "python": platform.python_version(),
         "versions": {
-            name: _version(name) for name in ("hf-kvret", "torch", "transformers", "triton")
+            "hf-kvret": __version__,
+            **{name: _version(name) for name in ("torch", "transformers", "triton")},
         },
     }
 

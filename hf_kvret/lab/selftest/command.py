@@ -40,7 +40,6 @@ from hf_kvret.lab.selftest.decoding import (
 )
 from hf_kvret.lab.selftest.kernels import host_row_checks, kernel_checks
 from hf_kvret.saved.folder import replace_file
-from hf_kvret.version import __version__
 from hf_kvret_kernels import host_library
 
 _STATUSES = (PASSED, FAILED, SKIPPED)
@@ -162,8 +161,7 @@ def _fault(device: torch.device) -> str | None:
 
 
 def describe(device: torch.device) -> dict[str, Any]:
-    """Versions, processor, GPU and driver."""
-    environment = describe_environment()
+    """Command, versions, processor, GPU and driver."""
     gpu = None
     if device.type == "cuda":
         facts = torch.cuda.get_device_properties(device)
@@ -174,14 +172,10 @@ def describe(device: torch.device) -> dict[str, Any]:
             "cuda": torch.version.cuda,
             "driver": _driver(),
         }
-    return {
+    return describe_environment() | {
         "device": str(device),
         "gpu": gpu,
-        "processor": environment["processor"],
-        "threads": environment["threads"],
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "python": environment["python"],
-        "versions": environment["versions"] | {"hf-kvret": __version__},
         "cpu_kernels": without_folders(host_library.why_not()) or ", ".join(host_library.paths()),
         "variables": {
             name: without_folders(value)

@@ -97,7 +97,7 @@ def test_a_call_without_time_says_what_is_missing(
 def test_a_page_has_a_table_for_each_card(fake: dict[int, Exception], tmp_path: Path) -> None:
     for card, seconds in (("H100", 1.0), ("H200", 2.0)):
         file = tmp_path / f"gpu.{card}.jsonl"
-        versions = {"python": "3.12", "versions": {"torch": "2.11.0"}}
+        versions = {"command": "c", "python": "3.12", "versions": {"torch": "2.11.0"}}
         add_row(file, {"card": card, "environment": versions})
         add_row(file, _row(0, card, seconds=9.0))
         add_row(file, _row(0, card, seconds=seconds))
