@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import platform
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -104,16 +106,14 @@ def run_selftest(options: SelfTest) -> int:
 def checks(device: torch.device, groups: Sequence[str] = tuple(GROUPS)) -> Iterator[Check]:
     """Every check of these groups for a device, in the order of ``GROUPS``."""
     bundled = Bundled(device)
-    made = {
-        "kernels": [kernel_checks(device)],
-        "steps": [step_checks(bundled)],
-        "memory": [host_row_checks(device), stream_checks(bundled)],
-        "caches": [cache_checks(bundled)],
-    }
-    for group in GROUPS:
-        if group in groups:
-            for some in made[group]:
-                yield from some
+    every = itertools.chain(
+        kernel_checks(device),
+        step_checks(bundled),
+        host_row_checks(device),
+        stream_checks(bundled),
+        cache_checks(bundled),
+    )
+    return (check for check in every if check.group in groups)
 
 
 def run_checks(some: Sequence[Check], device: torch.device) -> list[Verdict]:
@@ -207,17 +207,9 @@ def summary(verdicts: Sequence[Verdict]) -> str:
     parts = [markdown_table(("group", *_STATUSES, "seconds", "what is checked"), rows)]
     failed = [one for one in verdicts if one.status == FAILED]
     if failed:
-        # A bar would end a cell.
-        details = [one.detail.replace("|", "/") for one in failed]
-        lines = [
-            (f"{one.group}: {one.name}", detail, one.remedy)
-            for one, detail in zip(failed, details, strict=True)
-        ]
+        lines = [(f"{one.group}: {one.name}", one.detail, one.remedy) for one in failed]
         parts.append(markdown_table(("failed", "error", "avoid it by"), lines))
-    reasons: dict[str, int] = {}
-    for one in verdicts:
-        if one.status == SKIPPED:
-            reasons[one.detail] = reasons.get(one.detail, 0) + 1
+    reasons = Counter(one.detail for one in verdicts if one.status == SKIPPED)
     if reasons:
         parts.append("\n".join(f"- {count} skipped: {why}" for why, count in reasons.items()))
     passed = sum(one.status == PASSED for one in verdicts)
