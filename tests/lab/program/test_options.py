@@ -47,11 +47,8 @@ def parse(kind: type, *words: str) -> object:
     return read_options(kind, parser.parse_args(words))
 
 
-def test_defaults_are_those_of_the_fields() -> None:
+def test_values_are_made_by_their_kinds_and_defaults_are_those_of_the_fields() -> None:
     assert parse(Walk, "--model", "m") == Walk(model="m")
-
-
-def test_values_are_made_by_their_kinds() -> None:
     words = ["--model", "m", "--seed", "0", "--context", "1K,2K", "--new-tokens", "9", "--slow"]
     words += ["--questions", "both", "--tasks", "vt", "--style", "rich", "--mode", "two"]
     assert parse(Walk, *words) == Walk(
@@ -86,12 +83,3 @@ def test_mistakes_name_the_option(
         parse(Walk, *words)
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
-
-
-def test_help_tells_defaults_as_they_are_typed(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        parse(Walk, "--help")
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "--context CONTEXT tokens (default: 4K)" in shown
-    assert "--seed SEED of all random numbers (default: 42)" in shown
-    assert "--slow take your time" in shown

@@ -95,8 +95,6 @@ def test_places_that_cant_be_written_are_refused_and_trials_leave_no_file(tmp_pa
     "command",
     [
         ["demo"],
-        ["eval", "niah", "--model", "needle"],
-        ["bench", "decode"],
         ["calibrate", "a2ats", "--model", "needle"],
     ],
     ids=lambda words: words[0],
