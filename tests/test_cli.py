@@ -216,7 +216,7 @@ CALIBRATE = "hf_kvret.lab.calibrate.command.run_calibrate"
 
 
 @pytest.mark.parametrize(
-    ("command", "where", "shown"),
+    ("command", "work", "shown"),
     [
         ("eval niah --json OUT/a.json", MEASURE, GOES_ON),
         ("eval niah", MEASURE, NOTHING),
@@ -225,7 +225,7 @@ CALIBRATE = "hf_kvret.lab.calibrate.command.run_calibrate"
 )
 def test_ctrl_c_in_a_command_is_one_line_that_says_what_is_kept(
     command: str,
-    where: str,
+    work: str,
     shown: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -234,7 +234,7 @@ def test_ctrl_c_in_a_command_is_one_line_that_says_what_is_kept(
     def stop(*args: object) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(where, stop)
+    monkeypatch.setattr(work, stop)
     words = command.replace("OUT", str(tmp_path)).split()
     monkeypatch.setattr(sys, "argv", ["hf-kvret", *words])
     assert main() == 130
