@@ -52,16 +52,6 @@ def _llama3(factor: float, *sizes: int, **more: Any) -> dict[str, Any]:
 _TIED = {"tie_word_embeddings": True}
 _MILLION = {"rope_theta": 1_000_000.0}
 _QWEN3 = {"rms_norm_eps": 1e-6, "head_dim": 128, **_MILLION}
-_PHI = {
-    "original_max_position_embeddings": 16_384,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 250_000.0,
-    "sliding_window": None,
-    "bos_token_id": 100_257,
-    "eos_token_id": 100_265,
-    "pad_token_id": 100_349,
-}
-_QWEN2 = {"rms_norm_eps": 1e-6, "use_sliding_window": False, **_MILLION}
 # Latent attention; every layer has the dense MLP that the published models have in the first ones.
 _LATENT = {
     "kv_lora_rank": 512,
@@ -95,19 +85,14 @@ _QWEN4_EXP = {
         "mrope_section": [11, 11, 10],
     },
 }
-_MISTRAL = {"rms_norm_eps": 1e-5, "sliding_window": None, **_MILLION}
 # The sizes are those of the models' published config.json files.
 SHAPES: Mapping[str, Mapping[str, Any]] = {
     "llama-3.1-8b": _llama3(8.0, 4096, 14_336, 32, 32, 8),
     "llama-3.2-1b": _llama3(32.0, 2048, 8192, 16, 32, 8, head_dim=64, **_TIED),
-    "llama-3.2-3b": _llama3(32.0, 3072, 8192, 28, 24, 8, **_TIED),
     "llama-3.1-70b": _llama3(8.0, 8192, 28_672, 80, 64, 8),
     "qwen3-0.6b": _model("qwen3", 151_936, 40_960, 1024, 3072, 28, 16, 8, **_QWEN3, **_TIED),
     "qwen3-8b": _model("qwen3", 151_936, 40_960, 4096, 12_288, 36, 32, 8, **_QWEN3),
     "qwen3-4b": _model("qwen3", 151_936, 40_960, 2560, 9728, 36, 32, 8, **_QWEN3, **_TIED),
-    "qwen2.5-7b": _model("qwen2", 152_064, 131_072, 3584, 18_944, 28, 28, 4, **_QWEN2),
-    "mistral-7b-v0.3": _model("mistral", 32_768, 32_768, 4096, 14_336, 32, 32, 8, **_MISTRAL),
-    "phi-4": _model("phi3", 100_352, 16_384, 5120, 17_920, 40, 40, 10, **_PHI),
     "glm-4.7-flash": _model(
         "glm4_moe_lite",
         154_880,

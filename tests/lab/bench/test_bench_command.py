@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import cache_utils
+from transformers import AutoConfig, cache_utils
 
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.lab.bench import limits, model_measurement, passes
@@ -223,8 +223,7 @@ def test_a_preallocated_cache_is_rewound_and_hybrids_refuse() -> None:
     cache.rewind(2)
     keys, _ = cache.update(rows[:, :, :1], rows[:, :, :1], 0)
     assert torch.equal(keys, rows[:, :, [0, 1, 0]]) and cache.get_seq_length(0) == 3
-    sliding = load_shape("mistral-7b-v0.3").config
-    sliding.sliding_window = 4
+    sliding = AutoConfig.for_model("mistral", sliding_window=4, num_hidden_layers=2)
     with pytest.raises(ValueError, match="only layers of full attention"):
         PreallocatedCache(sliding, 8).rewind(0)
 

@@ -17,14 +17,10 @@ from hf_kvret.models.versions import INDEXED_MODELS_CACHE_LATENTS
 PUBLISHED = {
     "llama-3.1-8b": 8_030_261_248,
     "llama-3.2-1b": 1_235_814_400,
-    "llama-3.2-3b": 3_212_749_824,
     "llama-3.1-70b": 70_553_706_496,
     "qwen3-8b": 8_190_735_360,
     "qwen3-4b": 4_022_468_096,
     "qwen3-0.6b": 596_049_920,
-    "qwen2.5-7b": 7_615_616_512,
-    "mistral-7b-v0.3": 7_248_023_552,
-    "phi-4": 14_659_507_200,
 }
 
 # Of latent attention, with a dense MLP in every layer: layers, heads, and what an attention has by
@@ -97,13 +93,12 @@ def test_fewer_layers_keep_everything_else() -> None:
 
 
 def test_layers_that_differ_are_not_scaled(tmp_path: Path) -> None:
-    config = load_shape("qwen2.5-7b").config
-    written = config.to_dict()
-    kinds = ["full_attention", "sliding_attention"] * 14
+    written = load_shape("qwen3-8b").config.to_dict()
+    kinds = ["full_attention", "sliding_attention"] * 18
     written |= {"layer_types": kinds, "use_sliding_window": True, "sliding_window": 4096}
     (tmp_path / "config.json").write_text(json.dumps(written))
     shape = load_shape(str(tmp_path))
-    assert shape.with_layers(28).num_hidden_layers == 28
+    assert shape.with_layers(36).num_hidden_layers == 36
     with pytest.raises(ValueError, match=r"layers of .* differ"):
         shape.with_layers(4)
 
