@@ -128,7 +128,6 @@ class CalibrationArtifact:
         cache_dir: str | os.PathLike[str] | None = None,
         token: str | bool | None = None,
         local_files_only: bool = False,
-        sha256: str | None = None,
     ) -> Self:
         """The artifact in a folder or on the hub, with its tensors on the CPU.
 
@@ -143,14 +142,13 @@ class CalibrationArtifact:
             cache_dir: where downloads are kept; None for the cache of huggingface_hub.
             token: of the hub; None for the one that is logged in.
             local_files_only: use the local cache only, no network.
-            sha256: the ``sha256`` that the artifact must have; None for any.
 
         Raises:
             FileNotFoundError: no such folder; no artifact there; not in the cache while offline.
             NotADirectoryError: a file instead of a folder.
             OSError: of the hub's client: no such repository or revision, or no right to read it.
             ValueError: a damaged file, another format version, another method than ``method``,
-                another digest than ``sha256``, or a revision of a local folder.
+                or a revision of a local folder.
         """
         folder = find_folder(
             path_or_hub_id,
@@ -166,7 +164,7 @@ class CalibrationArtifact:
                 f"{path_or_hub_id} holds an artifact of {name!r}, not of {method!r}: give one "
                 f"that was made with `hf-kvret calibrate {method}`"
             )
-        artifact = cls(
+        return cls(
             method=name,
             model=ModelIdentity.from_json(description["model"]),
             tensors=read_tensors(folder, description),
@@ -174,9 +172,6 @@ class CalibrationArtifact:
             options=description["options"],
             quality=description["quality"],
         )
-        if sha256 is not None:
-            artifact.check_sha256(sha256)
-        return artifact
 
     def push_to_hub(
         self,

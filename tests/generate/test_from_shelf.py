@@ -13,8 +13,6 @@ from transformers import (
     LlamaForCausalLM,
     LogitsProcessor,
     PreTrainedModel,
-    StoppingCriteria,
-    StoppingCriteriaList,
 )
 from transformers.generation.streamers import BaseStreamer
 
@@ -69,9 +67,7 @@ def test_a_talk_goes_on_with_another_object(llama: PreTrainedModel, tmp_path: Pa
     assert entry.tokens > 400, "the turns before it have left"
 
 
-@pytest.mark.parametrize(
-    ("name", "method"), [("gemma3", "paris"), ("qwen3_next", "flat"), ("llama", "h2o")]
-)
+@pytest.mark.parametrize(("name", "method"), [("gemma3", "paris"), ("llama", "h2o")])
 def test_what_can_not_go_back_is_put_without_its_last_tokens(
     name: str, method: str, tmp_path: Path
 ) -> None:
@@ -88,7 +84,6 @@ def test_what_can_not_go_back_is_put_without_its_last_tokens(
     ("name", "method", "length", "chunk"),
     [
         ("llama", "h2o", 65, None),
-        ("gemma3", "paris", 77, 16),
         ("lfm2", "lrqk", 128, 16),
     ],
 )
@@ -106,15 +101,15 @@ def test_the_same_prompt_is_found_whatever_its_length(
     assert len(Shelf(tmp_path).entries()) == 1
 
 
-class _Stops(BaseStreamer, LogitsProcessor, StoppingCriteria):
+class _Stops(BaseStreamer, LogitsProcessor):
     """Breaks an answer off at its first token, or at a later one."""
 
     def __init__(self, error: BaseException, tokens: int) -> None:
         self.error, self.left = error, tokens
 
-    def __call__(self, ids: torch.Tensor, scores: torch.Tensor | None) -> torch.Tensor:
+    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         self.put(ids)
-        return torch.zeros(len(ids), dtype=torch.bool) if scores is None else scores
+        return scores
 
     def put(self, value: torch.Tensor) -> None:
         self.left -= 1
@@ -129,10 +124,8 @@ class _Stops(BaseStreamer, LogitsProcessor, StoppingCriteria):
     ("name", "method", "how", "error", "tokens"),
     [
         # The first that a streamer gets is the prompt.
-        ("llama", "paris", "streamer", KeyboardInterrupt(), 2),
-        ("llama", "h2o", "streamer", BrokenPipeError(), 5),
-        ("gemma3", "paris", "logits_processor", ValueError(), 1),
-        ("qwen3_next", "flat", "stopping_criteria", RuntimeError(), 3),
+        ("llama", "h2o", "streamer", KeyboardInterrupt(), 2),
+        ("qwen3_next", "flat", "logits_processor", ValueError(), 3),
     ],
 )
 def test_a_prompt_is_kept_where_its_answer_breaks_off(
@@ -142,18 +135,20 @@ def test_a_prompt_is_kept_where_its_answer_breaks_off(
     options = {**COVERING_OPTIONS, "shelf": tmp_path, "shelf_step": 100}
     call = {"cache_implementation": method, "cache_config": options, "do_sample": False}
     stops: Any = _Stops(error, tokens)
+    given = {how: stops if how == "streamer" else [stops]}
     with pytest.raises(type(error)):
         # The prompt goes onto the shelf before an answer that may take hours.
-        given = {how: stops if how == "streamer" else StoppingCriteriaList([stops])}
         model.generate(_asked(1), **call, **given, max_new_tokens=10**6)
     result = model.generate(_asked(1), **call, max_new_tokens=1, return_dict_in_generate=True)
     assert cache_of(result).from_shelf >= 213
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
 @pytest.mark.parametrize(
-    "more",
-    [{"num_beams": 3, "num_return_sequences": 2}, {"do_sample": True, "num_return_sequences": 3}],
+    ("name", "more"),
+    [
+        ("llama", {"num_beams": 3, "num_return_sequences": 2}),
+        ("gemma3", {"do_sample": True, "num_return_sequences": 3}),
+    ],
 )
 def test_several_answers_begin_with_one_prompt(
     name: str, more: dict[str, Any], tmp_path: Path
@@ -277,7 +272,6 @@ def test_a_disk_that_fails_costs_no_answer(
         ({"shelf_step": 100}, ValueError, "without shelf"),
         ({"shelf": 3}, TypeError, "pass a folder"),
         ({"shelf": "s", "shelf_step": 0}, ValueError, "at least 1"),
-        ({"shelf": "s", "shelf_step": True}, ValueError, "at least 1"),
         ({"shelf": "s", "top": 3}, ValueError, "top"),
     ],
 )

@@ -95,22 +95,6 @@ def test_the_same_model_loaded_twice_is_not_refused(
     assert not caplog.text
 
 
-def test_weights_that_change_between_two_turns_are_refused(llama: Any) -> None:
-    """The same object, trained in between; a cache that was reset, or forgot, goes on."""
-    cache, ids = filled(llama)
-    before = identity_of(llama)
-    assert identity_of(llama) is before
-    other_weights(llama)
-    with pytest.raises(ValueError, match="filled by other weights"):
-        llama.generate(ids, past_key_values=cache, **RUN)
-    twin = cache.fork()
-    twin.forget_origin()
-    llama.generate(ids, past_key_values=twin, **RUN)
-    cache.reset()
-    llama.generate(ids, past_key_values=cache, **RUN)
-    assert cache.identity is identity_of(llama)
-
-
 def test_what_can_not_be_compared_is_named(llama: Any, caplog: pytest.LogCaptureFixture) -> None:
     cache, _ = filled(llama)
     offloaded = copy.deepcopy(llama)

@@ -141,9 +141,7 @@ def test_what_was_dropped_is_not_saved(llama: PreTrainedModel, tmp_path: Path) -
     assert pages[:, -1, :, length % 64 :].abs().sum() == 0
 
 
-@pytest.mark.parametrize(
-    "change", [lambda x: x[:, :, :1], lambda x: x.double(), lambda x: x[..., :-1]]
-)
+@pytest.mark.parametrize("change", [lambda x: x[:, :, :1], lambda x: x.double()])
 def test_pages_of_another_form_are_refused(
     change: Any, llama: PreTrainedModel, tmp_path: Path
 ) -> None:

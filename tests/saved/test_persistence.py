@@ -13,7 +13,6 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_kvret import (
-    CTkvrCache,
     FlatKVCache,
     LRQKCache,
     ParisKVCache,
@@ -100,18 +99,18 @@ def test_every_method_goes_on_from_a_save(
             assert torch.equal(*logits)
 
 
-@pytest.mark.parametrize("cls", [ParisKVCache, LRQKCache])
 def test_a_cache_that_was_cropped_to_nothing_is_as_new(
-    llama: PreTrainedModel, cls: type[RetrievalCache], tmp_path: Path
+    llama: PreTrainedModel, tmp_path: Path
 ) -> None:
-    cache, fresh = (cls(llama.config, **{**COVERING_OPTIONS, "top_k": 4}) for _ in range(2))
+    options = {**COVERING_OPTIONS, "top_k": 4}
+    cache, fresh = (LRQKCache(llama.config, **options) for _ in range(2))
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for count in (90, 1, 1):
             llama(torch.randint(3, 128, (1, count), generator=generator), past_key_values=cache)
         cache.crop(-92)
         cache.save_pretrained(tmp_path)
-        caches = [cache, cls.from_pretrained(tmp_path, llama.config), fresh]
+        caches = [cache, LRQKCache.from_pretrained(tmp_path, llama.config), fresh]
         assert [one.get_seq_length() for one in caches] == [0] * 3
         for count in (80, 1, 1):
             ids = torch.randint(3, 128, (1, count), generator=generator)
@@ -203,15 +202,6 @@ def test_a_load_changes_only_options_that_no_tokens_depend_on(
             FlatKVCache.from_pretrained(saved, llama.config, **bound)
     with pytest.raises(ValueError, match="bits: not an option that a filled cache can change"):
         changed.fork(bits=2)
-
-
-def test_a_save_says_what_it_holds(llama: PreTrainedModel, tmp_path: Path) -> None:
-    cache = _prefill(llama, CTkvrCache(llama.config, **SMALL, nprobe=2))
-    cache.save_pretrained(tmp_path)
-    content, tensors = read_saved(tmp_path)
-    assert (content["format_version"], content["method"]) == (3, "ctkvr")
-    assert content["options"]["nprobe"] == 2
-    assert tensors["tokens.ids"].tolist() == _document()[0].tolist()
 
 
 def truncated(kept: int) -> Damage:
