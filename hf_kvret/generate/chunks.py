@@ -230,12 +230,9 @@ def expected_new_tokens(generation_config: Any, context_len: int) -> int:
 
     ``max_new_tokens`` is often a limit that is never reached, and memory that is kept free for it
     would take away from what is sure. So as many as there are then, but ``LEAST_NEW_TOKENS`` at
-    least; never more than the limit of ``generation_config``, and never fewer than it asks for.
+    least; never more than the limit of ``generation_config``.
     """
     limit = generation_config.max_new_tokens
     if limit is None:
         limit = (generation_config.max_length or 0) - context_len
-    sure = generation_config.min_new_tokens
-    if sure is None:
-        sure = (generation_config.min_length or 0) - context_len
-    return max(0, min(limit, max(sure, context_len, LEAST_NEW_TOKENS)))
+    return max(0, min(limit, max(context_len, LEAST_NEW_TOKENS)))
