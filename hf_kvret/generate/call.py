@@ -12,10 +12,9 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from hf_kvret.attention.base import OUR_NAMES
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.contracts.signals import interruptible
-from hf_kvret.generate.attach import attach, restore
+from hf_kvret.generate.attach import attach
 from hf_kvret.generate.checks import (
     check_call,
     check_end,
@@ -28,7 +27,7 @@ from hf_kvret.generate.chunks import chunk_prompt
 from hf_kvret.generate.from_shelf import new_cache
 from hf_kvret.generate.lossless import check_lossless, steps_of
 from hf_kvret.generate.model_state import end_use, keep_prepared, prepare_state
-from hf_kvret.generate.requests import Request, current_request, is_served, request
+from hf_kvret.generate.requests import Request, current_request, request
 from hf_kvret.layer.hybrid import recording, stop_recording
 from hf_kvret.methods.known import METHODS
 from hf_kvret.models.ranks import agreed, share_error
@@ -37,19 +36,15 @@ from hf_kvret.replay import DecodeGraph
 
 # These options say where files lie, which may differ by rank.
 _OF_A_RANK = ("artifact", "disk")
-# Held while a call checks a model's attention and switches or restores it.
-_attention_lock = threading.RLock()
+# Two calls that switch one model would take our attention for its own.
+_attention_lock = threading.Lock()
 
 
 @contextmanager
 def around_generate(
     model: PreTrainedModel, arguments: dict[str, Any]
 ) -> Iterator[Callable[[Any], None]]:
-    """Context of a call of ``generate``; if it fails, the attention it switched is restored.
-
-    Yields what is to be called with its result.
-    """
-    failed = True
+    """Context of a call of ``generate``, which yields what is to be called with its result."""
     with interruptible(signal.SIGINT), request(model, arguments) as call:
         cache, past_len = cache_argument(arguments), 0
         call.retrieves = _retrieves(call)
@@ -61,7 +56,7 @@ def around_generate(
             yield partial(check_end, call)
             if call.retrieves and isinstance(arguments.get("custom_generate"), str):
                 check_foreign(call, past_len)
-            failed, call.has_retrieved = False, call.cache is not None
+            call.has_retrieved = call.cache is not None
         except Exception:
             # Other ranks block in `prepare_cache` until this one reports; a custom generate never
             # gets there.
@@ -75,10 +70,6 @@ def around_generate(
                 call.steps.close()
             if cache is not None:
                 stop_recording(cache.layers, but=call.recording)
-            # A call in another thread may still use the attention that this one switched.
-            with _attention_lock:
-                if failed and call.switched and not is_served(model):
-                    restore(model)
 
 
 def _retrieves(call: Request) -> bool:
@@ -136,12 +127,10 @@ def _make_cache(call: Request, generation_config: Any, model_kwargs: dict[str, A
     check_call(call, cache, generation_config, mask)
     if cache.options.lossless:
         check_lossless(call, cache, generation_config)
-    text = model.config.get_text_config(decoder=True)
-    with _attention_lock:
-        call.switched = text._attn_implementation not in OUR_NAMES
-        call.start_len, call.recording = cache.get_seq_length(), recording(cache.layers)
-        attach(model)
+    call.start_len, call.recording = cache.get_seq_length(), recording(cache.layers)
     chunk_prompt(call, cache, generation_config, model_kwargs)
+    with _attention_lock:
+        attach(model)
     model_kwargs[CACHE_NAME] = cache
     return not is_callers
 

@@ -1,4 +1,4 @@
-"""A call of ``generate``: its arguments, and what to undo if it fails."""
+"""A call of ``generate``: its arguments, and what it has found out."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ class Request:
         model: whose ``generate`` was called.
         arguments: by name, as the caller gave them.
         cache: the retrieval cache that the call owns, once that is known.
-        switched: the call switched the model's attention to ours.
         start_len: tokens in the cache before the call.
         recording: layers of the cache that recorded the past before it.
         has_retrieved: the call used a retrieval cache to its end.
@@ -41,7 +40,6 @@ class Request:
     model: PreTrainedModel
     arguments: dict[str, Any]
     cache: RetrievalCache | None = None
-    switched: bool = False
     start_len: int = 0
     recording: Sequence[Any] = ()
     has_retrieved: bool = False
@@ -156,12 +154,6 @@ def current_request(model: PreTrainedModel) -> Request:
     with _lock:
         calls = (one for one in reversed(_running) if one.thread == thread and one.model is model)
         return next(calls, None) or Request(model, {})
-
-
-def is_served(model: PreTrainedModel) -> bool:
-    """Whether a running call of ``generate``, in any thread, uses a retrieval cache."""
-    with _lock:
-        return any(one.model is model and one.cache is not None for one in _running)
 
 
 def is_using(cache: RetrievalCache) -> bool:

@@ -32,53 +32,6 @@ RUN: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
 PARIS: dict[str, Any] = {"cache_implementation": "paris", "cache_config": COVERING_OPTIONS}
 
 
-class Fails(LogitsProcessor):
-    """Raises at the first token."""
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        raise KeyError("no such token")
-
-
-def test_a_call_that_fails_puts_back_what_it_switched(llama: PreTrainedModel) -> None:
-    ids, base = prompt(1, 40), llama.config._attn_implementation
-    plain = llama.generate(ids, **RUN)
-    for asked in (PARIS, {"past_key_values": new_cache(llama)}):
-        with pytest.raises(KeyError, match="no such token"):
-            llama.generate(ids, **RUN, **asked, logits_processor=[Fails()])
-        assert llama.config._attn_implementation == base
-    assert torch.equal(llama.generate(ids, **RUN), plain)
-
-
-def test_a_call_that_fails_leaves_what_another_thread_uses(llama: PreTrainedModel) -> None:
-    entered, failed = threading.Event(), threading.Event()
-
-    class Waits(LogitsProcessor):
-        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-            entered.set()
-            assert failed.wait(60)
-            return scores
-
-    expected = llama.generate(prompt(1, 40), **RUN)
-    results: list[torch.Tensor] = []
-
-    def other() -> None:
-        ours = {**RUN, **PARIS, "logits_processor": [Waits()]}
-        results.append(llama.generate(prompt(1, 40), **ours))
-
-    class Joins(LogitsProcessor):
-        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-            thread.start()
-            assert entered.wait(60)
-            raise KeyError("late")
-
-    thread = threading.Thread(target=other)
-    with pytest.raises(KeyError):
-        llama.generate(prompt(1, 40), **RUN, **PARIS, logits_processor=[Joins()])
-    failed.set()
-    thread.join(60)
-    assert torch.equal(results[0], expected)
-
-
 def test_a_cache_that_stayed_dense_says_so(llama: PreTrainedModel) -> None:
     cache = hf_kvret.ParisKVCache(llama.config)
     assert cache.stats()["dense"] is None, "nothing was held yet"
