@@ -12,6 +12,7 @@ import torch
 import transformers
 from packaging.requirements import Requirement
 from torch import nn
+from transformers import PreTrainedModel
 
 import hf_kvret
 from hf_kvret.models import versions
@@ -24,52 +25,34 @@ VERSIONS = ("transformers.__version__", "torch.__version__")
 RUN: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
 
 
-@pytest.mark.parametrize("name", CACHE_NAMES)
-@pytest.mark.parametrize("mode", [{}, {"num_beams": 2}, {"prompt_lookup_num_tokens": 2}])
-def test_a_cache_may_have_either_name_without_a_warning(name: str, mode: dict[str, Any]) -> None:
-    model = MODELS["llama"].build()
-    cache = hf_kvret.FlatKVCache(model.config, **COVERING_OPTIONS)
+@pytest.mark.parametrize(("name", "other"), [CACHE_NAMES, CACHE_NAMES[::-1]])
+@torch.no_grad()
+def test_a_cache_may_have_either_name_without_a_warning(
+    name: str, other: str, llama: PreTrainedModel
+) -> None:
+    """In ``generate``, in a loop and in a captured step; wrappers pass the other name as None."""
+    ids = prompt(1, 40)
+    hf_kvret.attach(llama)
     with warnings.catch_warnings():
         warnings.simplefilter("error", FutureWarning)
-        model.generate(prompt(1, 40), **RUN, **mode, **{name: cache})
-    assert cache.get_seq_length() >= 43
-
-
-@pytest.mark.parametrize("name", CACHE_NAMES)
-def test_a_loop_may_use_either_name_without_a_warning(name: str) -> None:
-    model = MODELS["llama"].build()
-    hf_kvret.attach(model)
-    cache = hf_kvret.FlatKVCache(model.config, **COVERING_OPTIONS)
-    step = hf_kvret.DecodeGraph(model, cache)
-    ids = prompt(1, 40)
-    with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("error", FutureWarning)
-        output = model(ids, **{name: cache})
-        assert cache_of(output) is cache
-        output = step(input_ids=ids[:, -1:], position_ids=torch.tensor([[40]]), **{name: cache})
+        for more in ({}, {"num_beams": 2}, {"prompt_lookup_num_tokens": 2}, {other: None}):
+            cache = hf_kvret.FlatKVCache(llama.config, **COVERING_OPTIONS)
+            llama.generate(ids, **RUN, **more, **{name: cache})
+            assert cache.get_seq_length() >= 43
+        theirs = transformers.DynamicCache(config=llama.config)
+        llama.generate(ids, **RUN, **{name: theirs, other: None})
+        assert theirs.get_seq_length() == 43
+        cache = hf_kvret.FlatKVCache(llama.config, **COVERING_OPTIONS)
+        step = hf_kvret.DecodeGraph(llama, cache)
+        assert cache_of(llama(ids, **{name: cache, other: None})) is cache
+        step(input_ids=ids[:, -1:], position_ids=torch.tensor([[40]]), **{name: cache})
     assert cache.get_seq_length() == 41
 
 
-def test_a_cache_under_both_names_is_refused() -> None:
-    model = MODELS["llama"].build()
-    caches = {name: hf_kvret.FlatKVCache(model.config) for name in CACHE_NAMES}
+def test_a_cache_under_both_names_is_refused(llama: PreTrainedModel) -> None:
+    caches = {name: hf_kvret.FlatKVCache(llama.config) for name in CACHE_NAMES}
     with pytest.raises(ValueError, match="two names of one argument"):
-        model.generate(prompt(1, 40), **RUN, **caches)
-
-
-def test_a_name_without_a_value_is_left_out() -> None:
-    """Wrappers pass ``past_key_values=None`` beside what they were given."""
-    model = MODELS["llama"].build()
-    hf_kvret.attach(model)
-    for given, empty in (CACHE_NAMES, CACHE_NAMES[::-1]):
-        for kind in (transformers.DynamicCache, hf_kvret.FlatKVCache):
-            cache = kind(config=model.config)
-            model.generate(prompt(1, 40), **RUN, **{given: cache, empty: None})
-            assert cache.get_seq_length() == 43
-        cache = hf_kvret.FlatKVCache(model.config)
-        with torch.no_grad():
-            model(prompt(1, 40), **{given: cache, empty: None})
-        assert cache.get_seq_length() == 40
+        llama.generate(prompt(1, 40), **RUN, **caches)
 
 
 def test_a_forward_that_knows_one_name_gets_that() -> None:
