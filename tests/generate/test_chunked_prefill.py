@@ -103,13 +103,25 @@ def test_chunks_are_of_this_call_alone(llama: PreTrainedModel) -> None:
     assert llama.generation_config.prefill_chunk_size is None
 
 
-def test_what_the_caller_says_comes_first(llama: PreTrainedModel) -> None:
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [
+        (30, [30, 30]),
+        # The last chunk would retrieve, with max_draft=6.
+        (29, [26, 26, 8]),
+        # All of them do, as the caller asks.
+        (5, [5] * 12),
+    ],
+)
+def test_what_the_caller_says_comes_first(
+    llama: PreTrainedModel, size: int, expected: list[int]
+) -> None:
     cache = FlatKVCache(llama.config, **COVERING_OPTIONS, prefill_chunk=20)
     with passes_of(llama) as lengths:
         llama.generate(
-            prompt(1, 60), past_key_values=cache, prefill_chunk_size=30, max_new_tokens=1
+            prompt(1, 60), past_key_values=cache, prefill_chunk_size=size, max_new_tokens=1
         )
-    assert lengths == [30, 30]
+    assert lengths == expected
 
 
 def test_auto_reads_in_chunks_what_no_pass_affords(
