@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_kvret.cache import RetrievalCache
-from hf_kvret.generate.requests import Request, current_request, is_using
+from hf_kvret.generate.requests import Request, current_request
 from hf_kvret.models.compiled import not_compiled
 from hf_kvret.models.kept_state import (
     is_shift,
@@ -47,7 +47,6 @@ class _Use:
         retrieves: whether it uses a retrieval cache.
         before: what the model kept when the preparation began.
         start: tokens in the cache before the pass.
-        has_positions: the caller gave position ids.
         positions: position ids as the innermost hooked module got them.
         thread: that it runs in.
         is_over: whether it has ended; a pass that a KeyboardInterrupt broke off never does.
@@ -58,7 +57,6 @@ class _Use:
     retrieves: bool
     before: dict[str, Any] = field(default_factory=dict)
     start: int = 0
-    has_positions: bool = False
     positions: torch.Tensor | None = None
     thread: int = field(default_factory=threading.get_ident)
     is_over: bool = False
@@ -203,7 +201,6 @@ def _before_pass(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
         if cache is not None:
             write_state(model, _state_of_pass(model, cache))
             use.start = cache.get_seq_length()
-            use.has_positions = kwargs.get("position_ids") is not None
     if isinstance(kwargs.get("position_ids"), torch.Tensor):
         use.positions = kwargs["position_ids"]
 
@@ -250,16 +247,10 @@ def _keep(model: nn.Module, cache: RetrievalCache, use: _Use, mask: Any) -> None
     state, now = cache.model_state, read_state(model)
     start, end = use.start, cache.get_seq_length()
     rows = cache.retrieval_layers[0].batch_size
-    shift = next((name for name in now if is_shift(name)), None)
-    # Positions of a caller's own loop may have passed the model by.
-    is_own = use.has_positions and end - start > 1 and not is_using(cache)
     positions, cuts = use.positions, None
     if positions is not None and positions.shape[-1] != end - start:
         positions = None
     has_mask = mask is None or (isinstance(mask, torch.Tensor) and mask.shape == (rows, end))
-    is_new = is_own or state.changed(now)
-    if shift is not None and is_new and has_mask and positions is not None:
+    if state.changed(now) and has_mask and positions is not None:
         cuts = shifts(positions, mask, start, state.shift, rows)
-        if not state.changed(now):
-            now[shift] = cuts[:, -1:].long()
     state.record(now, start, end, rows, cuts)

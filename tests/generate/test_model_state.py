@@ -100,23 +100,6 @@ def test_a_loop_of_ones_own_has_its_own_positions(talk: Conversation) -> None:
         assert torch.allclose(torch.stack(logits), reference, atol=LOGIT_TOLERANCE)
 
 
-@torch.no_grad()
-def test_positions_of_the_callers_own_tell_the_shift(talk: Conversation) -> None:
-    """A loop that hands them over has told the model nothing else."""
-    model = talk.model
-    hf_kvret.attach(model)
-    ask(model, talk.others[1])
-    positions, _ = model.model.get_rope_index(
-        talk.first["input_ids"],
-        mm_token_type_ids=talk.first["mm_token_type_ids"],
-        image_grid_thw=talk.first["image_grid_thw"],
-    )
-    cache = flat(model)
-    model(**talk.first, position_ids=positions, past_key_values=cache)
-    model(input_ids=talk.answer.ids[:, -NEW_TOKENS:-1], past_key_values=cache)
-    talk.check(cache)
-
-
 def computes_new_pictures(model: PreTrainedModel) -> bool:
     """Whether this version gives pictures of a second turn the positions of pictures at all."""
     source = inspect.getsource(type(model)._prepare_position_ids_for_generation)

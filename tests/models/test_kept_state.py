@@ -214,12 +214,6 @@ def test_frequencies_of_types_of_layers_are_kept_each() -> None:
     assert module.full_attention_max_seq_len_cached == 32
 
 
-def test_the_state_of_another_kind_of_model_is_refused() -> None:
-    model = llama(rope_type="dynamic", factor=2.0)
-    with pytest.raises(ValueError, match=r"keeps rope_deltas, which LlamaForCausalLM does not"):
-        kept_state.write_state(model, {"rope_deltas": torch.zeros(1, 1)})
-
-
 GRIDS = ((8, 12), (4, 4))
 
 
