@@ -100,11 +100,6 @@ def is_of_cache(directory: Path) -> bool:
         return False
 
 
-def holds_cache(path: Path) -> bool:
-    """Whether a saved cache, damaged perhaps, seems to be in ``path``."""
-    return (path / DESCRIPTION).exists()
-
-
 def verify_cache(directory: Path) -> list[str]:
     """Lines that say what was checked: every byte, by its checksum.
 

@@ -242,7 +242,7 @@ def _weights(
 def _digests(tensors: Mapping[str, torch.Tensor], count: int) -> dict[str, str]:
     """Hex digests of 16 elements of up to ``count`` of ``tensors``, of those that can be read."""
     local = dict(_local(name, tensor) for name, tensor in tensors.items())
-    plain = ((name, plain_tensor(tensor)) for name, tensor in local.items())
+    plain = ((name, _plain_tensor(tensor)) for name, tensor in local.items())
     readable = {name: tensor for name, tensor in plain if tensor is not None}
     digests = {}
     for name, elements in sample(readable, count).items():
@@ -262,11 +262,11 @@ def _local(name: str, tensor: Any) -> tuple[str, torch.Tensor]:
     return f"{name} at {where} of {', '.join(map(str, mesh.shape))}", tensor.detach().to_local()
 
 
-def plain_tensor(tensor: torch.Tensor) -> torch.Tensor | None:
+def _plain_tensor(tensor: torch.Tensor) -> torch.Tensor | None:
     """The first plain tensor that holds ``tensor``; None if none can be read."""
     if hasattr(tensor, "__tensor_flatten__"):
         inner = (getattr(tensor, name, None) for name in tensor.__tensor_flatten__()[0])
-        plain = (plain_tensor(one) for one in inner if isinstance(one, torch.Tensor))
+        plain = (_plain_tensor(one) for one in inner if isinstance(one, torch.Tensor))
         return next((one for one in plain if one is not None), None)
     wraps = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
     if wraps or not tensor.numel() or tensor.is_meta or tensor.layout != torch.strided:

@@ -49,7 +49,7 @@ def verify(path: Path) -> list[str]:
         OSError: a file is missing, or can't be read.
         ValueError: damage, or nothing that can be verified.
     """
-    lines = caches.verify_cache(path) if caches.holds_cache(path) else []
+    lines = caches.verify_cache(path) if (path / caches.DESCRIPTION).exists() else []
     if _holds_artifact(path):
         artifact = CalibrationArtifact.from_pretrained(path)
         lines += [
