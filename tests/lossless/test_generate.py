@@ -18,7 +18,6 @@ import hf_kvret
 import hf_kvret.generate.lossless as lossless_call
 from hf_kvret import ParisKVCache
 from hf_kvret.contracts.index import ColdTokens
-from hf_kvret.layer.draft_round import DraftRound
 from hf_kvret.lossless.pace import GivenPace
 from hf_kvret.methods.paris.index import ParisIndex
 from hf_kvret.models.versions import as_argument, cache_of
@@ -264,42 +263,15 @@ def test_a_call_that_breaks_off_leaves_what_was_read(model: Any) -> None:
     assert torch.equal(generate(model, more, **as_argument(cache)).sequences, expected)
 
 
-class TestPlantedFaults:
-    """What a fault would do is seen by the tests above."""
+def test_an_index_that_returns_rubbish_changes_no_answer(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rubbish(self: Any, query: torch.Tensor, cold: ColdTokens) -> torch.Tensor:
+        shape = (len(query), 2, query.shape[2], cold.budget)
+        return torch.arange(cold.budget, dtype=torch.int32).expand(shape).contiguous()
 
-    def test_an_index_that_returns_rubbish_changes_no_answer(
-        self, model: Any, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        def rubbish(self: Any, query: torch.Tensor, cold: ColdTokens) -> torch.Tensor:
-            shape = (len(query), 2, query.shape[2], cold.budget)
-            return torch.arange(cold.budget, dtype=torch.int32).expand(shape).contiguous()
-
-        full = generate(model, prompt(), do_sample=True).sequences
-        monkeypatch.setattr(ParisIndex, "search", rubbish)
-        monkeypatch.setattr(ParisIndex, "host_search", lambda *arguments: None)
-        ours = generate(model, prompt(), do_sample=True, **lossless())
-        assert torch.equal(ours.sequences, full)
-
-    def test_a_crop_that_keeps_a_wrong_draft_is_seen(
-        self, model: Any, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        crop = hf_kvret.RetrievalCache.crop
-        monkeypatch.setattr(ParisKVCache, "crop", lambda cache, n: crop(cache, min(0, n + 1)))
-        full = generate(model, prompt(), output_logits=True)
-        try:
-            ours = generate(model, prompt(), output_logits=True, **lossless())
-        except ValueError as error:
-            # transformers 5.17 masks as many tokens as the loop has read.
-            assert "columns" in str(error)
-        else:
-            most = (torch.stack(ours.logits) - torch.stack(full.logits)).abs().max()
-            assert most > 1e-2
-
-    def test_a_pass_that_retrieves_in_place_of_verifying_is_seen(
-        self, model: Any, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(DraftRound, "end_drafts", lambda self: None)
-        full = generate(model, prompt(), output_logits=True)
-        ours = generate(model, prompt(), output_logits=True, **lossless())
-        most = (torch.stack(ours.logits) - torch.stack(full.logits)).abs().max()
-        assert most > 1e-2
+    full = generate(model, prompt(), do_sample=True).sequences
+    monkeypatch.setattr(ParisIndex, "search", rubbish)
+    monkeypatch.setattr(ParisIndex, "host_search", lambda *arguments: None)
+    ours = generate(model, prompt(), do_sample=True, **lossless())
+    assert torch.equal(ours.sequences, full)
