@@ -79,7 +79,6 @@ CALLS: dict[str, dict[str, Any]] = {
     "penalty": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3},
     "forced": {"forced_eos_token_id": 5, "suppress_tokens": [3, 4], "bad_words_ids": [[9]]},
     "chunks": {"prefill_chunk_size": 37},
-    "a_prompt_by_token": {"prefill_chunk_size": 1},
     "two_tokens": {"max_new_tokens": 2},
     "end_of_text": {"eos_token_id": list(range(2, 12)), "do_sample": True},
 }

@@ -97,7 +97,7 @@ def _truncated(artifact: Path) -> None:
         (shutil.rmtree, "llama", {}, FileNotFoundError, "no folder"),
         (_of_paris, "llama", {}, ValueError, "artifact of 'paris', not of 'a2ats'"),
         (_truncated, "llama", {}, ValueError, r"artifact-\w+\.safetensors is damaged"),
-        (_nothing, "qwen2", {}, ValueError, "made for a llama model, this one is qwen2"),
+        (_nothing, "qwen2", {}, ValueError, "made for model_type=llama, this model has qwen2"),
         (_nothing, "llama", {"revision": "v1"}, ValueError, "only artifacts on the hub have rev"),
         (_nothing, "llama", {"artifact": None, "revision": "v1"}, ValueError, "without artifact: "),
     ],
