@@ -101,6 +101,13 @@ def test_queries_of_steps_get_lists_over_all_keys_at_the_next_flush() -> None:
     assert run.index.stats()["list_builds"] == 2
 
 
+def test_lists_made_at_once_are_longer_than_the_budget() -> None:
+    run = Run(_at_once())
+    run.ask(_query(3))
+    newest = run.index._file.queue._fresh.ids_of(slice(-1, None))
+    assert ((newest >= 0).sum(-1) == 2.5 * BUDGET).all()
+
+
 @pytest.mark.parametrize("long", [True, False])
 def test_a_question_has_lists_over_all_keys_before_its_answer(long: bool) -> None:
     recalls = {}

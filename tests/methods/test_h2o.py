@@ -342,6 +342,12 @@ def test_a_crop_to_nothing_starts_a_new_text() -> None:
     assert torch.equal(run.scores, fresh.scores)
 
 
+def test_the_first_pass_is_a_prompt_however_short() -> None:
+    run = Run()
+    run.prompt(_tokens(0, 4))
+    assert run.index._tentative == 0
+
+
 def test_numbers_for_reports() -> None:
     empty = H2OIndex(H2OConfig())
     assert empty.state_dict() == {} and empty.nbytes() == empty.cost(100, 10).nbytes == 0

@@ -83,6 +83,14 @@ def test_what_another_library_wrapped_since_stays(wrap: Wrapping, cls: Any) -> N
     assert cls().speak("hi") == "theirs hi"
 
 
+def test_a_wrapper_that_another_hides_passes_calls_on_once_there_is_a_new_one(cls: Any) -> None:
+    base, speech = cls.__mro__[1], WrappedMethod(cls, "speak")
+    speech.apply(ours)
+    base.speak = without_wraps(base.speak)
+    speech.apply(newer)
+    assert cls().speak("hi") == "newer theirs hi"
+
+
 @wrappings
 @pytest.mark.parametrize("ours_first", [True, False])
 def test_wrappers_from_before_us_go_in_any_order(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-
 import pytest
 import torch
 from transformers import PreTrainedModel
@@ -60,7 +58,6 @@ def test_forks_share_the_budget_and_give_back_what_nobody_holds() -> None:
     assert twin.bus_share == 0.0 and store.bus_share == 0.25
     assert twin.fork().nbytes() == twin.nbytes()
     del twin
-    gc.collect()
     other = store.fork()
     extend(other, count=2 * PAGE_LEN)
     assert _rows(other) == (10 * PAGE, 2 * PAGE)
