@@ -99,14 +99,7 @@ def test_the_carrier_survives_contiguous_and_a_second_call() -> None:
         assert retrieval_mask(**_arguments(4, 12, copy)) is copy
 
 
-@pytest.mark.parametrize(
-    "copy",
-    [
-        torch.Tensor.clone,
-        torch.Tensor.detach,
-        lambda mask: mask.to(torch.int64),
-    ],
-)
+@pytest.mark.parametrize("copy", [torch.Tensor.clone, lambda mask: mask.to(torch.int64)])
 def test_a_copy_remembers(copy: Callable[[torch.Tensor], torch.Tensor]) -> None:
     carrier = retrieval_mask(**_arguments(4, 12, _padding(12)))
     assert mask_info(copy(carrier)) is mask_info(carrier) is not None
@@ -116,14 +109,10 @@ def test_a_copy_remembers(copy: Callable[[torch.Tensor], torch.Tensor]) -> None:
     ("compute", "operation"),
     [
         (lambda mask: mask & torch.ones(2, 12, dtype=torch.bool), "__and__"),
-        (lambda mask: ~mask, "__invert__"),
         (lambda mask: mask[:, None, None], "__getitem__"),
         (lambda mask: torch.where(mask, 0.0, 1.0), "where"),
-        (lambda mask: torch.zeros(2, 12) + mask, "add"),
         (bool, "__bool__"),
         (lambda mask: mask.expand(2, 12), "expand"),
-        (lambda mask: mask.T, "T"),
-        (lambda mask: torch.cat([mask, mask]), "cat"),
         (lambda mask: mask.__setitem__((0, 0), False), "__setitem__"),
     ],
 )

@@ -81,8 +81,6 @@ def test_a_capture_makes_the_addresses_that_a_kernel_would_make(
     store.before_capture()
     addresses = store.paged_rows().page_address
     assert addresses is not None and len(addresses) == sum(map(len, store.paged_rows().chunks))
-    # An empty store has nothing to make.
-    PagedStore(DeviceMemory(CPU)).before_capture()
 
 
 def _as_if_on_a_gpu(table: torch.Tensor) -> torch.Tensor:

@@ -153,38 +153,27 @@ def attention(selecting: Any, **changes: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"sinks": torch.zeros(4)}, "learned attention sinks"),
-        ({"alibi_slopes": [1.0]}, "ALiBi"),
-        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype=fp8"),
-        ({"kv_sharing_target_layer_name": "layer"}, "layers that read another's keys"),
-        ({"attn_type": "cross"}, "cross attention"),
-        ({"head_size": 2048}, "head dim 2048"),
-    ],
-)
-def test_layers_that_it_can_t_serve_are_refused(
-    selecting: Any, changes: dict[str, Any], words: str
-) -> None:
-    with pytest.raises(ValueError, match=words):
-        attention(selecting, **changes)
-
-
-@pytest.mark.parametrize(
     ("part", "name", "value", "words"),
     [
+        ("layer", "sinks", torch.zeros(4), "learned attention sinks"),
+        ("layer", "alibi_slopes", [1.0], "ALiBi"),
+        ("layer", "kv_cache_dtype", "fp8", "kv_cache_dtype=fp8"),
+        ("layer", "kv_sharing_target_layer_name", "layer", "layers that read another's keys"),
+        ("layer", "attn_type", "cross", "cross attention"),
+        ("layer", "head_size", 2048, "head dim 2048"),
         ("parallel_config", "use_ubatching", True, "microbatches"),
         ("parallel_config", "decode_context_parallel_size", 2, "decode context parallel"),
         ("cache_config", "mamba_cache_mode", "align", "mamba_cache_mode='align'"),
         ("", "kv_transfer_config", object(), "KV connector"),
     ],
 )
-def test_engines_that_it_can_t_serve_are_refused(
+def test_layers_and_engines_that_it_can_t_serve_are_refused(
     selecting: Any, config: Any, part: str, name: str, value: Any, words: str
 ) -> None:
-    setattr(getattr(config, part, config), name, value)
-    with pytest.raises(ValueError, match=f"hf_kvret selects no rows with .*{words}"):
-        attention(selecting)
+    if part != "layer":
+        setattr(getattr(config, part, config), name, value)
+    with pytest.raises(ValueError, match=words):
+        attention(selecting, **({name: value} if part == "layer" else {}))
 
 
 @pytest.mark.parametrize("windows", [8, (7, 0)])
