@@ -46,10 +46,9 @@ from hf_kvret.cache import RetrievalCache
 from hf_kvret.contracts.block import TokenBlock
 from hf_kvret.contracts.store import FirstRows
 from hf_kvret.lab.calibrate.aqua import AquaCalibration, AquaStudy
-from hf_kvret.lab.calibrate.corpus import Corpus
 from hf_kvret.lab.calibrate.runner import calibrate
 from hf_kvret.lab.calibrate.sources import cut, needle_documents, text_file
-from hf_kvret.lab.calibrate.study import Carried, LayerFindings, Progress
+from hf_kvret.lab.calibrate.study import Carried, Corpus, LayerFindings, Progress
 from hf_kvret.lab.evaluate.caches import CacheChoice, choose_cache
 from hf_kvret.lab.evaluate.reader import Reader
 from hf_kvret.lab.evaluate.subject import Subject

@@ -21,9 +21,8 @@ from hf_kvret.lab.bench.opponents import CPP_ATTENTION, CppDenseCache, attention
 from hf_kvret.lab.bench.shapes import WeightBytes
 from hf_kvret.lab.calibrate.a2ats import A2ATSCalibration
 from hf_kvret.lab.calibrate.aqua import AquaCalibration
-from hf_kvret.lab.calibrate.corpus import Corpus
 from hf_kvret.lab.calibrate.runner import calibrate
-from hf_kvret.lab.calibrate.study import Calibration
+from hf_kvret.lab.calibrate.study import Calibration, Corpus
 from hf_kvret.lab.evaluate.caches import CacheChoice
 from hf_kvret.lab.evaluate.reader import Reader, Usage
 from hf_kvret.lab.program.progress import prompt_bar

@@ -12,7 +12,6 @@ from hf_kvret.artifacts.artifact import CalibrationArtifact
 from hf_kvret.artifacts.files import check_no_foreign_artifact
 from hf_kvret.artifacts.hub import find_folder
 from hf_kvret.lab.calibrate.command_options import METHODS, CalibrateOptions
-from hf_kvret.lab.calibrate.corpus import Corpus
 from hf_kvret.lab.calibrate.inspection import describe, quality_table, verify
 from hf_kvret.lab.calibrate.runner import calibrate
 from hf_kvret.lab.calibrate.sources import (
@@ -23,6 +22,7 @@ from hf_kvret.lab.calibrate.sources import (
     random_uuids,
     text_file,
 )
+from hf_kvret.lab.calibrate.study import Corpus
 from hf_kvret.lab.evaluate.subject import Subject, load_subject
 from hf_kvret.lab.evaluate.texts import describe_file
 from hf_kvret.lab.program.arguments import DTYPES, check_device

@@ -2,9 +2,7 @@
 
 Seeds are drawn one after the other with probability proportional to the squared distance from the
 nearest one so far (Arthur and Vassilvitskii, 2007), the better of two candidates each time, from a
-sample of the points: seeding would otherwise take longer than all rounds. What is drawn from and
-what is averaged are sums of integers, which don't depend on the order of summation: one seed gives
-one codebook on one machine, on GPUs too.
+sample of the points: seeding would otherwise take longer than all rounds.
 """
 
 from __future__ import annotations
@@ -25,8 +23,6 @@ _SAMPLE_OF_WORD = 4
 _CANDIDATES = 2
 # Nearer than this share of the mean square a point is taken for the codeword itself.
 _SAME = 1e-8
-# An int64 sum has so many bits beside its sign; one is spare.
-_BITS = 62
 
 
 def k_means(
@@ -71,9 +67,7 @@ def k_means(
     for first in range(0, H, step):
         heads = slice(first, first + step)
         # Inner products of centred points lose fewer digits; keys often have a large common part.
-        ones = torch.ones(n, dtype=torch.float64, device=points.device)
-        mean = torch.stack([ones @ x for x in points[heads].double()]).unsqueeze(1) / n
-        mean = mean.float()
+        mean = points[heads].double().mean(1, keepdim=True).float()
         deviations = points[heads] - mean
         seeds = _seed(deviations[:, sample], draws[heads].to(points.device))
         codebook[heads] = _lloyd(deviations, seeds, rounds, tolerance) + mean
@@ -94,17 +88,14 @@ def _seed(points: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
     """
     squares = points.square().sum(-1)
     ones = torch.ones_like(squares)
-    uniform = _shares(ones, ones.amax(1)).cumsum(1)
-    # No squared distance is greater than four times the greatest square.
-    peak = 4 * squares.amax(1)
+    uniform = ones.double().cumsum(1)
     distances = torch.full_like(squares, float("inf"))
     seeds = points.new_empty(*draws.shape[:2], points.shape[2])
     rows = torch.arange(len(points), device=points.device)
     sums = uniform
     for index in range(draws.shape[1]):
-        most = sums[:, -1:]
-        targets = torch.minimum((draws[:, index] * most).long(), most - 1)
-        ids = torch.searchsorted(sums, targets, right=True)
+        targets = draws[:, index] * sums[:, -1:]
+        ids = torch.searchsorted(sums, targets, right=True).clamp_(max=points.shape[1] - 1)
         candidates = points[rows.unsqueeze(1), ids]
         misses = torch.baddbmm(squares.unsqueeze(1), candidates, points.mT, alpha=-2)
         misses.add_(squares.gather(1, ids).unsqueeze(2)).clamp_(min=0.0)
@@ -112,15 +103,9 @@ def _seed(points: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
         best = torch.bmm(misses, ones.unsqueeze(2)).squeeze(2).argmin(1)
         seeds[:, index] = candidates[rows, best]
         distances = misses[rows, best]
-        by_distance = _shares(distances, peak).cumsum(1)
+        by_distance = distances.double().cumsum(1)
         sums = torch.where(by_distance[:, -1:] > 0, by_distance, uniform)
     return seeds
-
-
-def _shares(x: torch.Tensor, peak: torch.Tensor) -> torch.Tensor:
-    """``x [h, n]`` of 0 to ``peak [h]`` as int64, scaled so that its sums over n fit."""
-    unit = 2.0 ** (_BITS - x.shape[1].bit_length()) / peak.double().clamp(min=1e-300)
-    return (x.double() * unit.unsqueeze(1)).long()
 
 
 def _lloyd(
@@ -177,19 +162,15 @@ def _means(
     C = codebook.shape[1]
     means = codebook.clone()
     empty = torch.empty(h, C, dtype=torch.bool, device=points.device)
-    bits = 2.0 ** (_BITS - n.bit_length())
     step = max(1, _CHUNK_NUMBERS // D)
     for head in range(h):
-        unit = bits / points[head].abs().max().double().clamp(min=1e-300)
-        # Terms are rounded to integers, whose sum does not depend on the order.
         counts = codes[head].bincount(minlength=C)
-        sums = torch.zeros(C, D, dtype=torch.int64, device=points.device)
+        sums = torch.zeros(C, D, dtype=torch.float64, device=points.device)
         for start in range(0, n, step):
             chunk = slice(start, start + step)
-            terms = points[head, chunk].double() * unit
-            sums.index_add_(0, codes[head, chunk], terms.round_().long())
+            sums.index_add_(0, codes[head, chunk], points[head, chunk].double())
         empty[head] = counts == 0
-        centroids = sums.double() / unit / counts.clamp(min=1).unsqueeze(1)
+        centroids = sums / counts.clamp(min=1).unsqueeze(1)
         means[head] = torch.where(empty[head].unsqueeze(1), means[head], centroids.float())
     return means, empty
 

@@ -10,9 +10,8 @@ from transformers import PreTrainedModel
 
 from hf_kvret.lab.calibrate.a2ats import A2ATSCalibration
 from hf_kvret.lab.calibrate.aqua import AquaCalibration
-from hf_kvret.lab.calibrate.corpus import Corpus
 from hf_kvret.lab.calibrate.runner import calibrate
-from hf_kvret.lab.calibrate.study import Calibration
+from hf_kvret.lab.calibrate.study import Calibration, Corpus
 
 _SEQUENCES, _LENGTH = 3, 200
 

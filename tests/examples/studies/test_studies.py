@@ -23,8 +23,8 @@ from assumptions import (
 
 from hf_kvret import H2OCache, RetrievalCache
 from hf_kvret.lab.calibrate.aqua import AquaCalibration
-from hf_kvret.lab.calibrate.corpus import Corpus
 from hf_kvret.lab.calibrate.runner import calibrate
+from hf_kvret.lab.calibrate.study import Corpus
 from hf_kvret.lab.evaluate.needles import NeedleLanguage
 from hf_kvret.lab.evaluate.subject import load_subject
 from hf_kvret.lab.evaluate.texts import read_text, token_ids

@@ -13,11 +13,11 @@ import torch
 from hf_kvret.artifacts import CalibrationArtifact
 from hf_kvret.lab.calibrate import runner
 from hf_kvret.lab.calibrate.a2ats import A2ATSCalibration
-from hf_kvret.lab.calibrate.corpus import Corpus
 from hf_kvret.lab.calibrate.runner import calibrate
 from hf_kvret.lab.calibrate.study import (
     Calibration,
     Carried,
+    Corpus,
     LayerFindings,
     LayerStudy,
     Progress,

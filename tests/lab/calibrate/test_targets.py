@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 from hf_kvret.artifacts import CalibrationArtifact
 from hf_kvret.cli import main
 from hf_kvret.lab.calibrate.a2ats import A2ATSCalibration, CodebookStudy
-from hf_kvret.lab.calibrate.corpus import Corpus
 from hf_kvret.lab.calibrate.runner import calibrate
+from hf_kvret.lab.calibrate.study import Corpus
 
 SMALL = A2ATSCalibration(codewords=8, distance=32, rounds=3)
 TEXTS = Corpus(list(torch.arange(1, 101).view(2, 50)), 0, {"text": "numbers"})

@@ -14,9 +14,9 @@ from huggingface_hub import constants
 
 from hf_kvret.cli import main
 from hf_kvret.lab.calibrate.a2ats import A2ATSCalibration
-from hf_kvret.lab.calibrate.corpus import Corpus
 from hf_kvret.lab.calibrate.runner import calibrate
 from hf_kvret.lab.calibrate.sources import needle_documents
+from hf_kvret.lab.calibrate.study import Corpus
 from hf_kvret.lab.evaluate.bundled import load_bundled_model
 
 from ...docs.pages import blocks
