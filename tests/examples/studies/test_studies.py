@@ -65,7 +65,6 @@ def test_contexts_begin_where_the_calibration_ends(tiny_model_dir: Path, tiny_te
 
 Rows = dict[tuple[Any, ...], dict[str, Any]]
 Run = Callable[..., tuple[Rows, str]]
-ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
@@ -205,6 +204,7 @@ def test_centroids_of_a_prompt_miss_keys_of_another_kind() -> None:
     assert max(errors["ParisKV, prompt keys"], errors["ParisKV, later keys"]) < prompt / 2
 
 
+@pytest.mark.slow
 def test_assumptions(smallest: Run, refused: Callable[..., str], tiny_text: Path) -> None:
     rows, table = smallest(Assumptions)
     assert all(len(row["layers"]) == 3 for row in rows.values()) and len(rows) == 9
