@@ -117,10 +117,10 @@ def chunk_prompt(
         most = cache.options.max_draft
         if callers is None:
             size = prompt_chunk(cache.options, model, batch, length)
-        elif callers > most:
+        elif callers > most and not cache.options.follows_model:
             size = fit_chunk(length, callers, most)
         elif callers < length:
-            # All chunks retrieve, as the caller asks.
+            # All chunks retrieve, as the caller asks, or the model's own indexer cuts as it would.
             size = callers
         reason = None if size is None else _why_whole(model, cache, model_kwargs, length, size)
         if reason is not None and callers is not None:

@@ -97,7 +97,7 @@ FEW = (
     ("deepseek_v32", "greedy_ragged", "native", "resident"),
     ("deepseek_v32", "prompt_lookup", "native", "host"),
     ("deepseek_v32_wide", "beams_ragged", "native", "device"),
-    ("glm_moe_dsa", "greedy_ragged", "native", "split"),
+    ("glm_moe_dsa", "chunked_prefill", "native", "split"),
     ("axk2", "second_turn_ragged", "native", "cpu"),
     ("hy_v4", "crop_small", "native", "resident"),
     ("hy_v4_vl", "greedy_ragged", "native", "host"),
@@ -116,8 +116,6 @@ def possible(case: dict[str, Any]) -> bool:
     """
     is_calibrated = case.get("model") not in ("zamba2", "zaya")
     ways = {NO_PADDING: PADDED, **dict.fromkeys(HYBRID_MODELS, ONE_WAY)}
-    # Its answers depend on the chunks with transformers' own cache, too, and ours are fitted.
-    ways["glm_moe_dsa"] = {"chunked_prefill"}
     has_mode = case.get("mode") not in ways.get(case.get("model"), ())
     learns = case.get("method") in ("a2ats", "aqua")
     return is_served(case) and has_mode and (is_calibrated or not learns)
