@@ -116,9 +116,9 @@ class _ShadowStore(AquaStore):
         return twin
 
     def _decoded_alone(self) -> Rows:
-        """All tokens, made of codes alone, down the chain, whatever was left."""
+        """All tokens, of codes alone, down the chain; layers below may have more of a pass."""
         below = self._source_store()
-        given = None if below is None else below._decoded_alone()
+        given = None if below is None else below._decoded_alone().part(0, len(self))
         return self._decode(0, len(self), given)
 
 
