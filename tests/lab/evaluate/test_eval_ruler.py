@@ -26,6 +26,13 @@ def test_a_covering_cache_answers_as_full_attention_does(
 ) -> None:
     for name in ("niah_single_1", "vt"):
         monkeypatch.setitem(ruler.TASKS, name, replace(ruler.TASKS[name], max_new_tokens=4))
+    begin, passes = ruler.begin, list[tuple[bool, int]]()
+
+    def noted(*given: Any, whole: bool) -> Any:
+        passes.append((whole, len(given[3])))
+        return begin(*given, whole=whole)
+
+    monkeypatch.setattr(ruler, "begin", noted)
     picture, flat = tmp_path / "ruler.png", "flat:top_k=1.0:dense_below=0:recent=64"
     more = ["--tasks", "niah_single_1,vt", "--questions", "both", "--plot", str(picture)]
     cells = _run(tmp_path, tiny_model_dir, *more, "--caches", f"full,{flat}")
@@ -36,6 +43,8 @@ def test_a_covering_cache_answers_as_full_attention_does(
         assert result["answers"] == results["full", *place]["answers"] and any(result["answers"])
         assert len(result["scores"]) == 1 and 0 <= result["score"] <= 100
         assert result["read_ratio"] == pytest.approx(1.0, abs=0.1)
+    # Inside comes first: the question is read with the text, and else fed after it.
+    assert passes[0] == (True, 0) and passes[2][0] is False and passes[2][1] > 0
     printed = capsys.readouterr().out
     assert "| niah_single_1" in printed and "full, 1100 after" in printed
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hf_kvret.lab.evaluate.caches import choose_cache
-from hf_kvret.lab.tune.variants import Variant, make_variants
+from hf_kvret.lab.tune.variants import Variant, ladder, make_variants
 from hf_kvret.registry import registered_methods
 
 CONTEXT = 8192
@@ -35,6 +35,11 @@ def test_what_is_pasted_is_what_was_measured() -> None:
         fork = one.base.options.replace(**one.changes)
         assert fork.replace(dense_below=0) == pasted.replace(dense_below=0)
         assert max(fork.dense_len, pasted.dense_len) < CONTEXT
+
+
+def test_budgets_double_up_to_half_of_the_context() -> None:
+    assert ladder(CONTEXT) == (64, 128, 256, 512, 1024, 2048, 4096, 6144)
+    assert ladder(512) == (16, 32, 64, 128, 256, 384)
 
 
 def test_budgets_near_the_context_retrieve_all_the_same() -> None:
