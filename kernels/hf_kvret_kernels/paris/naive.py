@@ -152,27 +152,23 @@ def bonus_table(
 
 
 def collide(
-    sign: torch.Tensor,
-    bonus: torch.Tensor,
-    m: int,
-    valid: torch.Tensor | None,
-    dtype: torch.dtype = torch.uint8,
+    sign: torch.Tensor, bonus: torch.Tensor, m: int, valid: torch.Tensor | None
 ) -> torch.Tensor:
-    """Sums in int16 hold more points than a byte, for comparison: no kernel has them."""
+    """See ``hf_kvret_kernels.paris.collisions``, of the points of ``bonus_table``."""
     batch, heads, queries = bonus.shape[:3]
     length = sign.shape[2]
     device = sign.device
-    scores = torch.empty(batch, heads, queries, length, dtype=dtype, device=device)
+    scores = torch.empty(batch, heads, queries, length, dtype=torch.uint8, device=device)
     starts = torch.arange(bonus.shape[4], dtype=torch.int32, device=device) << m
     for b in range(batch):
         for h in range(heads):
             entries = (centroid_ids(sign[b, h], m).int() + starts).t().contiguous()
             for q in range(queries):
-                rows = bonus[b, h, q].flatten(1).to(dtype)
+                rows = bonus[b, h, q].flatten(1)
                 points = torch.stack([_points(entries, row) for row in rows])
                 scores[b, h, q] = points.amax(0)
     if valid is not None:
-        scores.masked_fill_(~valid[:, None, None], torch.iinfo(dtype).max)
+        scores.masked_fill_(~valid[:, None, None], EXCLUDED)
     return scores
 
 
