@@ -180,8 +180,8 @@ def test_directions_come_back_with_the_error_of_a_four_bit_quantizer(m: int) -> 
 @pytest.mark.factor("centred", [False, True])
 def test_triton_encodes_as_the_reference_does(head_dim: int, m: int, centred: bool) -> None:
     signs, levels = tools(head_dim, m)
-    keys = randn(2, 13, 2, head_dim).transpose(1, 2)
-    mean = randn(2, 2, head_dim, seed=1) if centred else None
+    keys = randn(2, 9, 3, head_dim).transpose(1, 2)
+    mean = randn(2, 3, head_dim, seed=1) if centred else None
     naive, triton = (
         paris.encode(
             keys, signs, levels, m=m, mean=mean, weight_dtype=torch.float32, backend=backend
