@@ -48,7 +48,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def place(model_dir: Path, text: Path, tmp_path: Path) -> list[str]:
+def sources(model_dir: Path, text: Path, tmp_path: Path) -> list[str]:
     """What is learned from, and where the artifact goes."""
     return ["--model", str(model_dir), "--text", str(text), "--out", str(tmp_path / "out")]
 
@@ -60,9 +60,9 @@ def parsed(cls: type[Any], *arguments: str) -> Any:
 
 
 def test_a_command_makes_the_codebooks_of_the_model(
-    place: list[str], model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    sources: list[str], model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["calibrate", "a2ats", *place, *SMALL, *SHORT]) == 0
+    assert main(["calibrate", "a2ats", *sources, *SMALL, *SHORT]) == 0
     shown = capsys.readouterr().out
     assert f"wrote {tmp_path / 'out'}" in shown and "score error" in shown
     artifact = CalibrationArtifact.from_pretrained(tmp_path / "out", method="a2ats")
@@ -79,9 +79,9 @@ def test_a_command_makes_the_codebooks_of_the_model(
 
 
 def test_a_command_makes_the_predictors_of_the_model(
-    place: list[str], model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    sources: list[str], model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["calibrate", "aqua", *place, *SHORT[:4]]) == 0
+    assert main(["calibrate", "aqua", *sources, *SHORT[:4]]) == 0
     assert "value error unpredicted" in capsys.readouterr().out
     artifact = CalibrationArtifact.from_pretrained(tmp_path / "out", method="aqua")
     artifact.check(AutoConfig.from_pretrained(model_dir))
@@ -93,9 +93,9 @@ def test_a_command_makes_the_predictors_of_the_model(
     assert not [name for name in artifact.tensors if name.startswith("layers.0.key")]
 
 
-def test_options_reach_the_artifact(place: list[str], tmp_path: Path) -> None:
+def test_options_reach_the_artifact(sources: list[str], tmp_path: Path) -> None:
     more = ["--space", "rotated", "--seed", "3", "--name", "me/it", "--held-out", "0"]
-    command = ["calibrate", "a2ats", *place, *SMALL, *SHORT, *more, "--dtype", "bfloat16"]
+    command = ["calibrate", "a2ats", *sources, *SMALL, *SHORT, *more, "--dtype", "bfloat16"]
     assert main(command) == 0
     artifact = CalibrationArtifact.from_pretrained(tmp_path / "out")
     expected = {"space": "rotated", "seed": 3, "codewords": 8, "window": 64}
@@ -161,26 +161,26 @@ def test_the_held_out_text_is_the_end_of_the_text(model_dir: Path, text: Path) -
             ["--length", "2K", "--uuid-tokens", "2K", "--held-out", "0"],
             "2048 tokens, but the model has 1024 pos",
         ),
-        ("a2ats", ["--model", "none"], "can't be loaded"),
+        ("a2ats", ["--model", "FILE"], "can't be loaded"),
         ("aqua", ["--group", "64"], "group=64 does not divide the 32 numbers of keys"),
         ("aqua", ["--sinks", "100"], "sinks=100 of sequences of at most 100 tokens: .* --sinks"),
     ],
 )
 def test_mistakes_are_one_line_each(
-    method: str, more: list[str], message: str, place: list[str], tmp_path: Path, program: Any
+    method: str, more: list[str], message: str, sources: list[str], tmp_path: Path, program: Any
 ) -> None:
     (tmp_path / "file").write_text("x")
     more = [word.replace("FILE", str(tmp_path / "file")) for word in more]
     own = SMALL if method == "a2ats" else ()
-    error = program("calibrate", method, *place, *own, *SHORT, *more, status=2).err
+    error = program("calibrate", method, *sources, *own, *SHORT, *more, status=2).err
     assert re.search(message, error.splitlines()[-1])
     # Found out when tokens were read, and not in the way of a command that goes well.
     assert not (tmp_path / "out" / "config.json").exists()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
-def test_a_device_that_is_not_there_is_named(place: list[str], program: Any) -> None:
-    words = ["calibrate", "a2ats", *place, *SMALL, *SHORT, "--device", "cuda"]
+def test_a_device_that_is_not_there_is_named(sources: list[str], program: Any) -> None:
+    words = ["calibrate", "a2ats", *sources, *SMALL, *SHORT, "--device", "cuda"]
     assert "no CUDA device here" in program(*words, status=2).err
 
 
