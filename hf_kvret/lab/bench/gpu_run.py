@@ -158,7 +158,8 @@ def measure(out: Path, dry: bool, seconds: float) -> None:
         spent[stage] += took
         add_row(rows, begun | {"row": row, "took": round(took, 2)})
         now.unlink()
-        print(f"{stage.name} {label(cell)}: {_in_short(row)} ({took:.1f} s)", flush=True)
+        short = why_missing(row) or f"{ms(row['seconds'])} ms"
+        print(f"{stage.name} {label(cell)}: {short} ({took:.1f} s)", flush=True)
         if not goes_on:
             return
 
@@ -177,10 +178,6 @@ def _measured(stage: Stage, bench: Bench, cell: Cell) -> tuple[dict[str, Any], b
     except RuntimeError as error:
         return {"failed": str(error)}, False
     return row, True
-
-
-def _in_short(row: dict[str, Any]) -> str:
-    return why_missing(row) or f"{1e3 * row['seconds']:.3g} ms"
 
 
 def label(cell: Cell) -> str:
