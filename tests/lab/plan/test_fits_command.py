@@ -35,14 +35,20 @@ def row(result: dict[str, Any], cache: str, context: int) -> dict[str, Any]:
     return only
 
 
-def test_the_largest_context_fits_and_no_more(report: Report) -> None:
-    memory = "--device-memory 40MB --host-memory 100MB --reserve 1MB"
-    for cache in ("full", "flat:store=host"):
-        words = f"tiny --caches {cache} {memory} --context"
-        context = report(f"{words} 4K")["rows"][0]["largest_context"]
-        # A page and a buffer's step are small beside a twentieth.
-        both = report(f"{words} {context},{context * 21 // 20}")["rows"]
-        assert [one["fits"] for one in both] == [True, False]
+@pytest.mark.parametrize(
+    ("cache", "device", "host"),
+    [("full", 40, 100), ("flat:store=host", 40, 100), ("flat:store=host", 1000, 20)],
+)
+def test_the_largest_context_fits_and_no_more(
+    cache: str, device: int, host: int, report: Report
+) -> None:
+    memory = f"--device-memory {device}MB --host-memory {host}MB --reserve 1MB"
+    words = f"tiny --caches {cache} {memory} --context"
+    context = report(f"{words} 4K")["rows"][0]["largest_context"]
+    # A page and a buffer's step are small beside a twentieth.
+    most, more = report(f"{words} {context},{context * 21 // 20}")["rows"]
+    assert most["fits"] and not more["fits"]
+    assert most["device_bytes"] < device * 10**6 and most["host_bytes"] <= host * 10**6
 
 
 def test_full_attention_is_counted_to_the_byte(report: Report) -> None:
