@@ -89,9 +89,9 @@ def test_a_call_without_time_says_what_is_missing(
         # A full disk, or a power cut, left a part of a line.
         file.write('{"stage": "fa')
     add_row(tmp_path / ROWS, _row(0, "CPU (dry)"))
-    for number in (1, 2):
-        # Cells of another card don't count for this one.
-        add_row(tmp_path / ROWS, _row(number, "H100"))
+    # Cells of another card don't count for this one.
+    add_row(tmp_path / ROWS, _row(1, "H100"))
+    add_row(tmp_path / ROWS, _row(2, "H100"))
     assert run(tmp_path, "--minutes", "0.01") == 1
     page = (tmp_path / PAGE).read_text()
     assert "Not measured: dense at 1 x 1; dense at 2 x 1." in page

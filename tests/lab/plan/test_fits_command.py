@@ -138,7 +138,6 @@ def test_a_mixture_reads_the_experts_of_one_token() -> None:
     [
         ("no-such-shape --device-memory 1GB", "no-such-shape: neither a known shape"),
         ("tiny --device-memory 1GB --caches offloaded", "offloaded: "),
-        ("tiny --device-memory 1GB --caches latent", "choose a method that"),
         ("tiny --device-memory 1GB --caches paris:store=auto", "name a store"),
         ("tiny --device-memory 1GB --caches ,", "name one, as paris"),
         ("tiny --host-memory 1GB", "without --device-memory: this machine has no GPU"),

@@ -56,7 +56,6 @@ def check(model: PreTrainedModel, name: str, length: int, batch: int = 1) -> Non
         "paris:store=higgs-host:bits=3",
         "lrqk:store=higgs",
         "ctkvr:store=cpu",
-        "h2o:store=host",
         "aqua:predictor=none:first_bits=4:store=host",
     ],
 )
@@ -99,7 +98,6 @@ def filled(model: PreTrainedModel, name: str, length: int) -> RetrievalCache:
         pytest.param("paris:store=host", 36_000, marks=pytest.mark.slow),
         ("lrqk:store=split:device_budget=4MB", 9_000),
         pytest.param("ctkvr:store=host", 130_000, marks=pytest.mark.slow),
-        pytest.param("paris:top_k=0.05:store=resident", 60_000, marks=pytest.mark.slow),
     ],
 )
 def test_the_line_leads_to_the_bytes_of_a_longer_cache(

@@ -93,10 +93,7 @@ def test_places_that_cant_be_written_are_refused_and_trials_leave_no_file(tmp_pa
 
 @pytest.mark.parametrize(
     "command",
-    [
-        ["demo"],
-        ["calibrate", "a2ats", "--model", "needle"],
-    ],
+    [["demo"], ["calibrate", "a2ats", "--model", "needle"]],
     ids=lambda words: words[0],
 )
 def test_every_command_tries_its_outputs_before_the_work(
