@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -105,12 +104,6 @@ def library_threads(count: int) -> Iterator[None]:
         patch.object(torch, "get_num_threads", lambda: count),
     ):
         yield
-
-
-def refused(message: str, call: Callable[..., object], *arguments: Any, **options: Any) -> None:
-    """The call raises a ValueError that ``message``, a regular expression, describes."""
-    with pytest.raises(ValueError, match=message):
-        call(*arguments, **options)
 
 
 def randn(*shape: int, seed: int = 0) -> torch.Tensor:

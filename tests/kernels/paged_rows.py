@@ -116,7 +116,7 @@ class Kind(NamedTuple):
 
 # With 3 bits and dims 8 and 16 a row has an odd number of bytes.
 KINDS = {
-    **{str(dims): Kind(dims) for dims in ((8, 8), (40, 24), (96, 128), (256, 256), (9, 5))},
+    **{str(dims): Kind(dims) for dims in ((8, 8), (40, 24), (96, 128), (9, 5))},
     "keys alone": Kind((24, 16), in_key=True),
     "odd keys alone": Kind((17, 5), in_key=True),
     **{f"{bits} bits": Kind((64, 64), bits, 64) for bits in (2, 3, 4)},
@@ -124,7 +124,6 @@ KINDS = {
     "4 bits, groups": Kind((24, 16), 4, offset=3.0),
     "2 bits, whole rows": Kind((128, 128), 2, 128),
     "4 bits, keys alone": Kind((24, 16), 4, in_key=True),
-    "3 bits, keys alone": Kind((48, 16), 3, 16, in_key=True),
 }
 
 

@@ -10,7 +10,7 @@ import torch
 from hf_kvret_kernels import centroid
 from hf_kvret_kernels.centroid import naive
 
-from .draws import Place, draw, generator, moved_with_room, refused
+from .draws import Place, draw, generator, moved_with_room
 
 
 @pytest.mark.factor("dtype", [torch.float32, torch.bfloat16])
@@ -30,7 +30,7 @@ def test_similarity_is_the_largest_cosine_of_the_group(place: Place, dtype: torc
 
 
 @pytest.mark.factor("with_high", [False, True])
-@pytest.mark.factor("rho", [1, 37, 1100])
+@pytest.mark.factor("rho", [37, 1100])
 def test_lists_are_unpacked_as_they_were_packed(place: Place, rho: int, with_high: bool) -> None:
     """All numbers from -1 to the largest that fits, out of buffers with spare room."""
     backend, device = place
@@ -68,7 +68,7 @@ def check_united(place: Place, drawn: torch.Tensor, valid: torch.Tensor) -> None
 
 
 @pytest.mark.factor("dtype", [torch.int32, torch.int64])
-@pytest.mark.factor("count", [0, 1, 90, 1300])
+@pytest.mark.factor("count", [0, 90, 1300])
 def test_united_lists_name_each_valid_token_once_where_it_came_first(
     place: Place, count: int, dtype: torch.dtype
 ) -> None:
@@ -267,27 +267,3 @@ def test_without_centroids_there_are_no_lists(place: Place) -> None:
     queries = torch.zeros(2, 2, 0, 2, 16, device=device)
     options = {"valid": valid, "scale": 1.0, "backend": backend}
     assert centroid.top_keys(queries, in_chunks(keys, 50), 3, **options).shape == (2, 2, 0, 3)
-
-
-def test_arguments_that_do_not_fit_are_named() -> None:
-    query, norms = torch.zeros(2, 2, 7, 2, 16), torch.zeros(2, 2, 7, 2)
-    refused(
-        r"centroids is .* \[2, 2, any, 2, 16\]",
-        centroid.similarity,
-        query,
-        query[:, :1],
-        norms[:, :1],
-    )
-    refused(r"pass fp32 \[2, 2, 7, 2\]", centroid.similarity, query, query, norms.double())
-    low, index = torch.zeros(2, 2, 5, 3, dtype=torch.int16), torch.zeros(2, 2, 1, 4).long()
-    refused(r"pass uint8 \[2, 2, 5, 3\]", centroid.take_lists, low, low, index)
-    valid, keys = torch.ones(2, 50, dtype=torch.bool), torch.zeros(2, 2, 50, 16)
-    refused("no token", centroid.unite, torch.zeros(2, 1, 1, 3).int(), valid[:, :0])
-    options, chunks = {"valid": valid, "scale": 1.0}, in_chunks(keys, 50)
-    refused("count=0", centroid.top_keys, query, chunks, 0, **options)
-    for message, chunks in {
-        "the chunk of slot 0": lambda: [(0, keys[..., :8])],
-        "the slots 1 to 50: valid covers 0 to 49": lambda: [(1, keys)],
-        "slot 0 is .* on meta": lambda: [(0, keys.to("meta"))],
-    }.items():
-        refused(message, centroid.top_keys, query, chunks, 3, **options)

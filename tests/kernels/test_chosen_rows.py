@@ -10,7 +10,7 @@ import torch
 
 from hf_kvret_kernels import host_library as library
 from hf_kvret_kernels.gather_attention import gather_attention, gather_scores
-from hf_kvret_kernels.higgs import CodedRows, HiggsCodec
+from hf_kvret_kernels.higgs import CodedRows
 from hf_kvret_kernels.paged import PagedRows, join_sides, lay_apart
 
 from .draws import HALF_ULP, Place
@@ -78,7 +78,7 @@ def check(
 @pytest.mark.factor("kind", list(KINDS))
 @pytest.mark.factor("own_selection", [False, True], ids=["per kv head", "per query head"])
 @pytest.mark.factor("heads", [2, 6])
-@pytest.mark.factor(("queries", "count"), [(0, 5), (1, 0), (1, 1), (1, 64), (3, 33), (4, 7)])
+@pytest.mark.factor(("queries", "count"), [(0, 5), (1, 0), (3, 33)])
 @pytest.mark.factor("holes", [0.0, 0.3, 1.0])
 @pytest.mark.factor("dtype", DTYPES)
 @pytest.mark.factor(("page_len", "chunks"), [(7, (3, 1, 4)), (64, (8,))])
@@ -106,7 +106,7 @@ def test_attention_and_scores_are_those_of_float64(
     check(where, query, rows, ids, plain, scale=own.dims[0] ** -0.5, softcap=softcap)
 
 
-@pytest.mark.parametrize("heads", [23, 24, 25, 41, 66, 136])
+@pytest.mark.parametrize("heads", [24, 25, 66])
 def test_any_number_of_heads_may_share_rows(where: Place, heads: int) -> None:
     """The library multiplies many heads in panels of one to three vectors."""
     rows = paged(where[1], chunks=(20,), kv_heads=1, dims=(72, 40), page_len=8)
@@ -114,7 +114,7 @@ def test_any_number_of_heads_may_share_rows(where: Place, heads: int) -> None:
     check(where, random_query(rows, heads), rows, ids, softcap=4.0)
 
 
-@pytest.mark.parametrize("bits", [16, 4, 3])
+@pytest.mark.parametrize("bits", [16, 3])
 def test_many_heads_attend_to_wide_rows(where: Place, bits: int) -> None:
     """Keys in two parts, more query heads than a program takes, the last of them alone."""
     rows, plain = Kind((520, 512), bits, in_key=True).rows(where[1], kv_heads=1)
@@ -265,12 +265,9 @@ def test_splitting_the_ids_changes_nothing(place: Place, bits: int) -> None:
 
 @pytest.mark.factor("heads", [2, 6])
 @pytest.mark.factor("kind", ["(40, 24)", "keys alone"])
-@pytest.mark.factor("chunks", [(9,), (2, 3, 4)], ids=str)
-@pytest.mark.factor("dtype", [torch.bfloat16, torch.float32])
-def test_gather_returns_the_rows_in_order(
-    place: Place, chunks: tuple[int, ...], heads: int, kind: str, dtype: torch.dtype
-) -> None:
-    rows, plain = KINDS[kind].rows(place[1], TWO_ROWS, chunks, dtype=dtype)
+def test_gather_returns_the_rows_in_order(place: Place, heads: int, kind: str) -> None:
+    dtype = torch.bfloat16
+    rows, plain = KINDS[kind].rows(place[1], TWO_ROWS, (2, 3, 4), dtype=dtype)
     ids = random_ids(plain, heads, 2, 7)
     keys, values = rows.gather(ids, backend=place[0])
     assert keys.dtype == values.dtype == dtype
@@ -312,55 +309,3 @@ def test_auto_takes_the_library_for_cpu_tensors(monkeypatch: pytest.MonkeyPatch)
         gather_scores(query, rows, ids, scale=0.3, backend=backend)
         gather_attention(query, rows, ids, scale=0.3, backend=backend)
     assert called == ["hfk_scores", "hfk_attend"] * 2
-
-
-ROWS, IDS = paged("cpu", TWO_ROWS), torch.zeros(2, 2, 1, 3).int()
-CODED, _ = Kind((64, 64), 2, 64).rows()
-JOINED = replace(CODED.pages, apart=False)
-QUERY = torch.zeros(2, 4, 1, 16)
-APART = replace(ROWS, apart=True)
-FAR = PagedRows([ROWS.chunks[0].to("meta")], ROWS.table.to("meta"), 16)
-
-
-@pytest.mark.parametrize(
-    ("query", "rows", "ids", "options", "message"),
-    [
-        (QUERY, ROWS, IDS.long(), {}, "pass int32"),
-        (QUERY.expand(2, 4, 2, 16), ROWS, IDS, {}, r"pass \[2, 2 or 4, 2, K\]"),
-        (torch.zeros(2, 5, 1, 16), ROWS, IDS, {}, "no multiple"),
-        (QUERY[..., :12], ROWS, IDS, {}, "must agree"),
-        (QUERY, ROWS, IDS, {"softcap": -1.0}, "softcap"),
-        (QUERY, ROWS, IDS, {"backend": "x"}, "choose one"),
-        (QUERY, APART, IDS, {}, r"rows have apart=True: .* must lie side by side"),
-        (
-            QUERY.to("meta"),
-            FAR,
-            IDS.to("meta"),
-            {"backend": "cpp"},
-            "on meta: .* leave backend out",
-        ),
-        (QUERY, CODED, IDS, {}, "Dk=16, .* Dk=64: they must agree"),
-        (QUERY, replace(CODED, pages=JOINED), IDS, {}, "rows have apart=False: .* lie apart, as"),
-    ],
-)
-def test_mistakes_are_refused_with_the_remedy(
-    query: torch.Tensor, rows: Rows, ids: torch.Tensor, options: dict[str, Any], message: str
-) -> None:
-    for operation in (gather_attention, gather_scores):
-        with pytest.raises(ValueError, match=message):
-            operation(query, rows, ids, **{"scale": 1.0, **options})
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"key_dim": 128}, "rows have 32 bytes of codes and 4 of scales; .* has 48 and 6"),
-        ({"codec": HiggsCodec(3, 64)}, "has 48 and 4 for key_dim=64"),
-        ({"key_mean": torch.zeros(2, 2, 32)}, r"key_mean is .*: pass fp32 \[2, 2, 64\]"),
-        ({"pages": PagedRows([torch.zeros(9, 2, 8, 36)], ROWS.table, 32)}, "pass coded rows"),
-        ({"value_dim": 12, "value_in_key": True}, "value_dim=12 with value_in_key"),
-    ],
-)
-def test_coded_rows_of_another_form_are_refused(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        replace(CODED, **change)

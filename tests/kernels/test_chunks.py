@@ -9,8 +9,8 @@ from hf_kvret_kernels.chunks import select
 
 
 @pytest.mark.parametrize("sizes", [(7,), (3, 4), (1, 0, 5, 1)], ids=str)
-@pytest.mark.parametrize("count", [0, 1, 20])
-@pytest.mark.parametrize("shape", [(), (3,), (2, 4)], ids=str)
+@pytest.mark.parametrize("count", [0, 20])
+@pytest.mark.parametrize("shape", [(), (2, 4)], ids=str)
 def test_entries_are_counted_across_all_chunks(
     sizes: tuple[int, ...], count: int, shape: tuple[int, ...]
 ) -> None:

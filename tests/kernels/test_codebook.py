@@ -9,7 +9,7 @@ import torch
 
 from hf_kvret_kernels import codebook as book
 
-from .draws import Place, draw, generator, moved_with_room, on, refused
+from .draws import Place, draw, generator, moved_with_room, on
 
 INF = float("inf")
 # The error may be this share of the sum of a score's absolute products; see the proxy tests.
@@ -60,7 +60,7 @@ def check_table(
 @pytest.mark.factor("softcap", [None, 3.0])
 @pytest.mark.factor("words_dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.factor("dtype", FLOATS, ids=str)
-@pytest.mark.factor("H, C, D", [(4, 1, 1), (2, 130, 20), (2, 45, 290)])
+@pytest.mark.factor("H, C, D", [(4, 1, 1), (2, 45, 290)])
 def test_the_table_has_the_score_of_every_codeword(
     place: Place,
     H: int,
@@ -82,9 +82,7 @@ def test_many_queries_of_long_codewords_have_their_scores(place: Place) -> None:
 
 
 @pytest.mark.factor("masked", [False, True])
-@pytest.mark.factor(
-    "H, Hq, Q, n, C", [(1, 1, 1, 1, 1), (2, 4, 1, 77, 50), (1, 3, 2, 50, 300), (2, 2, 1, 1100, 9)]
-)
+@pytest.mark.factor("H, Hq, Q, n, C", [(1, 3, 2, 50, 300), (2, 2, 1, 1100, 9)])
 def test_a_token_has_the_score_of_its_codeword(
     place: Place, H: int, Hq: int, Q: int, n: int, C: int, masked: bool
 ) -> None:
@@ -103,7 +101,7 @@ def test_a_token_has_the_score_of_its_codeword(
 @pytest.mark.factor("masked", [False, True])
 @pytest.mark.factor(
     "H, Hq, Q, n, C",
-    [(1, 1, 1, 1, 1), (1, 3, 2, 50, 300), (2, 2, 1, 1100, 9), (1, 9, 2, 30, 70)],
+    [(1, 3, 2, 50, 300), (2, 2, 1, 1100, 9), (1, 9, 2, 30, 70)],
 )
 def test_relevance_is_the_best_softmax_of_the_group(
     place: Place, H: int, Hq: int, Q: int, n: int, C: int, masked: bool, counted: bool
@@ -156,18 +154,6 @@ def test_a_row_without_valid_tokens_has_no_relevance(place: Place, heads: int) -
     assert none.shape == (2, heads, 0, 9)
 
 
-def test_arguments_that_do_not_fit_are_named() -> None:
-    table, codes = torch.zeros(1, 4, 1, 6), torch.zeros(1, 2, 5, dtype=torch.int16)
-    x, words = torch.zeros(1, 2, 5, 8), torch.zeros(2, 6, 8)
-    for scores in (book.lookup, book.lookup_scores):
-        refused(r"table is .*: pass fp32 \[any, any, any, any\]", scores, table.double(), codes)
-        refused(r"codes is .*: pass int16 \[1, any, any\]", scores, table, codes.int())
-    refused("codebook has 3 heads", book.score_table, torch.zeros(1, 4, 1, 8), words[[0, 1, 0]])
-    refused("C=32769 codewords: pass 1 to 32768", book.encode, x, torch.zeros(2, 32769, 8))
-    refused(r"codebook is .*: pass fp32 or bf16 \[2, any, 8\]", book.encode, x, words.half())
-    refused("codewords=0: 1 to 32768", book.code_counts, codes, 0)
-
-
 # Of |x| |c| + |c|^2: sums of up to 290 products in fp32 miss by a tenth of it, a key that is cast
 # to bf16 by a hundred times as much.
 
@@ -199,7 +185,7 @@ def check_nearest(
 
 @pytest.mark.factor("words_dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.factor("dtype", FLOATS, ids=str)
-@pytest.mark.factor("n, C, D", [(1, 1, 1), (37, 130, 20), (5, 33, 290)])
+@pytest.mark.factor("n, C, D", [(1, 1, 1), (5, 33, 290)])
 def test_each_token_gets_its_nearest_codeword(
     place: Place, n: int, C: int, D: int, dtype: torch.dtype, words_dtype: torch.dtype
 ) -> None:

@@ -14,7 +14,7 @@ import torch
 from hf_kvret_kernels.higgs import HiggsCodec, naive
 from hf_kvret_kernels.higgs.naive import WORDS, grid_points, pack, random_signs, unpack
 
-from .draws import Place, draw, refused
+from .draws import Place, draw
 
 CPU = torch.device("cpu")
 # Squared error of a number of a standard normal pair with the best 16, 64 and 256 points.
@@ -76,7 +76,7 @@ def test_the_script_makes_the_grids_that_are_shipped(
 
 
 CODECS = [HiggsCodec(bits, 64) for bits in (2, 3, 4)]
-GROUPS = (8, 16, 32, 128, 256, 512, 1024)
+GROUPS = (8, 32, 128, 1024)
 # Ten butterflies of numbers up to 4 in fp32, times a scale of about 1; and between codes no two
 # backends may differ by more than a distance that is this near to the least.
 FP32_ERROR = 1e-5
@@ -279,23 +279,3 @@ def test_a_codec_is_its_options() -> None:
     assert torch.equal(torch.random.get_rng_state(), state)
     assert set(signs.tolist()) == {-1.0, 1.0}
     assert not torch.equal(signs, random_signs(256, 12, cpu))
-
-
-def test_mistakes_are_refused_with_the_remedy() -> None:
-    refused("bits=8: pass one of 2, 3, 4", HiggsCodec, 8, 64)
-    for group in (4, 96, 2048):
-        refused(f"group={group}: pass a power of two from 8 to 1024", HiggsCodec, 2, group)
-    codec = HiggsCodec(2, 64)
-    refused("rows have 96 numbers, group is 64: pass rows", codec.encode, torch.zeros(2, 96))
-    refused(r"x is .*: pass fp32, bf16 or fp16 \[..., W\]", codec.encode, torch.tensor(1.0))
-    refused("x requires gradients", codec.encode, torch.zeros(2, 64, requires_grad=True))
-    codes, scales = codec.encode(torch.zeros(2, 64))
-    refused(r"dtype=torch\.float64: choose", codec.decode, codes, scales, torch.float64)
-    refused(r"scales is torch\.float16", codec.decode, codes, scales.view(torch.float16))
-    refused("rows have 60 numbers, group is 64", codec.decode, codes[:, :15], scales)
-    refused(r"scales has shape \(1, 2\): pass \[2, 2\]", codec.decode, codes, scales[:1])
-    refused("scales is on meta, codes on cpu", codec.decode, codes, scales.to("meta"))
-    far = torch.zeros(2, 64, device="meta")
-    refused("leave backend out", codec.encode, far, backend="cpp")
-    added = torch.zeros(3, 64)
-    refused("as many as divide 2 rows", codec.decode, codes, scales, added=added)

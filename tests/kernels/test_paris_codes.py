@@ -8,13 +8,12 @@ import torch
 from hf_kvret_kernels import host_library, paris
 from hf_kvret_kernels.paris.codes import rotation_blocks, rotation_stride
 
-from .draws import BACKENDS, BOTH, DEVICE, needs_triton, randn, refused, tools
+from .draws import BACKENDS, BOTH, DEVICE, needs_triton, randn, tools
 
 pytestmark = pytest.mark.factor("backend", BACKENDS)
 
-# Head dim and m: below 8, powers of two, padded ones, several blocks, with some padding too.
-SHAPES = ((5, 8), (8, 4), (40, 8), (64, 4), (96, 8), (128, 8), (256, 4), (133, 8), (160, 4))
-SHAPES += ((576, 8),)
+# Head dim and m: below 8, a power of two, several blocks with some padding.
+SHAPES = ((5, 8), (64, 4), (133, 8))
 
 
 def test_levels_are_the_converged_lloyd_max_ones() -> None:
@@ -25,7 +24,7 @@ def test_levels_are_the_converged_lloyd_max_ones() -> None:
     assert (levels - expected).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("m", [3, 4, 8, 16])
+@pytest.mark.parametrize("m", [3, 8])
 def test_each_level_is_the_mean_of_the_magnitudes_nearest_to_it(m: int) -> None:
     levels = paris.magnitude_levels(m)
     directions = torch.randn(200_000, m, generator=torch.Generator().manual_seed(m))
@@ -53,7 +52,7 @@ def test_signs_depend_on_the_seed_alone() -> None:
     assert signs.abs().eq(1).all() and 40 < signs.eq(1).sum() < 88
 
 
-@pytest.mark.parametrize("head_dim", [1, 40, 128, 133, 160, 256, 576, 1000])
+@pytest.mark.parametrize("head_dim", [1, 40, 133, 576])
 def test_rotation_keeps_inner_products(head_dim: int, backend: str) -> None:
     signs, _ = tools(head_dim, 8)
     x = randn(2, 3, head_dim)
@@ -176,19 +175,16 @@ def test_directions_come_back_with_the_error_of_a_four_bit_quantizer(m: int) -> 
 
 
 @needs_triton
-@pytest.mark.factor("head_dim, m", SHAPES)
-@pytest.mark.factor("centred", [False, True])
-def test_triton_encodes_as_the_reference_does(head_dim: int, m: int, centred: bool) -> None:
+@pytest.mark.parametrize(("head_dim", "m"), SHAPES)
+def test_triton_encodes_as_the_reference_does(head_dim: int, m: int) -> None:
+    """Keys as they are; those from which a mean is taken are in the table of operations."""
     signs, levels = tools(head_dim, m)
     keys = randn(2, 9, 3, head_dim).transpose(1, 2)
-    mean = randn(2, 3, head_dim, seed=1) if centred else None
     naive, triton = (
-        paris.encode(
-            keys, signs, levels, m=m, mean=mean, weight_dtype=torch.float32, backend=backend
-        )
+        paris.encode(keys, signs, levels, m=m, weight_dtype=torch.float32, backend=backend)
         for backend in BOTH
     )
-    x = paris.rotate(keys if mean is None else keys - mean.unsqueeze(2), signs, backend="naive")
+    x = paris.rotate(keys, signs, backend="naive")
     # The two add in another order: signs may differ where a coordinate is 0 but for rounding,
     # levels where it lies on a boundary.
     far_from_zero = x.abs().unflatten(-1, (-1, 8)).amin(-1) > 1e-5
@@ -202,11 +198,10 @@ def test_triton_encodes_as_the_reference_does(head_dim: int, m: int, centred: bo
 
 
 @needs_triton
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_keys_and_weights(dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
+def test_half_precision_keys_and_weights(weight_dtype: torch.dtype) -> None:
     signs, levels = tools(32, 8)
-    keys = randn(1, 2, 20, 32).to(dtype)
+    keys = randn(1, 2, 20, 32).bfloat16()
     exact = paris.encode(keys.float(), signs, levels, weight_dtype=torch.float32, backend="naive")
     for backend in BOTH:
         codes = paris.encode(keys, signs, levels, weight_dtype=weight_dtype, backend=backend)
@@ -259,25 +254,6 @@ def test_no_keys_make_no_codes(backend: str) -> None:
 
 def test_a_code_of_128_dims_takes_96_bytes() -> None:
     assert paris.ParisCodes.empty(1, 1, 10, 128).nbytes() == 10 * (16 + 48 + 32)
-
-
-def test_what_does_not_fit_is_named() -> None:
-    signs, levels = tools(16, 8)
-    keys = randn(1, 2, 3, 16)
-    refused("m=6", paris.encode, keys, signs, levels, m=6)
-    refused("head dim 1025", paris.encode, randn(1, 1, 1, 1025), signs, levels)
-    refused("signs is ", paris.rotate, randn(1, 20), signs)
-    refused("levels is ", paris.encode, keys, signs, levels[:4])
-    refused("mean is ", paris.encode, keys, signs, levels, mean=keys[:, :1, 0])
-    room = paris.ParisCodes.empty(1, 2, 4, 16, device=DEVICE)
-    refused("out has room", paris.encode, keys, signs, levels, out=room)
-    refused("weight_dtype", paris.encode, keys, signs, levels, weight_dtype=torch.int8)
-    wide = paris.ParisCodes.empty(1, 2, 6, 16, device=DEVICE)
-    gaps = paris.ParisCodes(*(plane[:, :, ::2] for plane in vars(wide).values()))
-    refused("tokens must be contiguous", paris.encode, keys, signs, levels, out=gaps)
-    for dim in (48, 140, 1032):
-        refused("no power of two", paris.random_signs, dim, seed=0)
-    refused("m=2", paris.magnitude_levels, 2)
 
 
 needs_library = pytest.mark.skipif(bool(host_library.why_not()), reason="no compiled library")

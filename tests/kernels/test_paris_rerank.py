@@ -7,7 +7,7 @@ import torch
 
 from hf_kvret_kernels import paris
 
-from .draws import BACKENDS, BOTH, DEVICE, TIERS, needs_triton, randn, refused, tools
+from .draws import BACKENDS, BOTH, DEVICE, TIERS, needs_triton, randn, tools
 
 pytestmark = pytest.mark.factor("backend", BACKENDS)
 
@@ -65,11 +65,8 @@ def test_estimates_are_close_and_not_shrunk(m: int, backend: str) -> None:
         assert abs(slope - 1) < 0.002
 
 
-DIMS = ((8, 4), (40, 8), (64, 4), (256, 8), (133, 8), (160, 4), (576, 8))
-
-
 @needs_triton
-@pytest.mark.parametrize("head_dim, m", DIMS)
+@pytest.mark.parametrize(("head_dim", "m"), [(64, 4), (133, 8)])
 def test_triton_reranks_as_the_reference_does(head_dim: int, m: int) -> None:
     """Spare capacity is poisoned, rows differ, ids repeat and have holes."""
     signs, levels = tools(head_dim, m)
@@ -94,12 +91,7 @@ def test_triton_reranks_as_the_reference_does(head_dim: int, m: int) -> None:
 @needs_triton
 @pytest.mark.parametrize(
     "head_dim, m, tables",
-    [
-        (32, 4, 17),
-        (576, 4, 3),
-        pytest.param(576, 8, 18, marks=pytest.mark.slow),
-        pytest.param(576, 8, 128, marks=pytest.mark.slow),
-    ],
+    [(32, 4, 17), pytest.param(576, 8, 128, marks=pytest.mark.slow)],
 )
 def test_a_search_in_triton_finds_the_tokens_of_the_reference(
     head_dim: int, m: int, tables: int
@@ -113,8 +105,6 @@ def test_a_search_in_triton_finds_the_tokens_of_the_reference(
     counts = paris.count_centroids(codes.sign, m=m, valid=valid, backend="naive")
     offset = randn(2, 1, 1, tables, seed=4)
     options = {"survivors": 30, "rho": 0.4, "tiers": (0.15, 0.5, 1.0), "m": m, "valid": valid}
-    if head_dim // m > 84:
-        options["tiers"] = (1.0,)
     options |= {"scale": 0.2, "softcap": 30.0, "offset": offset}
     naive, triton = (
         paris.search(query, signs, codes, counts, levels, 10, **options, backend=backend)
@@ -144,38 +134,6 @@ def test_scale_offset_and_cap_apply_to_the_plain_estimates(
     assert result.dtype == torch.float32 and (result.isinf() == (ids < 0).unsqueeze(3)).all()
     # fp32 of numbers around 20.
     torch.testing.assert_close(result.double(), scores, rtol=1e-6, atol=1e-5)
-
-
-def test_every_batch_row_and_head_reads_its_own_codes(backend: str) -> None:
-    """A published kernel took the row index of the first batch row for all."""
-    signs, levels = tools(16)
-    codes = paris.encode(randn(3, 2, 9, 16), signs, levels)
-    q_rot = paris.rotate(randn(3, 2, 2, 1, 16, seed=1), signs)
-    ids = some_ids(3, 2, 2, 5, length=9)
-    together = paris.rerank(q_rot, codes, ids, levels, backend=backend)
-    for b in range(3):
-        for h in range(2):
-            own = paris.ParisCodes(*(p[b : b + 1, h : h + 1] for p in vars(codes).values()))
-            row = (slice(b, b + 1), slice(h, h + 1))
-            alone = paris.rerank(q_rot[row], own, ids[row], levels, backend=backend)
-            torch.testing.assert_close(together[row], alone, rtol=1e-6, atol=1e-6)
-
-
-def test_sums_are_fp32(backend: str) -> None:
-    """A published kernel sums in bf16: an error a thousand times what is allowed here."""
-    signs, levels = tools(128)
-    codes = paris.encode(randn(1, 1, 64, 128) + 3, signs, levels)
-    q_rot = paris.rotate(randn(1, 1, 1, 2, 128, seed=1) + 3, signs)
-    ids = torch.arange(64, dtype=torch.int32, device=DEVICE).expand(1, 1, 1, -1)
-    terms = paris.decode(codes, levels)[:, :, None, None] * q_rot.unsqueeze(4)
-    exact = terms.double().sum(-1)
-    estimates = paris.rerank(q_rot, codes, ids, levels, backend=backend).double()
-    allowed = 2e-6 * terms.double().abs().sum(-1)
-    assert ((estimates - exact).abs() <= allowed).all()
-    in_bf16 = torch.zeros_like(exact, dtype=torch.bfloat16)
-    for subspace in terms.unflatten(-1, (-1, 8)).sum(-1).unbind(-1):
-        in_bf16 += subspace.bfloat16()
-    assert ((in_bf16.double() - exact).abs() > allowed).float().mean() > 0.9
 
 
 def test_nothing_to_rerank(backend: str) -> None:
@@ -258,14 +216,3 @@ def test_removing_the_mean_key_helps_keys_that_share_a_large_part() -> None:
     # Measured: 0.89 against 1.00.
     assert centred > 0.96 and centred > as_they_are + 0.03
     assert reranked > 0.94
-
-
-def test_what_does_not_fit_is_named() -> None:
-    signs, levels = tools(16)
-    codes = paris.encode(randn(1, 2, 4, 16), signs, levels)
-    q_rot = paris.rotate(randn(1, 2, 1, 3, 16), signs)
-    ids = torch.zeros(1, 2, 1, 2, dtype=torch.int32, device=DEVICE)
-    refused(r"codes\.weight is ", paris.rerank, q_rot, codes, ids, levels, m=4)
-    refused("batch rows and heads", paris.rerank, q_rot[:, :1], codes, ids[:, :1], levels)
-    offset = torch.zeros(1, 2, 1, device=DEVICE)
-    refused("offset is ", paris.rerank, q_rot, codes, ids, levels, offset=offset)

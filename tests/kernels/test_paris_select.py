@@ -21,7 +21,6 @@ from .draws import (
     needs_triton,
     random_sign,
     random_valid,
-    refused,
 )
 
 pytestmark = pytest.mark.factor("backend", BACKENDS)
@@ -56,9 +55,7 @@ class Drawn(NamedTuple):
 
 
 @pytest.mark.factor("masked", [False, True])
-@pytest.mark.factor(
-    "length, count", [(1, 1), (1, 4), (37, 0), (37, 10), (37, 37), (1024, 100), (2600, 700)]
-)
+@pytest.mark.factor("length, count", [(1, 4), (37, 0), (37, 37), (2600, 700)])
 def test_candidates_are_the_head_of_a_stable_sort(
     length: int, count: int, backend: str, masked: bool
 ) -> None:
@@ -128,10 +125,9 @@ def points_by_hand(
     return points
 
 
-@pytest.mark.factor("m", [4, 8])
-@pytest.mark.factor("length", [1, 33])
-def test_counts_are_those_of_the_valid_tokens(length: int, m: int, backend: str) -> None:
-    sign, valid = random_sign(3, 2, length, 2), random_valid(3, length)
+@pytest.mark.parametrize("m", [4, 8])
+def test_counts_are_those_of_the_valid_tokens(m: int, backend: str) -> None:
+    sign, valid = random_sign(3, 2, 33, 2), random_valid(3, 33)
     counts = paris.count_centroids(sign, m=m, valid=valid, backend=backend)
     assert counts.dtype == torch.int32
     assert torch.equal(counts, counts_by_hand(sign, m, valid))
@@ -225,11 +221,8 @@ def test_without_keys_there_are_no_points(backend: str) -> None:
 @needs_triton
 @pytest.mark.parametrize(
     "m, dim, tables, length",
-    [
-        *[(8, 128, 1, 1), (8, 8, 2, 700), (8, 136, 2, 50), (4, 64, 2, 1), (4, 320, 2, 50)],
-        # More than one table of points in shared memory, the last one cut short at 160 numbers.
-        *[(8, 576, 1, 50), (4, 160, 5, 50)],
-    ],
+    # More than one table of points in shared memory, the last one cut short at 160 numbers.
+    [(4, 64, 2, 1), (8, 8, 2, 700), (8, 576, 1, 50), (4, 160, 5, 50)],
 )
 def test_triton_collides_as_the_reference_does(m: int, dim: int, tables: int, length: int) -> None:
     """Buffers with spare capacity full of other bytes, strided masks, several blocks."""
@@ -250,23 +243,18 @@ def test_triton_collides_as_the_reference_does(m: int, dim: int, tables: int, le
 
 
 @needs_triton
-@pytest.mark.factor("masked", [False, True])
-@pytest.mark.factor("m", [4, 8])
-@pytest.mark.factor("length, most", [(0, 12), (37, 62), (37, 63)])
-def test_there_is_a_bin_for_every_sum_of_points(
-    length: int, most: int, m: int, masked: bool
-) -> None:
+@pytest.mark.parametrize(("m", "most"), [(4, 12), (4, 62), (8, 63)])
+def test_there_is_a_bin_for_every_sum_of_points(m: int, most: int) -> None:
     """A key earns 12 points at the most, or as many as fit into 64 bins beside the excluded."""
-    tiers = (0.5,) + (1.0,) * (most * m // 8 - 1)
-    most = len(tiers) * 8 // m
+    tiers, length = (0.5,) + (1.0,) * (most * m // 8 - 1), 37
     sign, valid = random_sign(2, 1, length, 1), random_valid(2, length)
     q_rot = torch.randn(2, 1, 1, 3, 8, generator=generator(9)).to(DEVICE)
     counts = paris.count_centroids(sign, m=m, valid=valid)
-    options = {"rho": 0.4, "tiers": tiers, "m": m, "valid": valid if masked else None}
+    options = {"rho": 0.4, "tiers": tiers, "m": m, "valid": valid}
     naive, triton = (
         paris.collisions(q_rot, counts, sign, backend=backend, **options) for backend in BOTH
     )
-    assert length < 30 or naive[naive < 255].max() == most
+    assert naive[naive < 255].max() == most
     assert torch.equal(naive, triton)
     ids = paris.candidates(q_rot, counts, sign, 20, backend="triton", **options)
     assert torch.equal(ids, candidates_by_sorting(naive, 20))
@@ -292,17 +280,3 @@ def test_an_empty_store_has_no_candidates(backend: str) -> None:
     assert paris.collisions(q_rot, counts, sign, **options).shape == (1, 2, 1, 0)
     ids = paris.candidates(q_rot, counts, sign, 3, **options)
     assert ids.shape == (1, 2, 1, 3) and ids.eq(-1).all()
-
-
-def test_what_does_not_fit_is_named() -> None:
-    sign = random_sign(1, 2, 6, 16)
-    counts = paris.count_centroids(sign)
-    q_rot = torch.zeros(1, 2, 1, 1, 128, device=DEVICE)
-    options = {"rho": 0.5, "tiers": TIERS}
-    refused("rho=2", paris.collisions, q_rot, counts, sign, rho=2, tiers=TIERS)
-    refused("counts is ", paris.collisions, q_rot, counts[:, :1], sign, **options)
-    refused("no power of two", paris.collisions, q_rot[..., :96], counts, sign, **options)
-    refused("at most 15 tiers", paris.collisions, q_rot, counts, sign, rho=0.5, tiers=(0.5,) * 16)
-    mask = torch.ones(1, 6, device=DEVICE).byte()
-    refused("valid is torch.uint8", paris.collisions, q_rot, counts, sign, valid=mask, **options)
-    refused("count=-1", paris.candidates, q_rot, counts, sign, -1, **options)

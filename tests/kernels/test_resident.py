@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from hf_kvret_kernels.paged import PagedRows
 from hf_kvret_kernels.resident import SlotMap, assign, fetch
 
-from .draws import Place, refused
+from .draws import Place
 from .paged_rows import NO_PAGE, TWO_ROWS, dense_rows, paged
 
 # Rows have 24 elements.
@@ -47,10 +45,9 @@ def random_fetches(
     return ids.to(rows.table.device), fetched.to(rows.table.device)
 
 
-@pytest.mark.factor("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.factor(("width", "key_dim"), [(16, 8), (24, 16), (13, 5), (256, 128)])
-def test_rows_are_copied_whole(place: Place, width: int, key_dim: int, dtype: torch.dtype) -> None:
-    rows = paged(place[1], TWO_ROWS, dims=(key_dim, width - key_dim), dtype=dtype)
+@pytest.mark.parametrize("dims", [(8, 8), (5, 8), (128, 128)], ids=str)
+def test_rows_are_copied_whole(place: Place, dims: tuple[int, int]) -> None:
+    rows = paged(place[1], TWO_ROWS, dims=dims, dtype=torch.bfloat16)
     check_fetch(place, rows, *random_fetches(rows, 19, 32))
 
 
@@ -85,9 +82,8 @@ def test_strided_fetches_and_page_tables(place: Place) -> None:
     check_fetch(place, rows, strided, fetched[..., ::2])
 
 
-@pytest.mark.factor("dtype", [torch.float32, torch.bfloat16])
-def test_after_a_fetch_every_request_finds_its_row(place: Place, dtype: torch.dtype) -> None:
-    rows, device = paged(place[1], TWO_ROWS, (4, 5), dims=DIMS, dtype=dtype), place[1]
+def test_after_a_fetch_every_request_finds_its_row(place: Place) -> None:
+    rows, device = paged(place[1], TWO_ROWS, (4, 5), dims=DIMS), place[1]
     table = torch.full((2, 2, 32), -1, dtype=torch.int32, device=device)
     token = table[..., :11].contiguous()
     clock = torch.zeros(1, dtype=torch.int32, device=device)
@@ -225,7 +221,7 @@ def test_random_walks_keep_every_promise(place: Place) -> None:
         lru.check(place, slots, random_requests(place, lead, 61, count, seed=step))
 
 
-@pytest.mark.factor(("count", "size"), [(1, 1), (5, 5), (256, 257), (300, 511)])
+@pytest.mark.parametrize(("count", "size"), [(1, 1), (256, 257), (300, 511)])
 def test_sizes_around_a_block(place: Place, count: int, size: int) -> None:
     slots, lru = empty_map(place[1], 3 * size, size, (3, 1)), SlowLru()
     for step in range(4):
@@ -289,39 +285,8 @@ def test_late_clocks_are_counted_on(place: Place) -> None:
     assert slots.stamp.max().item() == 2**31 - 4
 
 
-INTS = torch.full((1, 2, 6), -1, dtype=torch.int32)
-MAP = {name: INTS for name in ("table", "token", "stamp")}
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"table": INTS[0]}, r"pass \[B, H, n\] and \[B, H, S\]"),
-        ({"token": INTS[:, :1]}, r"token is torch.int32 \(1, 1, 6\) .* pass int32 \[1, 2, 6\]"),
-        ({"clock": INTS[0, 0]}, r"clock is .* pass int32 \[1\]"),
-        ({"table": torch.cat([INTS, INTS], 2)[..., ::2]}, "table has strides"),
-        ({"token": INTS.mT.contiguous().mT}, "must be contiguous"),
-    ],
-)
-def test_slot_maps_that_do_not_fit_are_refused(
-    change: dict[str, torch.Tensor], message: str
-) -> None:
-    refused(message, SlotMap, **{**MAP, "clock": torch.zeros(1, dtype=torch.int32), **change})
-
-
-def test_requests_that_do_not_fit_are_refused_and_change_nothing() -> None:
+def test_more_requests_than_slots_are_refused_and_change_nothing() -> None:
     slots = empty_map("cpu", 9, 6, (1, 2))
-    refused(r"ids is torch.int64 .* pass int32 \[1, 2, any\]", assign, slots, INTS.long())
-    refused("12 requests for 6 slots: ask for fewer", assign, slots, torch.cat([INTS, INTS], 2))
-    refused("tokens=10: the table is of 0 to 9", assign, slots, INTS, tokens=10)
+    with pytest.raises(ValueError, match="12 requests for 6 slots"):
+        assign(slots, torch.full((1, 2, 12), -1, dtype=torch.int32))
     assert slots.clock.item() == 0
-
-
-def test_fetches_that_do_not_fit_are_refused() -> None:
-    rows, buffer = paged("cpu", [[0, 1]], (2,), dims=DIMS), torch.zeros(1, 2, 6, 24)
-    refused("fetched is .* on meta: .* on cpu", fetch, rows, INTS, INTS.to("meta"), buffer)
-    refused(r"\[1, 2, any, 24\]", fetch, rows, INTS, INTS, buffer[..., 1:])
-    refused("pass a contiguous", fetch, rows, INTS, INTS, torch.cat([buffer, buffer], 2)[:, :, ::2])
-    refused(
-        "rows have apart=True: a slot has", fetch, replace(rows, apart=True), INTS, INTS, buffer
-    )

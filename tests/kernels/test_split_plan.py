@@ -18,9 +18,9 @@ def eight_processors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_triton_shared, "device_limits", lambda device: (8, 0))
 
 
-@pytest.mark.parametrize("length", [0, 1, 16, 17, 100, 1000])
-@pytest.mark.parametrize("splits", [None, 1, 3, 50])
-@pytest.mark.parametrize("programs", [1, 5, 100])
+@pytest.mark.parametrize("length", [0, 16, 17, 1000])
+@pytest.mark.parametrize("splits", [None, 1, 50])
+@pytest.mark.parametrize("programs", [1, 5])
 def test_chunks_are_whole_blocks_that_cover_the_length(
     length: int, splits: int | None, programs: int
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -85,10 +84,10 @@ def check(
 
 
 @pytest.mark.factor("dtype", HALF_ULP)
-@pytest.mark.factor("dims", [(40, 24), (9, 5), (64, 128)], ids=str)
-@pytest.mark.factor("splits", [1, 2, 9])
-@pytest.mark.factor(("heads", "queries"), [(2, 1), (6, 3), (40, 1), (16, 19), (2, 0)])
-@pytest.mark.factor("tokens", [0, 1, 64, 130])
+@pytest.mark.factor("dims", [(40, 24), (9, 5)], ids=str)
+@pytest.mark.factor("splits", [1, 9])
+@pytest.mark.factor(("heads", "queries"), [(40, 1), (16, 19), (2, 0)])
+@pytest.mark.factor("tokens", [0, 1, 130])
 def test_it_is_the_union_of_window_and_chunks(
     place: Place,
     tokens: int,
@@ -143,8 +142,7 @@ def test_padding_caps_and_learned_sinks(
     assert lse[2].isfinite().all() if with_sinks else (lse[2] == -INF).all()
 
 
-@pytest.mark.factor("splits", [1, 3, 20])
-@pytest.mark.factor("others", [1, 40])
+@pytest.mark.parametrize(("others", "splits"), [(1, 20), (40, 3)])
 def test_however_the_work_is_shared_out(place: Place, others: int, splits: int) -> None:
     """More programs than keys, more chunks than programs, and one program for all."""
     if place[0] != "triton":
@@ -153,7 +151,7 @@ def test_however_the_work_is_shared_out(place: Place, others: int, splits: int) 
     check(place, *tensors, some_chunks(tensors[0], others, 16), causal_offset=148, splits=splits)
 
 
-@pytest.mark.factor("count", [0, 1, 513, 2600])
+@pytest.mark.factor("count", [0, 513, 2600])
 @pytest.mark.factor("dtype", [torch.int32, torch.int64])
 def test_ids_are_counted_once_each_time(place: Place, count: int, dtype: torch.dtype) -> None:
     """As a replayed step does it again: with the same tickets, and other ids in the same memory.
@@ -226,24 +224,3 @@ def test_a_growing_window_is_the_same_kernel(monkeypatch: pytest.MonkeyPatch, ba
             constants = prompt.tile_constants(plan, query, window, window, None, mask, None)
             kernels.add(tuple(map(str, constants.items())))
         assert len(kernels) == (2 if batch == 2 else 1)
-
-
-def test_what_does_not_fit_is_named() -> None:
-    query, key, value = inputs(("naive", "cpu"))
-    good = some_chunks(query, 3, 16)
-    none = Partials(good.outs[:, :, :, :0], good.lses[:, :, :, :0])
-    one, ids = torch.zeros((), dtype=torch.int64), torch.zeros(3, dtype=torch.int32)
-    turned = torch.zeros(1, 4, 2, dtype=torch.int32).transpose(0, 2)
-    for message, others, options in (
-        ("do not fit", good, {"key": key[:, :1]}),
-        ("S 1 or more", none, {}),
-        (r"others.outs is .* pass fp32 \[2, 4, 1, 3, 16\]", replace(good, outs=query), {}),
-        ("pass contiguous zeros", replace(good, tickets=turned), {}),
-        ("sink_logits is", good, {"sink_logits": torch.zeros(3)}),
-        ("ids without selected", good, {"ids": ids}),
-        ("pass one number", good, {"ids": ids, "selected": one.expand(2)}),
-        ("out_dtype=torch.float64", good, {"out_dtype": torch.float64}),
-    ):
-        arguments: dict[str, Any] = {"query": query, "key": key, "value": value}
-        with pytest.raises(ValueError, match=message):
-            step_attention(**(arguments | options), others=others, scale=1.0, causal_offset=None)

@@ -7,13 +7,13 @@ import torch
 
 from hf_kvret_kernels.top_k import top_k
 
-from .draws import Place, generator, moved_with_room, refused
+from .draws import Place, generator, moved_with_room
 
 INF = float("inf")
 
 
 def check_top_k(place: Place, scores: torch.Tensor, count: int) -> None:
-    """Against a stable sort; where the contract leaves a choice, Triton's is the sort's."""
+    """Against a stable sort: the first of equal scores, and positions that ascend."""
     backend, device = place
     moved = scores if device == "cpu" else moved_with_room(scores, device)
     ids = top_k(moved, count, backend=backend)
@@ -28,18 +28,10 @@ def check_top_k(place: Place, scores: torch.Tensor, count: int) -> None:
         row, result = scores[tuple(place_)].tolist(), ids[tuple(place_)].tolist()
         order = sorted(range(len(row)), key=lambda position: (-row[position], position))
         best = [position for position in order if row[position] != -INF][:count]
-        if backend == "triton":
-            assert result == sorted(best) + [-1] * (count - len(best))
-        else:
-            taken = [position for position in result if position != -1]
-            assert len(set(taken)) == len(taken) == len(best)
-            assert sorted(row[position] for position in taken) == sorted(row[i] for i in best)
+        assert result == sorted(best) + [-1] * (count - len(best))
 
 
-@pytest.mark.factor(
-    "length, count",
-    [(1, 1), (37, 36), (37, 37), (1024, 100), (1025, 1024), (2600, 700), (1030, 1030)],
-)
+@pytest.mark.parametrize(("length", "count"), [(37, 37), (1025, 1024), (2600, 700)])
 def test_the_highest_scores_are_taken(place: Place, length: int, count: int) -> None:
     """Spare room of +inf, rows that are steps apart, holes, and a row of holes alone."""
     scores = torch.full((2, 2, 1, length + 3), INF)
@@ -49,8 +41,8 @@ def test_the_highest_scores_are_taken(place: Place, length: int, count: int) -> 
     check_top_k(place, scores[..., :length], count)
 
 
-@pytest.mark.factor("count", [1, 500, 2000])
-def test_of_equal_scores_the_right_number_is_taken(place: Place, count: int) -> None:
+@pytest.mark.parametrize("count", [1, 500, 2000])
+def test_of_equal_scores_the_first_are_taken(place: Place, count: int) -> None:
     """Few different values: the threshold lies in the middle of hundreds of equal ones."""
     scores = torch.randint(-2, 3, (1, 2, 2, 2100), generator=generator(9)).float()
     scores[0, 0, 0] = 1.5
@@ -59,16 +51,7 @@ def test_of_equal_scores_the_right_number_is_taken(place: Place, count: int) -> 
     check_top_k(place, scores, count)
 
 
-@pytest.mark.factor("count", [1, 500, 1999])
-def test_of_equal_scores_the_first_are_taken(place: Place, count: int) -> None:
-    backend, device = place
-    scores = torch.randint(-2, 3, (1, 2, 2, 2100), generator=generator(9)).float()
-    expected = scores.sort(dim=-1, descending=True, stable=True).indices[..., :count]
-    result = top_k(scores.to(device), count, backend=backend).cpu()
-    assert torch.equal(result.long().sort(-1).values, expected.sort(-1).values)
-
-
-@pytest.mark.factor("count", [1, 5, 10, 12, 19])
+@pytest.mark.parametrize("count", [5, 10, 12])
 def test_the_order_is_that_of_the_numbers(place: Place, count: int) -> None:
     """Both signs and zeros, denormals, the greatest numbers and infinity."""
     tiny, huge = 1.4e-45, torch.finfo(torch.float32).max
@@ -82,8 +65,7 @@ def test_neighbours_in_the_last_bit_are_told_apart(place: Place) -> None:
     bits = 0x40490000 + torch.randperm(1500, generator=generator(10))
     up = bits.int().view(torch.float32)
     scores = torch.stack([up, -up]).view(1, 2, 1, -1)
-    for count in (1, 256, 1499):
-        check_top_k(place, scores, count)
+    check_top_k(place, scores, 256)
 
 
 def test_sums_of_many_blocks_add_up(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,10 +89,3 @@ def test_scores_may_be_strided_and_of_no_query(place: Place) -> None:
     scores = torch.randn(40, 2, 1, 2, generator=generator(11)).permute(3, 2, 1, 0)[..., ::2]
     check_top_k(place, scores, 7)
     assert top_k(scores[:, :, :0].to(place[1]), 7, backend=place[0]).shape == (2, 1, 0, 7)
-
-
-def test_arguments_of_top_k_that_do_not_fit_are_named() -> None:
-    scores = torch.zeros(1, 2, 1, 9)
-    refused(r"scores is torch\.float64", top_k, scores.double(), 3)
-    for count in (0, 10):
-        refused(f"count={count}: 1 to 9", top_k, scores, count)

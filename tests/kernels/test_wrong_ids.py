@@ -202,12 +202,3 @@ def test_numbers_in_range_are_not_refused() -> None:
     check_code_range(torch.tensor([0, 4], dtype=torch.int16), 5)
     with pytest.raises(WrongIdError, match="id 0, and there are no tokens: allowed is -1"):
         check_id_range(torch.zeros(1, dtype=torch.int32), 0)
-
-
-def test_rows_have_no_more_tokens_than_their_table_has_room_for() -> None:
-    rows = paged(("naive", "cpu"))
-    with pytest.raises(ValueError, match="tokens=41: the table has room for 0 to 40"):
-        PagedRows(rows.chunks, rows.table, rows.key_dim, tokens=41)
-    with pytest.raises(ValueError, match="tokens=-1"):
-        PagedRows(rows.chunks, rows.table, rows.key_dim, tokens=-1)
-    assert PagedRows(rows.chunks, rows.table, rows.key_dim).token_count == 40
