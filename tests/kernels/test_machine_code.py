@@ -22,7 +22,7 @@ from machine_code import COUNTS, Launch, check_tools, compile_parts, label_of, t
 from step_kernels import MULTIPROCESSORS, PARTS, PROMPT_PARTS, WIDE_PARTS
 
 LIMITS = Path(__file__).with_name("machine_code_limits.json")
-CHEAP = ("merge", "count")
+CHEAP = ("count",)
 CONTEXTS, BATCHES = (131_072, 1 << 20), (1, 8)
 AT_LEAST = ("ctas_at_batch_1", "widest_load_bytes", "load_bytes")
 Figures = dict[str, int]
@@ -39,7 +39,7 @@ OTHERS = {
 
 @pytest.fixture(scope="module")
 def launches() -> list[Launch]:
-    """Of the cheap parts."""
+    """Of the cheapest part."""
     pytest.importorskip("triton", reason="Triton compiles on Linux only")
     return compile_parts(CHEAP, CONTEXTS[0], 1)
 

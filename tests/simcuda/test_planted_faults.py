@@ -138,7 +138,7 @@ class Fault:
 FAULTS = {
     # A stream or a thread that does not wait.
     "readers of host rows do not wait": Fault(
-        replace(HOST, steps=2), put(memory.HostMemory, "wait", nothing), "race"
+        replace(HOST, steps=2, layers=1), put(memory.HostMemory, "wait", nothing), "race"
     ),
     "host rows are written before they are there": Fault(
         HOST, within(memory.HostMemory, "write", streams.Stream, "wait_stream", nothing), "race"
@@ -171,7 +171,7 @@ FAULTS = {
     ),
     # The host waits in a decode step.
     "a step reads a number": Fault(
-        replace(DEVICE, steps=2), with_ids(lambda ids: int(ids[0, 0, 0, 0])), "wait"
+        replace(DEVICE, steps=2, layers=1), with_ids(lambda ids: int(ids[0, 0, 0, 0])), "wait"
     ),
     # Tensors of two devices.
     "levels of codes lie on the CPU": Fault(
