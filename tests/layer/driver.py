@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -77,7 +78,8 @@ class Driver:
     """Passes made-up tokens through the one layer of a cache.
 
     Attributes:
-        mask: ``[B, T]`` bool of all tokens held.
+        keys: ``[B, HEADS, T, DIM]`` of all tokens held, as are ``values``.
+        mask: ``[B, T]`` bool of them.
         query: of the last pass.
         ids: what was selected in the last pass; None: nothing was.
     """
@@ -93,6 +95,7 @@ class Driver:
         self.softcap = softcap
         self.generator = torch.Generator().manual_seed(0)
         self.sink_logits = torch.randn(HEADS * GROUP, generator=self.generator) if sinks else None
+        self.keys = self.values = torch.empty(2, HEADS, 0, DIM)
         self.mask = torch.ones(2, 0, dtype=torch.bool)
         self.ids: torch.Tensor | None = None
         self.query = torch.empty(0)
@@ -120,10 +123,14 @@ class Driver:
         )
         # Means that are not 0.
         key, value = key + 0.5, value + 1.0
+        self.keys = torch.cat([self.keys, key], dim=2)
+        self.values = torch.cat([self.values, value], dim=2)
         scoring = Scoring(None if self.mask.all() else self.mask, SCALE, self.softcap)
         self.ids, self.query = None, query
+        # The model's own attention, which does the first pass.
+        dense = self.exact().to(query.dtype)
         key, value = self.cache.update(key, value, 0)
-        call = AttentionCall(scoring, lambda: torch.zeros_like(query), self.sink_logits)
+        call = AttentionCall(scoring, lambda: dense, self.sink_logits)
         own = layer.subscribers
         layer.subscribers = (*own, self._keep_ids)  # type: ignore[assignment]
         try:
@@ -134,14 +141,27 @@ class Driver:
     def _keep_ids(self, record: StepRecord) -> None:
         self.ids = record.ids
 
+    def exact(self) -> torch.Tensor:
+        """The last pass by full attention, in float64."""
+        scoring = Scoring(self.mask, SCALE, self.softcap)
+        return full_attention(self.query, self.keys, self.values, scoring, self.sink_logits)
+
     def crop(self, count: int) -> None:
         """Drop the newest tokens."""
         self.cache.crop(-count)
-        self.mask = self.mask[:, :-count]
+        kept = self.mask.shape[1] - count
+        self.keys, self.values = self.keys[:, :, :kept], self.values[:, :, :kept]
+        self.mask = self.mask[:, :kept]
 
     def reorder(self, rows: list[int]) -> None:
         self.cache.reorder_cache(torch.tensor(rows))
-        self.mask = self.mask[rows]
+        self.keys, self.values, self.mask = self.keys[rows], self.values[rows], self.mask[rows]
+
+    def fork(self, **changes: Any) -> Driver:
+        """Another that goes on from here, with other options."""
+        twin = copy.copy(self)
+        twin.cache = self.cache.fork(**changes)
+        return twin
 
     def life(self) -> Iterator[torch.Tensor]:
         """Results of steps, between all that may happen to a cache."""
@@ -158,10 +178,10 @@ class Driver:
         self.crop(40)
         for _ in range(4):
             yield self.forward(1)
-        fork = self.cache.fork()
+        twin = self.fork()
         self.forward(30)
         yield self.forward(1)
         # The fork goes on from where it was taken.
-        self.cache, self.mask = fork, self.mask[:, : fork.get_seq_length()]
+        vars(self).update(vars(twin))
         for _ in range(4):
             yield self.forward(1)

@@ -23,9 +23,6 @@ def _break(*_: Any, **__: Any) -> Any:
 def _draft(model: PreTrainedModel, cache: Any, mode: str, length: int) -> torch.Tensor:
     """An answer, drafted by ``mode``; "broken": it breaks off at its second check."""
     run: dict[str, Any] = {"past_key_values": cache, "prompt_lookup_num_tokens": 3, **GREEDY}
-    if mode == "assistant":
-        del run["prompt_lookup_num_tokens"]
-        run["assistant_model"] = MODELS["llama"].build()
     if mode == "broken":
         checks = iter([lambda ids, *_, **__: torch.zeros(len(ids), dtype=torch.bool), _break])
         run["stopping_criteria"] = StoppingCriteriaList([lambda *a, **k: next(checks)(*a, **k)])
@@ -35,7 +32,7 @@ def _draft(model: PreTrainedModel, cache: Any, mode: str, length: int) -> torch.
     return model.generate(prompt(1, length), **run)
 
 
-@pytest.mark.factor("mode", ["lookup", "assistant", "broken"])
+@pytest.mark.factor("mode", ["lookup", "broken"])
 @pytest.mark.factor("length", [2, 60])
 @pytest.mark.factor("name", ["gemma3", "lfm2"])
 def test_what_records_is_cut_back_when_a_call_is_over(name: str, length: int, mode: str) -> None:

@@ -63,55 +63,11 @@ def test_sinks_are_the_first_valid_tokens_of_each_row() -> None:
     assert _sink_tags(window) == [[3, 4, 5], [0, 5, -1], [0, 1, 2]]
 
 
-def test_a_row_whose_first_token_comes_late_gets_its_sinks_late() -> None:
-    valid = torch.ones(2, 12, dtype=torch.bool)
-    valid[0, :7] = False
-    window = _window(2, 2, 12)
-    for count, expected in ((3, [-1, -1]), (3, [-1, -1]), (2, [7, -1]), (1, [7, 8])):
-        _flush(window, count, valid)
-        assert window.sink_slots[0].tolist() == expected
-        assert window.sink_slots[1].tolist() == [0, 1]
-    assert _sink_tags(window) == [[7, 8], [0, 1]]
-
-
-def test_validity_covers_free_sinks_padding_and_holes() -> None:
-    window = _window(2, 2, 6)
-    assert _validity(window, None) == [[False] * 2 + [True] * 6] * 2
-    valid = torch.ones(2, 6, dtype=torch.bool)
-    valid[0, :4] = False
-    valid[1, 5] = False
-    _flush(window, 3, valid)
-    assert _validity(window, valid) == [
-        [False, False, False, True, True],
-        [True, True, True, True, False],
-    ]
-    full = _window(2, 1, 6)
-    _flush(full, 3)
-    assert full.validity(None) is None
-
-
 def test_a_sink_that_the_mask_hides_later_is_not_attended() -> None:
     window = _window(2, 1, 6)
     _flush(window, 3)
     valid = torch.tensor([[True, False, True, True, True, True]])
     assert _validity(window, valid) == [[True, False, True, True, True]]
-
-
-def test_tokens_put_back_free_the_sinks_that_came_from_them() -> None:
-    window = _window(4, 2, 8)
-    valid = torch.ones(2, 8, dtype=torch.bool)
-    valid[1, :2] = False
-    _flush(window, 6, valid)
-    assert window.sink_slots.tolist() == [[0, 1, 2, 3], [2, 3, 4, 5]]
-    window.crop(6)
-    window.unpop(*_tokens(2, 2, 3), end=5)
-    assert (window.start, window.end) == (2, 5)
-    assert window.sink_slots.tolist() == [[0, 1, -1, -1], [-1, -1, -1, -1]]
-    assert torch.equal(window.recent()[0], _tokens(2, 2, 3)[0])
-    window.append(*_tokens(2, 5, 3))
-    _flush(window, 5, valid)
-    assert window.sink_slots.tolist() == [[0, 1, 2, 3], [2, 3, 4, 5]]
-    assert _sink_tags(window) == [[0, 1, 2, 3], [2, 3, 4, 5]]
 
 
 def test_spare_capacity_is_never_read() -> None:
