@@ -74,12 +74,6 @@ def test_rows_that_are_taken_stay_where_they_lie_until_others_join() -> None:
     assert rows.rows.data_ptr() != file.data_ptr()
 
 
-def test_a_buffer_that_took_no_row_has_no_bytes_of_rows() -> None:
-    rows = TokenBuffer()
-    rows.take(torch.empty(1, 2, 0, 3))
-    assert rows.rows_nbytes == 0 and len(rows) == 0
-
-
 def test_capacity_grows_in_steps_and_counts_as_bytes() -> None:
     rows = TokenBuffer(least_step=4)
     assert rows.nbytes() == 0

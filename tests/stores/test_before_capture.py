@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from hf_kvret import TokenBlock
 from hf_kvret.stores import CpuStore, PagedStore, QuantizedStore, ResidentStore, Store
 from hf_kvret.stores.memory import DeviceMemory, HostMemory, SplitMemory
 
-CPU = torch.device("cpu")
-HEADS, DIM = 2, 16
+from .rows import CPU, HEADS, extend, same_ids
+
+DIM = 16
 
 
 class Write:
@@ -25,18 +25,12 @@ class Write:
         self.waits.append("host")
 
 
-def _block(start: int = 0, count: int = 70, batch: int = 2) -> TokenBlock:
-    keys, values = torch.randn(2, batch, HEADS, count, DIM)
-    return TokenBlock(keys, values, start)
+def _append(store: Store, count: int = 70) -> None:
+    extend(store, count=count, dims=(DIM, DIM))
 
 
-def _filled(store: Store) -> Store:
-    store.append(_block())
-    return store
-
-
-def _attend(store: Store, count: int = 5, batch: int = 2) -> None:
-    ids = torch.arange(count, dtype=torch.int32).expand(batch, HEADS, 1, count).contiguous()
+def _attend(store: Store, batch: int = 2) -> None:
+    ids = same_ids(*range(5), batch=batch)
     store.begin(torch.randn(batch, HEADS, 1, DIM), ids, 1.0)()
 
 
@@ -54,7 +48,7 @@ def test_a_capture_waits_for_writes_on_the_host_and_leaves_nothing_to_wait_for(
         "split": (PagedStore(split), split._far),
     }[store_name]
     assert isinstance(memory, HostMemory)
-    _filled(store)
+    _append(store)
     write: Any = Write()
     memory._last_write = write
     _attend(store)
@@ -67,30 +61,22 @@ def test_a_capture_waits_for_writes_on_the_host_and_leaves_nothing_to_wait_for(
     assert write.waits == ["host"], "what has arrived is forgotten"
 
 
-def test_a_capture_makes_the_addresses_that_a_kernel_would_make(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+class Table(torch.Tensor):
+    """Stands in for a table of pages on a GPU."""
+
+    is_cuda = True
+
+
+def test_a_capture_makes_the_addresses_that_a_kernel_would_make() -> None:
     """Made while a step is captured, they would not be there before its first replay."""
-    store = _filled(PagedStore(DeviceMemory(CPU)))
-    assert isinstance(store, PagedStore) and store._table is not None
-    store._table = _as_if_on_a_gpu(store._table)
-    store.before_capture()
-    assert store.paged_rows().page_address is not None
-    store.append(_block(70, 200))
-    store._table = _as_if_on_a_gpu(store._table)
-    store.before_capture()
-    addresses = store.paged_rows().page_address
-    assert addresses is not None and len(addresses) == sum(map(len, store.paged_rows().chunks))
-
-
-def _as_if_on_a_gpu(table: torch.Tensor) -> torch.Tensor:
-    class Table(torch.Tensor):
-        is_cuda = True
-
-    return table.as_subclass(Table)
-
-
-ON_CPU = "store='cpu' attends on the CPU"
+    store = PagedStore(DeviceMemory(CPU))
+    for count in (70, 200):
+        _append(store, count)
+        assert store._table is not None
+        store._table = store._table.as_subclass(Table)
+        store.before_capture()
+        addresses = store.paged_rows().page_address
+        assert addresses is not None and len(addresses) == sum(map(len, store.paged_rows().chunks))
 
 
 @pytest.mark.parametrize(
@@ -101,13 +87,13 @@ ON_CPU = "store='cpu' attends on the CPU"
         (PagedStore(SplitMemory(CPU, 0)), 1.0, None),
         (QuantizedStore(HostMemory(CPU), 2), 1.0, None),
         (ResidentStore(CPU), 1.0, "have served no step since its rows changed"),
-        (CpuStore(CPU), 0.0, ON_CPU),
+        (CpuStore(CPU), 0.0, "store='cpu' attends on the CPU"),
     ],
 )
 def test_a_store_says_what_comes_over_the_bus_and_why_it_is_not_captured(
     store: Store, bus_share: float, obstacle: str | None
 ) -> None:
-    store.append(_block())
+    _append(store)
     assert store.bus_share == bus_share
     assert (obstacle or "") in (store.capture_obstacle or "")
     assert (store.capture_obstacle is None) == (obstacle is None)
@@ -115,7 +101,7 @@ def test_a_store_says_what_comes_over_the_bus_and_why_it_is_not_captured(
 
 def test_slots_can_be_captured_once_they_served_the_rows_as_they_are() -> None:
     store = ResidentStore(CPU, 2.0)
-    store.append(_block())
+    _append(store)
     words = "store='resident' have served no step since its rows changed"
 
     def check_ready_after_a_step(batch: int = 2) -> None:
@@ -124,7 +110,7 @@ def test_slots_can_be_captured_once_they_served_the_rows_as_they_are() -> None:
         assert store.capture_obstacle is None
 
     check_ready_after_a_step()
-    store.append(_block(70, 10))
+    _append(store, 10)
     check_ready_after_a_step()
     store.crop(60)
     check_ready_after_a_step()

@@ -20,14 +20,13 @@ from hf_kvret.stores import (
     host_memory,
     paged,
 )
-from hf_kvret.stores.memory import DeviceMemory, HostMemory, PageMemory, SplitMemory
+from hf_kvret.stores.memory import DeviceMemory, HostMemory, PageMemory
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
 from hf_kvret.testing.scenario import prompt
-from hf_kvret_kernels._dispatch import prefer
 from hf_kvret_kernels.page_copy import copy_pages
 from hf_kvret_kernels.paged import PagedRows
 
-from .rows import CPU, HEADS, MakeMemory, extend
+from .rows import CPU, HEADS, extend
 
 
 def filled(memory: PageMemory, *counts: int) -> tuple[PagedStore, torch.Tensor, torch.Tensor]:
@@ -63,22 +62,6 @@ def test_bytes_are_exact_and_in_the_right_memory() -> None:
     extend(by_cpu, count=9, batch=3, dims=(6, 10))
     assert by_cpu.host_nbytes() == by_cpu.nbytes() > rows
     assert PagedStore(HostMemory(CPU)).host_nbytes() == 0
-
-
-@pytest.mark.parametrize("make_memory", [DeviceMemory, HostMemory])
-@pytest.mark.parametrize("chunk_len", [1, 9, 1000])
-def test_the_kernel_reads_the_same_chunks(make_memory: MakeMemory, chunk_len: int) -> None:
-    pytest.importorskip("triton", reason="Triton is not installed")
-    if torch.cuda.is_available():
-        pytest.skip("Triton's interpreter is off where there is a GPU")
-    store, keys, values = filled(make_memory(CPU), 13, 2, 30)
-    order = torch.tensor([2, 0, 2])
-    store.reorder(order)
-    with prefer("triton"):
-        starts, *chunks = zip(*store.chunks(chunk_len), strict=True)
-    assert list(starts) == list(range(0, 45, max(4, chunk_len // 4 * 4)))
-    for tensors, expected in zip(chunks, (keys, values), strict=True):
-        assert torch.equal(torch.cat(tensors, dim=2), expected[order])
 
 
 def test_reading_begins_before_the_first_chunk_is_taken(
@@ -160,25 +143,6 @@ def test_room_for_a_prompt_in_chunks_is_made_at_once_and_no_larger() -> None:
     table = 2 * 25 * 4
     # 1,700 tokens are 27 pages; by itself the store grows block by block, by an eighth at least.
     assert sizes == [25 * 64 * row + table, 27 * 64 * row + table]
-
-
-def test_room_is_made_once_and_for_the_rows_that_were_expected() -> None:
-    """Sequences that are repeated afterwards get none for the tokens that are stored already."""
-    block = torch.randn(1, 2, 320, 8)
-    store = PagedStore(DeviceMemory(CPU))
-    store.expect(1700)
-    store.append(TokenBlock(block, block, 0))
-    store.reorder(torch.zeros(8, dtype=torch.long))
-    store.append(TokenBlock(*2 * (block.expand(8, -1, -1, -1),), 320))
-    row = 2 * 16 * 4 * 64
-    # 22 pages are free: 16 of them hold two of the five pages of each row.
-    assert store.nbytes() == (27 + 8 * 3) * row + 8 * 10 * 4
-    # The pages that did not fit into one memory are still to come.
-    store = PagedStore(SplitMemory(CPU, 4 * row))
-    store.expect(1700)
-    for number in range(5):
-        store.append(TokenBlock(block, block, 320 * number))
-    assert (store.nbytes(), store.host_nbytes()) == (27 * row + 25 * 4, 23 * row)
 
 
 def test_chunks_are_read_on_a_stream_of_their_users(monkeypatch: pytest.MonkeyPatch) -> None:
