@@ -13,16 +13,9 @@ from hf_kvret import FlatKVCache, RetrievalCache
 from hf_kvret.attention import attention
 from hf_kvret.attention.attention import retrieval_attention
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
+from hf_kvret.testing.scenario import prompt, ragged
 
 SMALL: dict[str, Any] = {**COVERING_OPTIONS, "top_k": 1.0}
-
-
-def _padded(length: int = 40) -> dict[str, torch.Tensor]:
-    ids = torch.randint(3, 128, (3, length), generator=torch.Generator().manual_seed(1))
-    mask = torch.ones_like(ids)
-    ids[1, :11], mask[1, :11] = 0, 0
-    ids[2, : length - 1], mask[2, : length - 1] = 0, 0
-    return {"input_ids": ids, "attention_mask": mask}
 
 
 @pytest.fixture
@@ -49,15 +42,16 @@ def test_long_prompts_go_block_by_block_and_agree_with_the_base(
 ) -> None:
     model = MODELS[name].build()
     model.set_attn_implementation(base)
-    inputs = _padded()
-    valid = inputs["attention_mask"].bool()
+    ids, mask = ragged((40, 29, 1))
+    results = []
     with torch.no_grad():
-        expected = model(**inputs, past_key_values=DynamicCache(config=model.config)).logits
-        hf_kvret.attach(model)
-        got = model(**inputs, past_key_values=FlatKVCache(model.config, **SMALL)).logits
+        for cache in (DynamicCache(config=model.config), FlatKVCache(model.config, **SMALL)):
+            logits = model(ids, attention_mask=mask, past_key_values=cache).logits
+            results.append(logits[mask.bool()])
+            hf_kvret.attach(model)
     assert len(blocks) == len(MODELS[name].full_attention)
     # Two fp32 orders of the same sums, through three layers with logits around 10.
-    torch.testing.assert_close(got[valid], expected[valid], atol=2e-4, rtol=1e-4)
+    torch.testing.assert_close(*results, atol=2e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -68,9 +62,8 @@ def test_without_padding_the_fastest_attention_takes_a_prompt(
     monkeypatch.setattr(attention, "compiled", lambda query: compiled)
     model = MODELS["llama"].build()
     hf_kvret.attach(model)
-    ids = _padded()["input_ids"][:1]
     with torch.no_grad():
-        model(input_ids=ids, past_key_values=FlatKVCache(model.config, **SMALL))
+        model(prompt(1, 40), past_key_values=FlatKVCache(model.config, **SMALL))
     assert len(blocks) == compiled * len(MODELS["llama"].full_attention)
 
 

@@ -20,20 +20,16 @@ from hf_kvret import FlatKVCache, attach
 from hf_kvret.attention.attention import retrieval_attention
 from hf_kvret.attention.masks import base_mask, retrieval_mask
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
+from hf_kvret.testing.scenario import prompt
 
 SMALL: dict[str, Any] = {**COVERING_OPTIONS, "top_k": 1.0}
 RUN = {"max_new_tokens": 3, "do_sample": False}
 GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
 
 
-def _ids(batch: int = 1, length: int = 30) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(length)
-    return torch.randint(3, 128, (batch, length), generator=generator)
-
-
 def _filled(model: PreTrainedModel, batch: int = 1) -> FlatKVCache:
     cache = FlatKVCache(model.config, **SMALL)
-    model.generate(_ids(batch), **RUN, past_key_values=cache)
+    model.generate(prompt(batch, 30), **RUN, past_key_values=cache)
     return cache
 
 
@@ -46,14 +42,14 @@ def test_a_forward_pass_without_our_attention_is_noticed(name: str) -> None:
         torch.no_grad(),
         pytest.raises(RuntimeError, match=f"layer {first} was given tokens") as raised,
     ):
-        model(_ids(), past_key_values=cache)
+        model(prompt(1, 30), past_key_values=cache)
     assert "hf_kvret.attach(model)" in str(raised.value)
     attach(model)
     with torch.no_grad(), pytest.raises(RuntimeError, match="start with a new cache"):
-        model(_ids(), past_key_values=cache)
+        model(prompt(1, 30), past_key_values=cache)
     cache = FlatKVCache(model.config, **SMALL)
     with torch.no_grad():
-        model(_ids(), past_key_values=cache)
+        model(prompt(1, 30), past_key_values=cache)
     assert cache.get_seq_length() == 30
 
 
@@ -62,16 +58,16 @@ def test_a_cache_filled_by_another_model_is_refused(llama: PreTrainedModel) -> N
     other = MODELS["qwen3"].build()
     attach(other)
     with torch.no_grad(), pytest.raises(ValueError, match="made for model_type=llama, this"):
-        other(_ids(), past_key_values=cache)
+        other(prompt(1, 30), past_key_values=cache)
     # Without an origin the layers refuse what does not fit.
     cache.forget_origin()
     words = "filled by another model (KV heads 2, key dim 16, value dim 16, torch.float32"
     with torch.no_grad(), pytest.raises(ValueError, match=re.escape(words)) as raised:
-        other(_ids(), past_key_values=cache)
+        other(prompt(1, 30), past_key_values=cache)
     assert "key dim 24" in str(raised.value) and "use a new cache or reset()" in str(raised.value)
     half = MODELS["llama"].build().to(torch.bfloat16)
     with pytest.raises(ValueError, match=r"the new tokens have .*torch\.bfloat16"):
-        half.generate(_ids(1, 40), **RUN, past_key_values=cache)
+        half.generate(prompt(1, 40), **RUN, past_key_values=cache)
 
 
 def test_a_layer_that_the_cache_was_not_made_for_is_refused(llama: PreTrainedModel) -> None:
@@ -84,16 +80,16 @@ def test_a_cache_reused_at_another_batch_size_is_refused(llama: PreTrainedModel)
     cache = _filled(llama)
     words = "this cache holds a batch of 1, the new tokens are a batch of 2: use a new cache"
     with torch.no_grad(), pytest.raises(ValueError, match=words):
-        llama(_ids(2, 1), past_key_values=cache)
+        llama(prompt(2, 1), past_key_values=cache)
     with torch.no_grad():
-        llama(_ids(1, 1), past_key_values=cache)
+        llama(prompt(1, 1), past_key_values=cache)
     assert cache.get_seq_length() == 33, "a refused pass leaves the cache as it was"
 
 
 def test_gradients_are_refused(llama: PreTrainedModel) -> None:
     attach(llama)
     with pytest.raises(RuntimeError, match=r"no gradients: run the model under torch\.no_grad"):
-        llama(_ids(), past_key_values=FlatKVCache(llama.config))
+        llama(prompt(1, 30), past_key_values=FlatKVCache(llama.config))
 
 
 def test_crops_that_cannot_be_are_refused(llama: PreTrainedModel) -> None:
@@ -123,7 +119,7 @@ def _copy_inputs_of_later_layers(model: PreTrainedModel) -> None:
 
 @pytest.mark.parametrize("ours", [True, False], ids=["retrieval", "dynamic"])
 def test_a_device_map_copies_masks_and_changes_nothing(llama: PreTrainedModel, ours: bool) -> None:
-    ids, mask = _ids(2, 60), torch.ones(2, 60, dtype=torch.long)
+    ids, mask = prompt(2, 60), torch.ones(2, 60, dtype=torch.long)
     mask[0, :13] = 0
     expected = llama.generate(ids, attention_mask=mask, **GREEDY)
     attach(llama)
@@ -150,14 +146,15 @@ def test_values_that_change_after_the_cache_are_refused(llama: PreTrainedModel) 
 
 
 def test_a_refused_call_leaves_the_filled_cache_usable(llama: PreTrainedModel) -> None:
-    ids = _ids(1, 60)
+    ids = prompt(1, 60)
     attach(llama)
     cache = FlatKVCache(llama.config, **COVERING_OPTIONS)
     with torch.no_grad():
         llama(ids, past_key_values=cache)
-        too_long = torch.ones(1, 70, dtype=torch.long)
-        with pytest.raises(ValueError, match="attention_mask has 70 columns"):
-            llama(ids[:, :1], past_key_values=cache, attention_mask=too_long)
+        for columns in (60, 70):
+            mask = torch.ones(1, columns, dtype=torch.long)
+            with pytest.raises(ValueError, match=f"attention_mask has {columns} columns"):
+                llama(ids[:, :1], past_key_values=cache, attention_mask=mask)
         again = llama(ids[:, :1], past_key_values=cache).logits
         exact = llama(torch.cat([ids, ids[:, :1]], 1), past_key_values=DynamicCache()).logits
     # fp32 sums in another order.

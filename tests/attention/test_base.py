@@ -17,6 +17,7 @@ import hf_kvret
 from hf_kvret import FlatKVCache
 from hf_kvret.attention import base as base_attention
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
+from hf_kvret.testing.scenario import ragged
 
 FLASH = "flash_attention_2"
 SMALL: dict[str, Any] = {**COVERING_OPTIONS, "top_k": 1.0}
@@ -26,9 +27,7 @@ CLOSE = {"atol": 2e-4, "rtol": 1e-4}
 
 
 def _prompt() -> dict[str, torch.Tensor]:
-    ids = torch.randint(3, 128, (2, 40), generator=torch.Generator().manual_seed(0))
-    mask = torch.ones_like(ids)
-    ids[1, :11], mask[1, :11] = 0, 0
+    ids, mask = ragged((40, 29))
     return {"input_ids": ids, "attention_mask": mask}
 
 

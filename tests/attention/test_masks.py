@@ -99,12 +99,6 @@ def test_the_carrier_survives_contiguous_and_a_second_call() -> None:
         assert retrieval_mask(**_arguments(4, 12, copy)) is copy
 
 
-@pytest.mark.parametrize("copy", [torch.Tensor.clone, lambda mask: mask.to(torch.int64)])
-def test_a_copy_remembers(copy: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    carrier = retrieval_mask(**_arguments(4, 12, _padding(12)))
-    assert mask_info(copy(carrier)) is mask_info(carrier) is not None
-
-
 @pytest.mark.parametrize(
     ("compute", "operation"),
     [
@@ -125,17 +119,6 @@ def test_computing_with_a_carrier_is_refused(
         compute(carrier)
 
 
-def test_one_padding_carries_the_masks_of_several_kinds_of_layer() -> None:
-    padding = _padding(12)
-    full = retrieval_mask(**_arguments(12, 12, padding))
-    function = sliding_window_causal_mask_function(4)
-    slides = retrieval_mask(**_arguments(12, 12, padding, mask_function=function, local_size=4))
-    full_mask, sliding_mask = base_mask(full, "eager", CPU), base_mask(slides, "eager", CPU)
-    assert full_mask is not None and sliding_mask is not None
-    assert not torch.equal(full_mask, sliding_mask)
-    assert mask_info(padding) is None, "the caller's tensor is left alone"
-
-
 def test_a_layer_gets_the_padding_and_none_means_all_valid() -> None:
     assert token_validity(None, 1, 12, CPU) is None
     assert token_validity(retrieval_mask(**_arguments(1, 12, None)), 1, 12, CPU) is None
@@ -144,13 +127,6 @@ def test_a_layer_gets_the_padding_and_none_means_all_valid() -> None:
     assert got is not None and torch.equal(got, padding)
     longs = token_validity(retrieval_mask(**_arguments(3, 12, padding.long())), 3, 12, CPU)
     assert longs is not None and longs.dtype == torch.bool and torch.equal(longs, padding)
-
-
-@pytest.mark.parametrize("columns", [11, 13])
-def test_a_mask_of_another_length_is_refused(columns: int) -> None:
-    carrier = retrieval_mask(**_arguments(1, 12, _padding(columns)))
-    with pytest.raises(ValueError, match=f"attention_mask has {columns} columns, the cache holds"):
-        token_validity(carrier, 1, 12, CPU)
 
 
 def test_a_foreign_mask_is_refused_by_a_layer_and_passed_to_the_base() -> None:

@@ -54,10 +54,6 @@ def test_a_compiled_decoder_is_seen_through() -> None:
     assert decoder_of(model) is model.model._orig_mod
 
 
-def test_a_linear_layer_is_none(modernbert: PreTrainedModel) -> None:
-    assert decoder_of(modernbert) is modernbert.model
-
-
 def test_a_model_whose_decoder_is_a_linear_layer_is_served(
     modernbert: PreTrainedModel, tmp_path: Path
 ) -> None:

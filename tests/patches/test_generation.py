@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -136,28 +135,6 @@ def test_names_of_others_stay_and_keep_their_order() -> None:
         assert generation.known_names() == before
     finally:
         configuration_utils.ALL_CACHE_IMPLEMENTATIONS = before
-
-
-@pytest.mark.parametrize(("owner", "name"), [METHODS[0], METHODS[4]])
-def test_what_was_wrapped_since_stays_when_applied_again_and_restored(
-    owner: type, name: str, model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(owner, name, getattr(owner, name))
-    expected, calls = generate(model), []
-    generation.apply(("mine",), Hooks())
-    inner = getattr(owner, name)
-
-    @functools.wraps(inner)
-    def theirs(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return inner(self, *args, **kwargs)
-
-    setattr(owner, name, theirs)
-    generation.apply(("mine", "more"), Hooks(choose_call=lambda *args: calls.append(args)))
-    assert getattr(owner, name) is theirs
-    assert torch.equal(generate(model), expected) and len(calls) == 1
-    generation.restore()
-    assert getattr(owner, name) is theirs
-    assert torch.equal(generate(model), expected) and len(calls) == 1
 
 
 def test_the_hooks_of_passes_see_every_pass_and_no_other(model: Any) -> None:
