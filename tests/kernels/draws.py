@@ -33,6 +33,12 @@ def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torc
     return torch.randn(shape, generator=generator(seed)).to(dtype)
 
 
+def hadamard(size: int) -> torch.Tensor:
+    """Orthonormal, entry by entry: the parity of the bits that row and column share."""
+    shared = [[bin(i & j).count("1") % 2 for j in range(size)] for i in range(size)]
+    return (1 - 2 * torch.tensor(shared, dtype=torch.float64)) / size**0.5
+
+
 def on(place: Place, x: torch.Tensor | None) -> torch.Tensor | None:
     """``x`` on the device of a place."""
     return None if x is None else x.to(place[1])

@@ -14,7 +14,7 @@ import torch
 from hf_kvret_kernels.higgs import HiggsCodec, naive
 from hf_kvret_kernels.higgs.naive import WORDS, grid_points, pack, random_signs, unpack
 
-from .draws import Place, draw
+from .draws import Place, draw, hadamard
 
 CPU = torch.device("cpu")
 # Squared error of a number of a standard normal pair with the best 16, 64 and 256 points.
@@ -84,12 +84,6 @@ FP32_ERROR = 1e-5
 
 def name(codec: HiggsCodec) -> str:
     return f"{codec.bits}-{codec.group}"
-
-
-def hadamard(group: int) -> torch.Tensor:
-    """Orthonormal, entry by entry: the parity of the bits that row and column share."""
-    shared = [[bin(i & j).count("1") % 2 for j in range(group)] for i in range(group)]
-    return (1 - 2 * torch.tensor(shared, dtype=torch.float64)) / math.sqrt(group)
 
 
 def unpack_slowly(packed: list[int], code_bits: int) -> list[int]:

@@ -8,7 +8,7 @@ import torch
 from hf_kvret_kernels import host_library, paris
 from hf_kvret_kernels.paris.codes import rotation_blocks, rotation_stride
 
-from .draws import BACKENDS, BOTH, DEVICE, needs_triton, randn, tools
+from .draws import BACKENDS, BOTH, DEVICE, hadamard, needs_triton, randn, tools
 
 pytestmark = pytest.mark.factor("backend", BACKENDS)
 
@@ -63,29 +63,21 @@ def test_rotation_keeps_inner_products(head_dim: int, backend: str) -> None:
     torch.testing.assert_close(after @ after.t(), before @ before.t(), rtol=1e-5, atol=2e-4)
 
 
-def test_rotation_is_the_signed_walsh_hadamard_matrix(backend: str) -> None:
-    signs, _ = tools(40, 8)
-    parity = [[bin(i & j).count("1") % 2 for j in range(64)] for i in range(64)]
-    matrix = (1 - 2 * torch.tensor(parity, dtype=torch.float32, device=DEVICE)) / 8
-    rotated = paris.rotate(torch.eye(40, device=DEVICE), signs, backend=backend)
-    torch.testing.assert_close(rotated, signs[:40, None] * matrix[:40], rtol=0, atol=1e-6)
-
-
-def test_blocks_are_rotated_apart_after_coordinates_changed_places(backend: str) -> None:
-    """160 numbers are 128 + 32, and the step from coordinate to coordinate is coprime to 160."""
-    signs, _ = tools(160, 8)
-    stride = rotation_stride(160)
-    assert stride == 99 and rotation_blocks(160) == ((0, 128), (128, 160))
-    expected = torch.zeros(160, 160, device=DEVICE)
-    for start, end in rotation_blocks(160):
+@pytest.mark.parametrize(("dim", "stride"), [(40, 1), (160, 99)])
+def test_blocks_are_rotated_apart_after_coordinates_changed_places(
+    dim: int, stride: int, backend: str
+) -> None:
+    """40 numbers are padded to one block; 160 are 128 + 32, in steps that are coprime to 160."""
+    signs, _ = tools(dim)
+    room = paris.rotated_dim(dim)
+    assert rotation_stride(room) == stride
+    expected = torch.zeros(room, room, device=DEVICE)
+    for start, end in rotation_blocks(room):
         own = torch.arange(start, end)
-        parity = [
-            [bin(i & j).count("1") % 2 for j in range(end - start)] for i in range(end - start)
-        ]
-        block = (1 - 2 * torch.tensor(parity, device=DEVICE)) / (end - start) ** 0.5
-        expected[own * stride % 160, start:end] = signs[start:end, None] * block
-    rotated = paris.rotate(torch.eye(160, device=DEVICE), signs, backend=backend)
-    torch.testing.assert_close(rotated, expected, rtol=0, atol=1e-6)
+        block = hadamard(end - start).float().to(DEVICE)
+        expected[own * stride % room, start:end] = signs[start:end, None] * block
+    rotated = paris.rotate(torch.eye(dim, device=DEVICE), signs, backend=backend)
+    torch.testing.assert_close(rotated, expected[:dim], rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("dim", [8, 128, 136, 160, 288, 576, 672, 1000, 1024])
@@ -260,16 +252,13 @@ needs_library = pytest.mark.skipif(bool(host_library.why_not()), reason="no comp
 
 
 @needs_library
-@pytest.mark.factor("path", ["portable", "avx2"])
+@pytest.mark.factor("path", ["portable", "avx2"], indirect=True)
 @pytest.mark.factor("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.factor(("head_dim", "m"), SHAPES)
 def test_the_library_encodes_as_torch_does(
-    head_dim: int, m: int, dtype: torch.dtype, path: str, monkeypatch: pytest.MonkeyPatch
+    head_dim: int, m: int, dtype: torch.dtype, path: str
 ) -> None:
     """Keys of any strides, a number of tokens that fills no block, planes with spare room."""
-    if path not in host_library.paths():
-        pytest.skip(f"this processor has no {path}")
-    monkeypatch.setenv(host_library.ISA_VARIABLE, path)
     signs, levels = (x.cpu() for x in tools(paris.rotated_dim(head_dim), m))
     keys = randn(2, 277, 3, head_dim).cpu().to(dtype).transpose(1, 2)
     keys[1, 2, 5] = 0

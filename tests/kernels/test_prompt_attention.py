@@ -51,21 +51,20 @@ def check(
     causal_offset: int | None,
     valid: torch.Tensor | None = None,
     softcap: float | None = None,
-    scale: float = 0.3,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run in ``place`` with fp32 output, compare with the reference, return the result."""
     out, lse = prompt_attention(
         query,
         key,
         value,
-        scale=scale,
+        scale=0.3,
         causal_offset=causal_offset,
         valid=valid,
         softcap=softcap,
         out_dtype=torch.float32,
         backend=place[0],
     )
-    want_out, want_lse = reference(query, key, value, scale, causal_offset, valid, softcap)
+    want_out, want_lse = reference(query, key, value, 0.3, causal_offset, valid, softcap)
     assert out.dtype == lse.dtype == torch.float32
     assert out.shape == want_out.shape
     assert lse.shape == want_lse.shape
@@ -88,25 +87,17 @@ def check(
 
 @pytest.mark.factor("queries", [0, 16, 70])
 @pytest.mark.factor("tokens", [0, 1, 130])
-@pytest.mark.factor("heads", [2, 6])
 @pytest.mark.factor("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.factor("dims", [(8, 8), (40, 24), (96, 128)], ids=str)
 @pytest.mark.factor("offset", ["none", "end", "early", "late"])
 def test_it_is_attention(
-    where: Place,
-    offset: str,
-    dims: tuple[int, int],
-    dtype: torch.dtype,
-    heads: int,
-    tokens: int,
-    queries: int,
+    where: Place, offset: str, dtype: torch.dtype, tokens: int, queries: int
 ) -> None:
     """With more queries than keys the offset is negative, and the first queries see nothing."""
     offsets = {"none": None, "end": tokens - queries, "early": -2, "late": tokens}
     tensors = attention_inputs(
-        where, batch=1, heads=heads, queries=queries, tokens=tokens, dims=dims, dtype=dtype
+        where, batch=1, queries=queries, tokens=tokens, dims=(40, 24), dtype=dtype
     )
-    check(where, *tensors, causal_offset=offsets[offset], scale=dims[0] ** -0.5)
+    check(where, *tensors, causal_offset=offsets[offset])
 
 
 # In numpy, which interprets the kernel, a saturated sigmoid warns on its way to 0.

@@ -12,7 +12,7 @@ from hf_kvret_kernels.merge import Partials, merge_partials
 from hf_kvret_kernels.prompt_attention import prompt_attention
 from hf_kvret_kernels.step_attention import step_attention
 
-from .draws import HALF_ULP, Place, attention_inputs
+from .draws import Place, attention_inputs
 from .paged_rows import paged, random_ids
 
 INF = float("inf")
@@ -74,34 +74,25 @@ def check(
     want_out, want_lse = merge_partials(outs, lses, sink_logits=sinks, backend="naive")
     assert out.shape == want_out.shape and lse.shape == want_lse.shape
     assert out.dtype == lse.dtype == torch.float32
-    largest = value.abs().nan_to_num(0).max().item() if value.numel() else 0.0
-    rounding = HALF_ULP[query.dtype] * largest if place[0] == "triton" else 0.0
-    torch.testing.assert_close(out, want_out, rtol=0, atol=FP32_ERROR + rounding)
+    torch.testing.assert_close(out, want_out, rtol=0, atol=FP32_ERROR)
     torch.testing.assert_close(lse, want_lse, rtol=1e-6, atol=FP32_ERROR)
     assert selected.item() == 5 + (ids >= 0).sum().item()
     assert others.tickets is None or not others.tickets.any()
     return out, lse
 
 
-@pytest.mark.factor("dtype", HALF_ULP)
-@pytest.mark.factor("dims", [(40, 24), (9, 5)], ids=str)
-@pytest.mark.factor("splits", [1, 9])
-@pytest.mark.factor(("heads", "queries"), [(40, 1), (16, 19), (2, 0)])
-@pytest.mark.factor("tokens", [0, 1, 130])
+@pytest.mark.parametrize(
+    ("tokens", "heads", "queries", "splits"),
+    [(1, 2, 1, 2), (0, 40, 1, 9), (130, 40, 1, 2), (130, 16, 19, 9), (1, 16, 19, 1), (9, 2, 0, 2)],
+)
 def test_it_is_the_union_of_window_and_chunks(
-    place: Place,
-    tokens: int,
-    heads: int,
-    queries: int,
-    splits: int,
-    dims: tuple[int, int],
-    dtype: torch.dtype,
+    place: Place, tokens: int, heads: int, queries: int, splits: int
 ) -> None:
     """With more queries than tokens the first ones see none of these; tiles share no ticket."""
     sizes: dict[str, Any] = {"batch": 1, "heads": heads, "queries": queries, "tokens": tokens}
-    tensors = inputs(place, dims=dims, dtype=dtype, **sizes)
+    tensors = inputs(place, dims=(9, 5), **sizes)
     offset = None if queries == 1 else tokens - queries
-    check(place, *tensors, some_chunks(tensors[0], splits, dims[1]), causal_offset=offset)
+    check(place, *tensors, some_chunks(tensors[0], splits, 5), causal_offset=offset)
 
 
 @pytest.mark.factor("masked", [False, True])
