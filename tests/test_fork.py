@@ -23,7 +23,7 @@ from hf_kvret import (
 from hf_kvret.contracts.index import ColdTokens
 from hf_kvret.methods.ctkvr import CTkvrConfig, CTkvrIndex
 from hf_kvret.methods.lrqk import LRQKConfig
-from hf_kvret.testing import COVERING_OPTIONS, LOGIT_TOLERANCE, MODELS
+from hf_kvret.testing import COVERING_OPTIONS, LOGIT_TOLERANCE
 from hf_kvret.testing.scenario import prompt
 
 SMALL: dict[str, Any] = {**COVERING_OPTIONS, "top_k": 1.0}
@@ -126,17 +126,13 @@ def test_options_that_leave_the_tokens_alone_can_change(llama: PreTrainedModel) 
             cache.fork(**bound)
 
 
-def test_a_forks_options_reach_its_index_also_after_a_reset() -> None:
-    model = MODELS["llama"].build()
-    hf_kvret.attach(model)
-    cache = hf_kvret.H2OCache(model.config, **{**COVERING_OPTIONS, "max_draft": 4})
-    with torch.no_grad():
-        model(torch.randint(3, 128, (1, 40)), past_key_values=cache)
-        fork = cache.fork(max_draft=9)
+def test_a_forks_options_reach_its_index_also_after_a_reset(llama: PreTrainedModel) -> None:
+    cache = _prefilled(llama, H2OCache, max_draft=4)
+    fork = cache.fork(max_draft=9)
+    for _ in range(2):
         assert [one.kv.index.options.max_draft for one in fork.retrieval_layers] == [9, 9]
         fork.reset()
-        model(torch.randint(3, 128, (1, 40)), past_key_values=fork)
-    assert [one.kv.index.options.max_draft for one in fork.retrieval_layers] == [9, 9]
+        _ask(llama, fork, 0)
     assert [one.kv.index.options.max_draft for one in cache.retrieval_layers] == [4, 4]
 
 

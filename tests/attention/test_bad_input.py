@@ -108,7 +108,9 @@ def _copy_inputs_of_later_layers(model: PreTrainedModel) -> None:
     """Register hooks that hand every tensor on as a copy, as a device map does."""
 
     def copied(value: Any) -> Any:
-        return value.clone() if isinstance(value, torch.Tensor) else value
+        if not isinstance(value, torch.Tensor):
+            return value
+        return value.clone().to(value.dtype, copy=True)
 
     def hook(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple:
         return tuple(map(copied, args)), {name: copied(value) for name, value in kwargs.items()}

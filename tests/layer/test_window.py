@@ -63,6 +63,17 @@ def test_sinks_are_the_first_valid_tokens_of_each_row() -> None:
     assert _sink_tags(window) == [[3, 4, 5], [0, 5, -1], [0, 1, 2]]
 
 
+def test_a_row_whose_first_token_comes_late_gets_its_sinks_late() -> None:
+    valid = torch.ones(2, 12, dtype=torch.bool)
+    valid[0, :7] = False
+    window = _window(2, 2, 12)
+    for count, expected in ((3, [-1, -1]), (3, [-1, -1]), (2, [7, -1]), (1, [7, 8])):
+        _flush(window, count, valid)
+        assert window.sink_slots[0].tolist() == expected
+        assert window.sink_slots[1].tolist() == [0, 1]
+    assert _sink_tags(window) == [[7, 8], [0, 1]]
+
+
 def test_a_sink_that_the_mask_hides_later_is_not_attended() -> None:
     window = _window(2, 1, 6)
     _flush(window, 3)

@@ -52,6 +52,25 @@ def small_llama(layers: int = 2) -> Any:
     return model
 
 
+class Waiting(torch.nn.Module):
+    """A norm that asks the device for a number, as experts without a fixed shape do."""
+
+    def __init__(self, norm: torch.nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+        self.error: BaseException | None = None
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.error is not None and self.calls == 5:
+            raise self.error
+        if self.error is None and x.sum().item() != x.sum().item():
+            raise AssertionError("not a number")
+        result: torch.Tensor = self.norm(x)
+        return result
+
+
 class DecodeLoop:
     """Greedy decoding by hand, with the inputs that ``generate`` would pass.
 
@@ -106,6 +125,12 @@ class DecodeLoop:
         twin = copy.copy(self)
         vars(twin).update(changes)
         return twin
+
+
+def graphed(model: Any, method: str = "flat", **options: Any) -> DecodeLoop:
+    """A loop behind its prompt, whose ``call`` is a ``DecodeGraph``."""
+    cache = small_cache(model, method, **options)
+    return DecodeLoop(DecodeGraph(model, cache), cache)
 
 
 def compare(

@@ -25,9 +25,19 @@ from hf_kvret.testing import MODELS
 from hf_kvret.testing.tape import taped
 
 from ..pictures import Conversation, ask, assert_same, next_turn, picture_model
-from .steps import OPTIONS, PROMPT, DecodeLoop, compare, small_cache, small_llama
+from .steps import (
+    OPTIONS,
+    PROMPT,
+    DecodeLoop,
+    Waiting,
+    compare,
+    graphed,
+    small_cache,
+    small_llama,
+)
 
 COVERING = {**OPTIONS, "top_k": 10**6}
+TOKENS = torch.arange(2 * PROMPT).view(2, PROMPT) % 40 + 10
 
 
 @pytest.fixture(scope="module")
@@ -94,61 +104,52 @@ def test_steps_of_a_cache_that_is_still_dense_are_replayed() -> None:
     assert step._cache.retrieval_layers[0].kv.cold_len == 0
 
 
+def generate(
+    model: Any, tokens: torch.Tensor, options: dict[str, Any] | None = None, **more: Any
+) -> Any:
+    """Greedy tokens, with a cache of ``options`` where there are some."""
+    cached = {"cache_implementation": "flat", "cache_config": options} if options else {}
+    return model.generate(tokens, **{"max_new_tokens": 6, "do_sample": False} | cached | more)
+
+
 def test_generate_replays_by_itself_and_gives_the_same_tokens(
     shallow: PreTrainedModel, graphs: list[DecodeGraph]
 ) -> None:
-    tokens = torch.arange(2 * PROMPT).view(2, PROMPT) % 40 + 10
-    mask = torch.ones_like(tokens)
+    mask = torch.ones_like(TOKENS)
     mask[1, :5] = 0
-    request: dict[str, Any] = {
-        "attention_mask": mask, "max_new_tokens": 9, "min_new_tokens": 9, "do_sample": False,
-    }  # fmt: skip
-    named = {"cache_implementation": "flat", "cache_config": COVERING}
-    expected = shallow.generate(tokens, **request)
+    request = {"attention_mask": mask, "max_new_tokens": 9, "min_new_tokens": 9}
+    expected = generate(shallow, TOKENS, **request)
     with taped():
-        assert torch.equal(shallow.generate(tokens, **named, **request), expected)
+        assert torch.equal(generate(shallow, TOKENS, COVERING, **request), expected)
         (step,) = graphs
         assert step.replays >= 4
-        named["cache_config"] = {**COVERING, "graph": False}
-        shallow.generate(tokens, **named, **request)
+        generate(shallow, TOKENS, {**COVERING, "graph": False}, **request)
         assert all(graph.reason == "graph=False" for graph in graphs[1:])
 
 
 def test_sampled_tokens_are_the_same_for_a_seed(shallow: PreTrainedModel) -> None:
-    tokens, texts = torch.arange(PROMPT)[None] + 10, []
-    request = {"max_new_tokens": 8, "do_sample": True, "cache_implementation": "flat"}
+    texts = []
     with taped():
         for graph in ("auto", False):
             torch.manual_seed(0)
-            config = {**OPTIONS, "graph": graph}
-            texts.append(shallow.generate(tokens, cache_config=config, **request))
+            options = {**OPTIONS, "graph": graph}
+            texts.append(generate(shallow, TOKENS[:1], options, do_sample=True, max_new_tokens=8))
     assert torch.equal(*texts)
 
 
 @pytest.mark.parametrize("mode", [{"num_beams": 3}, {"prompt_lookup_num_tokens": 3}], ids=str)
 def test_beams_and_drafts_go_the_usual_way(shallow: PreTrainedModel, mode: dict[str, int]) -> None:
-    tokens = torch.arange(PROMPT)[None] % 5 + 10
-    request: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, **mode}
-    expected = shallow.generate(tokens, **request)
+    tokens = TOKENS[:1] % 5 + 10
+    expected = generate(shallow, tokens, **mode)
     with taped():
-        text = shallow.generate(
-            tokens, cache_implementation="flat", cache_config=COVERING, **request
-        )
-    assert torch.equal(text, expected)
+        assert torch.equal(generate(shallow, tokens, COVERING, **mode), expected)
 
 
 def test_no_graph_is_left_after_generate(
     shallow: PreTrainedModel, graphs: list[DecodeGraph]
 ) -> None:
     with taped():
-        output = shallow.generate(
-            torch.arange(PROMPT)[None] + 10,
-            max_new_tokens=6,
-            do_sample=False,
-            return_dict_in_generate=True,
-            cache_implementation="flat",
-            cache_config=OPTIONS,
-        )
+        output = generate(shallow, TOKENS[:1], OPTIONS, return_dict_in_generate=True)
     (step,) = map(weakref.ref, graphs)
     graphs.clear()
     gc.collect()
@@ -184,13 +185,11 @@ def test_a_cache_of_another_class_is_refused(llama: PreTrainedModel) -> None:
 
 def test_later_steps_leave_the_output_of_a_step_alone(shallow: PreTrainedModel) -> None:
     with taped():
-        cache = small_cache(shallow, flush=7)
-        step = DecodeGraph(shallow, cache)
-        loop = DecodeLoop(step, cache)
+        loop = graphed(shallow, flush=7)
         loop.run(3)
         logits, before = loop.logits, loop.logits.clone()
         loop.step()
-        assert step.replays == 2
+        assert loop.call.replays == 2
     assert torch.equal(logits, before)
 
 
@@ -233,18 +232,16 @@ def test_methods_and_stores_that_need_the_host_say_so(
     shallow: PreTrainedModel, method: str, options: dict[str, Any], reason: str
 ) -> None:
     with taped():
-        cache = small_cache(shallow, method, **options)
-        step = DecodeGraph(shallow, cache)
-        DecodeLoop(step, cache).run(3)
-    assert reason in str(step.reason)
-    assert step.replays == 0
+        loop = graphed(shallow, method, **options)
+        loop.run(3)
+    assert reason in str(loop.call.reason)
+    assert loop.call.replays == 0
 
 
 def test_inputs_that_a_replay_would_not_see_are_not_replayed(shallow: PreTrainedModel) -> None:
     with taped():
-        cache = small_cache(shallow, flush=12)
-        step = DecodeGraph(shallow, cache)
-        loop = DecodeLoop(step, cache)
+        loop = graphed(shallow, flush=12)
+        step = loop.call
         for more, reason in (
             ({"output_hidden_states": True}, "output_hidden_states=True"),
             ({"position_ids": None}, "position_ids"),
@@ -267,16 +264,9 @@ def test_inputs_that_a_replay_would_not_see_are_not_replayed(shallow: PreTrained
 )
 def test_a_gpu_replays_what_it_would_compute(method: str, store: str) -> None:
     model = small_llama().cuda()
-    tokens = torch.arange(2 * PROMPT, device="cuda").view(2, PROMPT) % 40 + 10
+    request = {"cache_implementation": method, "max_new_tokens": 24, "min_new_tokens": 24}
     texts = [
-        model.generate(
-            tokens,
-            max_new_tokens=24,
-            min_new_tokens=24,
-            do_sample=False,
-            cache_implementation=method,
-            cache_config={**COVERING, "store": store, "graph": graph},
-        )
+        generate(model, TOKENS.cuda(), {**COVERING, "store": store, "graph": graph}, **request)
         for graph in ("auto", False)
     ]
     assert torch.equal(*texts)
@@ -354,21 +344,12 @@ def test_padded_steps_with_sliding_windows_run_as_usual() -> None:
 
 
 @pytest.mark.slow
-def test_a_capture_that_fails_leaves_sliding_windows_as_they_were(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_capture_that_fails_leaves_sliding_windows_as_they_were() -> None:
     model = sliding_model()
-    norm = model.model.norm.forward
-
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        # The host waits for a number.
-        float(x.sum())
-        result: torch.Tensor = norm(x)
-        return result
 
     def act(loop: DecodeLoop) -> torch.Tensor:
         if isinstance(loop.call, DecodeGraph):
-            monkeypatch.setattr(model.model.norm, "forward", forward)
+            model.model.norm = Waiting(model.model.norm)
         return loop.run(4)
 
     step = compare(act, model=model, **SLIDING)

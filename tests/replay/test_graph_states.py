@@ -16,7 +16,7 @@ from hf_kvret.methods.lrqk import factors
 from hf_kvret.replay import graph, why_not
 from hf_kvret.testing.tape import TapeRecorder, taped
 
-from .steps import PROMPT, DecodeLoop, compare, small_cache, small_llama
+from .steps import PROMPT, DecodeLoop, Waiting, compare, graphed, small_cache, small_llama
 
 
 @pytest.fixture
@@ -24,25 +24,6 @@ def silent(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) ->
     """No reason was logged in this process yet, and every level is seen."""
     monkeypatch.setattr(graph, "_logged_reasons", set())
     caplog.set_level(logging.DEBUG, logger="hf_kvret.replay")
-
-
-class Waiting(torch.nn.Module):
-    """A norm that asks the device for a number, as experts without a fixed shape do."""
-
-    def __init__(self, norm: torch.nn.Module) -> None:
-        super().__init__()
-        self.norm = norm
-        self.error: BaseException | None = None
-        self.calls = 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        if self.error is not None and self.calls == 5:
-            raise self.error
-        if self.error is None and x.sum().item() != x.sum().item():
-            raise AssertionError("not a number")
-        result: torch.Tensor = self.norm(x)
-        return result
 
 
 def test_a_model_that_waits_for_the_device_runs_as_usual_and_says_so_once(
@@ -53,13 +34,12 @@ def test_a_model_that_waits_for_the_device_runs_as_usual_and_says_so_once(
     model.model.norm = Waiting(model.model.norm)
     with taped(), caplog.at_level(logging.WARNING):
         for _ in range(2):
-            cache = small_cache(model)
-            step = DecodeGraph(model, cache)
-            logits = DecodeLoop(step, cache).run(3)
-            assert torch.allclose(logits, usual, atol=1e-4)
+            loop = graphed(model)
+            assert torch.allclose(loop.run(3), usual, atol=1e-4)
+            step = loop.call
             assert step.replays == 0
             assert step.reason is not None and "_local_scalar_dense" in step.reason
-            assert cache.get_seq_length() == PROMPT + 3
+            assert loop.cache.get_seq_length() == PROMPT + 3
     assert [record.getMessage() for record in caplog.records].count(
         f"decode steps are not replayed from a CUDA graph: {step.reason}"
     ) == 1
@@ -71,12 +51,11 @@ def test_an_error_of_another_kind_passes_and_leaves_the_cache_as_it_was() -> Non
     waiting.error = KeyboardInterrupt()
     model.model.norm = waiting
     with taped():
-        cache = small_cache(model)
-        step = DecodeGraph(model, cache)
-        loop = DecodeLoop(step, cache)
+        loop = graphed(model)
+        cache = loop.cache
         waiting.calls = 2
         loop.run(2)
-        assert step.captures == 0
+        assert loop.call.captures == 0
         length, mask = cache.get_seq_length(), loop.mask
         with pytest.raises(KeyboardInterrupt):
             loop.step()
@@ -209,16 +188,15 @@ def test_a_failed_capture_leaves_what_an_index_notes_as_it_was() -> None:
 def test_with_gradients_on_a_step_runs_as_usual() -> None:
     model = small_llama(layers=1).requires_grad_(False)
     with taped():
-        cache = small_cache(model, flush=7)
-        step = DecodeGraph(model, cache)
-        loop = DecodeLoop(step, cache)
+        loop = graphed(model, flush=7)
+        step = loop.call
         loop.run(3)
         replays = step.replays
         with torch.enable_grad():
             step(
                 input_ids=loop.logits.argmax(-1, keepdim=True),
                 position_ids=torch.full((2, 1), PROMPT + 3),
-                past_key_values=cache,
+                past_key_values=loop.cache,
             )
     assert replays > 0
     assert step.replays == replays
@@ -240,10 +218,10 @@ def test_memory_that_ran_out_is_tried_again(
         usual = DecodeLoop(model, small_cache(model, flush=7)).run(3)
         for count, gives_up in ((2, True), (1, False)):
             failures[:] = [1] * count
-            cache = small_cache(model, flush=7)
-            step = DecodeGraph(model, cache)
+            loop = graphed(model, flush=7)
+            step = loop.call
             assert step.reason is None
-            assert torch.equal(DecodeLoop(step, cache).run(3), usual)
+            assert torch.equal(loop.run(3), usual)
             assert ("out of memory" in str(step.reason)) == gives_up
             assert (step.replays == 0) == gives_up
 

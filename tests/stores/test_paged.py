@@ -145,6 +145,18 @@ def test_room_for_a_prompt_in_chunks_is_made_at_once_and_no_larger() -> None:
     assert sizes == [25 * 64 * row + table, 27 * 64 * row + table]
 
 
+def test_sequences_that_are_repeated_get_no_room_for_stored_tokens() -> None:
+    block = torch.randn(1, 2, 320, 8)
+    store = PagedStore(DeviceMemory(CPU))
+    store.expect(1700)
+    store.append(TokenBlock(block, block, 0))
+    store.reorder(torch.zeros(8, dtype=torch.long))
+    store.append(TokenBlock(*2 * (block.expand(8, -1, -1, -1),), 320))
+    row = 2 * 16 * 4 * 64
+    # 22 pages are free: 16 of them hold two of the five pages of each row.
+    assert store.nbytes() == (27 + 8 * 3) * row + 8 * 10 * 4
+
+
 def test_chunks_are_read_on_a_stream_of_their_users(monkeypatch: pytest.MonkeyPatch) -> None:
     class Stream:
         def __init__(self, device: torch.device) -> None:

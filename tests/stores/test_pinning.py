@@ -64,12 +64,15 @@ def check(store: PagedStore, length: int) -> None:
     assert keys[0, 0, :, 0].cpu().tolist() == list(range(length))
 
 
-def test_a_prompt_in_chunks_is_pinned_once(gpu: Simulation, log: list[int]) -> None:
-    store = store_of(HostMemory(GPU), 90)
+@pytest.mark.parametrize("near", [0, 5])
+def test_a_prompt_in_chunks_is_pinned_once(gpu: Simulation, log: list[int], near: int) -> None:
+    """As far as the device of a split store has no room for it."""
+    store = store_of(SplitMemory(GPU, near * PAGE_BYTES) if near else HostMemory(GPU), 90)
     for start in range(0, 90, 10):
         store.append(block(start, 10))
     check(store, 90)
-    assert log == [23]
+    assert log == [23 - near]
+    assert store.host_nbytes() == (23 - near) * PAGE_BYTES
     assert not gpu.findings
 
 
@@ -83,17 +86,6 @@ def test_large_chunks_are_registered_to_the_end_of_a_huge_page(
         store.append(block(0, tokens))
         check(store, tokens)
     assert log == [19, 32, 32]
-
-
-def test_a_split_store_pins_what_its_device_has_no_room_for(
-    gpu: Simulation, log: list[int]
-) -> None:
-    store = store_of(SplitMemory(GPU, 5 * PAGE_BYTES), 90)
-    for start in range(0, 90, 10):
-        store.append(block(start, 10))
-    check(store, 90)
-    assert log == [18]
-    assert store.host_nbytes() == 18 * PAGE_BYTES
 
 
 @pytest.mark.parametrize(("how", "left"), [("drop", 0), ("reset", 0), ("fork", 2)])

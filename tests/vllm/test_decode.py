@@ -28,7 +28,7 @@ LENGTHS = [50, 31, 70]
 SCALE = DIM**-0.5
 
 
-# The first token's pass gets these, and nobody looks at what it gives.
+# The first pass gets these, and nobody looks at what it gives.
 NOTHING = torch.zeros(1, QUERY_HEADS, 1, DIM)
 CALL = AttentionCall(Scoring(None, SCALE), lambda: NOTHING)
 
@@ -79,15 +79,16 @@ class Engine:
         return self
 
     def own_step(self, method: type[RetrievalCache], options: Any, number: int) -> torch.Tensor:
-        """``[Hq, D]`` of our own layer, to which the tokens came one after the other."""
+        """``[Hq, D]`` of our own layer, to which the last token came behind the others."""
         config = MODELS["llama"].config()
         layer = method(config, options).retrieval_layers[0]
         keys, values = self.rows[number, None].split(DIM, dim=-1)
         end = self.lengths[number]
-        for start in range(end):
-            part = slice(start, start + 1)
+        for start, stop in ((0, end - 1), (end - 1, end)):
+            part = slice(start, stop)
             handle, value = layer.update(keys[:, :, part].contiguous(), values[:, :, part])
-            out = layer.attend(self.queries[number, None, :, None], handle, value, CALL)
+            query = self.queries[number, None, :, None].expand(-1, -1, stop - start, -1)
+            out = layer.attend(query, handle, value, CALL)
         return out[0, :, 0]
 
 
