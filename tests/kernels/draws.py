@@ -33,6 +33,15 @@ def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torc
     return torch.randn(shape, generator=generator(seed)).to(dtype)
 
 
+def best_share(scores: torch.Tensor, heads: int) -> torch.Tensor:
+    """``[B, heads, Q, n]``: the best log-softmax of a group of ``scores [B, Hq, Q, n]``.
+
+    It is -inf in a row without tokens.
+    """
+    shares = scores.log_softmax(-1).nan_to_num(nan=float("-inf"), neginf=float("-inf"))
+    return shares.unflatten(1, (heads, -1)).amax(2)
+
+
 def hadamard(size: int) -> torch.Tensor:
     """Orthonormal, entry by entry: the parity of the bits that row and column share."""
     shared = [[bin(i & j).count("1") % 2 for j in range(size)] for i in range(size)]

@@ -9,7 +9,7 @@ import torch
 
 from hf_kvret_kernels import codebook as book
 
-from .draws import Place, draw, generator, moved_with_room, on
+from .draws import Place, best_share, draw, generator, moved_with_room, on
 
 INF = float("inf")
 # The error may be this share of the sum of a score's absolute products; see the proxy tests.
@@ -32,12 +32,6 @@ def expected_scores(
     index = codes.long().clamp(min=0).repeat_interleave(table.shape[1] // codes.shape[1], dim=1)
     scores = table.double().gather(-1, index.unsqueeze(2).expand(*table.shape[:3], -1))
     return scores if valid is None else scores.masked_fill(~valid[:, None, None], -INF)
-
-
-def expected_relevance(scores: torch.Tensor, heads: int) -> torch.Tensor:
-    """``[B, H, Q, n]`` float64: the best log-softmax of a group; -inf in a row without tokens."""
-    shares = scores.log_softmax(-1).nan_to_num(nan=-INF, neginf=-INF)
-    return shares.unflatten(1, (heads, -1)).amax(2)
 
 
 def check_table(
@@ -121,7 +115,7 @@ def test_relevance_is_the_best_softmax_of_the_group(
         counts=on(place, counts),
         backend=backend,
     )
-    expected = expected_relevance(expected_scores(table, codes, valid), H)
+    expected = best_share(expected_scores(table, codes, valid), H)
     assert got.shape == expected.shape and got.dtype == torch.float32
     got = got.cpu().double()
     torch.testing.assert_close(got, expected, rtol=0, atol=LSE_ERROR)

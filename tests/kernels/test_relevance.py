@@ -8,7 +8,7 @@ import torch
 from hf_kvret_kernels import relevance
 from hf_kvret_kernels._dispatch import interpreted
 
-from .draws import Place, generator
+from .draws import Place, best_share, generator
 
 INF = float("inf")
 
@@ -18,12 +18,6 @@ def some_scores(*shape: int, seed: int = 0, holes: float = 0.2) -> torch.Tensor:
     scores = torch.randn(shape, generator=generator(seed)) * 5
     scores[torch.rand(shape, generator=generator(seed + 1)) < holes] = -INF
     return scores
-
-
-def relevance_by_hand(scores: torch.Tensor) -> torch.Tensor:
-    """``[..., n]`` float64 of ``scores [..., G, n]``."""
-    shares = scores.double().softmax(dim=-1).nan_to_num(0.0)
-    return shares.amax(dim=-2).log()
 
 
 @pytest.mark.factor(
@@ -39,11 +33,9 @@ def test_relevance_is_the_largest_share_of_a_group(
     result = relevance.group_relevance(scores.to(device), heads, backend=backend)
     assert result.shape == (batch, heads, queries, tokens) and result.dtype == torch.float32
     assert result.device.type == device
-    grouped = scores.unflatten(1, (heads, group)).transpose(2, 3)
     # fp32: a sum of 5,000 terms, and a difference of numbers up to 30.
-    torch.testing.assert_close(
-        result.cpu().double(), relevance_by_hand(grouped), rtol=1e-6, atol=1e-5
-    )
+    expected = best_share(scores.double(), heads)
+    torch.testing.assert_close(result.cpu().double(), expected, rtol=1e-6, atol=1e-5)
 
 
 def test_chunks_of_several_blocks_add_up(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,7 +49,7 @@ def test_chunks_of_several_blocks_add_up(place: Place, monkeypatch: pytest.Monke
     scores[..., 1500] = 90.0
     scores[:, 1, :, :3072] = -INF
     result = relevance.group_relevance(scores.to(device), 1, backend=backend)
-    expected = relevance_by_hand(scores.transpose(1, 2).unsqueeze(1))
+    expected = best_share(scores.double(), 1)
     torch.testing.assert_close(result.cpu().double(), expected, rtol=1e-6, atol=1e-5)
 
 
@@ -90,8 +82,7 @@ def test_the_tokens_that_matter_most_are_taken(
     scores[0, :, 0, tokens // 3 :] = -INF
     result = relevance.top_indices(scores.to(device), heads, count, backend=backend).cpu()
     assert result.shape == (batch, heads, queries, count) and result.dtype == torch.int32
-    grouped = scores.unflatten(1, (heads, group)).transpose(2, 3)
-    expected = relevance_by_hand(grouped).round(decimals=4)
+    expected = best_share(scores.double(), heads).round(decimals=4)
     order = expected.sort(dim=-1, descending=True, stable=True)
     missing = order.values[..., :count] == -INF
     best = order.indices[..., :count].masked_fill(missing, tokens).sort(-1).values
@@ -111,7 +102,7 @@ def check_best(
         ids = torch.stack(rows).view(*lead, length).int()
     result = relevance.best_ids(scores.to(device), ids.to(device), count, backend=backend)
     assert result.shape == (batch, heads, queries, count) and result.dtype == torch.int32
-    expected = relevance_by_hand(scores)
+    expected = best_share(scores.double().transpose(2, 3).flatten(1, 2), heads)
     for row in torch.cartesian_prod(*map(torch.arange, result.shape[:3])).view(-1, 3).tolist():
         values, own = expected[tuple(row)], ids[tuple(row)].tolist()
         chosen = result[tuple(row)].tolist()
