@@ -159,11 +159,11 @@ def test_no_graph_is_left_after_generate(
 
 def test_a_crop_a_reorder_and_a_fork_in_between_are_noticed(shallow: PreTrainedModel) -> None:
     def act(loop: DecodeLoop) -> torch.Tensor:
-        loop.run(3)
+        loop.run(2)
         assert getattr(loop.call, "_frame", True) is not None
         loop.cache.crop(-2)
         loop.mask = loop.mask[:, :-2]
-        loop.run(3)
+        loop.run(2)
         assert getattr(loop.call, "_frame", True) is not None
         order = torch.tensor([1, 0])
         for layer in loop.cache.layers:
