@@ -41,11 +41,6 @@ TOKENS = torch.arange(2 * PROMPT).view(2, PROMPT) % 40 + 10
 
 
 @pytest.fixture(scope="module")
-def llama() -> PreTrainedModel:
-    return small_llama()
-
-
-@pytest.fixture(scope="module")
 def shallow() -> PreTrainedModel:
     """For what does not depend on the number of layers: the interpreter takes its time for each."""
     return small_llama(layers=1)
@@ -178,9 +173,9 @@ def test_a_crop_a_reorder_and_a_fork_in_between_are_noticed(shallow: PreTrainedM
     compare(act, model=shallow, flush=7)
 
 
-def test_a_cache_of_another_class_is_refused(llama: PreTrainedModel) -> None:
+def test_a_cache_of_another_class_is_refused(shallow: PreTrainedModel) -> None:
     with pytest.raises(TypeError, match="DynamicCache: only steps with a retrieval cache"):
-        DecodeGraph(llama, DynamicCache())  # type: ignore[arg-type]
+        DecodeGraph(shallow, DynamicCache())  # type: ignore[arg-type]
 
 
 def test_later_steps_leave_the_output_of_a_step_alone(shallow: PreTrainedModel) -> None:
@@ -202,19 +197,19 @@ def test_a_mask_that_changes_between_steps_is_read_each_time() -> None:
     compare(act, padded=True, flush=7)
 
 
-def test_reasons_are_told_before_anything_is_captured(llama: PreTrainedModel) -> None:
-    assert "only cuda devices have graphs" in str(why_not(llama, small_cache(llama)))
+def test_reasons_are_told_before_anything_is_captured(shallow: PreTrainedModel) -> None:
+    assert "only cuda devices have graphs" in str(why_not(shallow, small_cache(shallow)))
     with taped():
-        assert why_not(llama, small_cache(llama)) is None
-        assert why_not(llama, small_cache(llama, graph=False)) == "graph=False"
-        hook = llama.lm_head.register_forward_hook(lambda *args: None)
-        assert "hooks" in str(why_not(llama, small_cache(llama)))
+        assert why_not(shallow, small_cache(shallow)) is None
+        assert why_not(shallow, small_cache(shallow, graph=False)) == "graph=False"
+        hook = shallow.lm_head.register_forward_hook(lambda *args: None)
+        assert "hooks" in str(why_not(shallow, small_cache(shallow)))
         hook.remove()
-        llama.train()
-        assert "training" in str(why_not(llama, small_cache(llama)))
-        llama.eval()
+        shallow.train()
+        assert "training" in str(why_not(shallow, small_cache(shallow)))
+        shallow.eval()
         with torch.autocast("cpu"):
-            assert "autocast" in str(why_not(llama, small_cache(llama)))
+            assert "autocast" in str(why_not(shallow, small_cache(shallow)))
         mixed = MODELS["lfm2"].build().eval()
         assert "LinearAttention" in str(why_not(mixed, small_cache(mixed)))
 
