@@ -16,12 +16,12 @@ PROMPT_LEN, NEW_TOKENS, TEXTS, BINS = 90, 1000, 10, 64
 def p_value(text: torch.Tensor, logits: torch.Tensor, temperature: float) -> float:
     """That of a chi-square test that tokens were drawn by ``logits [n, V]`` at a temperature.
 
-    A token takes a share of the unit interval as wide as its probability is; a uniform point of
-    the shares of drawn tokens is uniform itself.
+    Tokens lie on the unit interval side by side, the most probable first, each as wide as its
+    probability. A uniform point of the place of a token that was drawn is uniform itself.
     """
-    shares = (logits.double() / temperature).softmax(-1)
-    widths = shares.gather(1, text[:, None])[:, 0]
-    ends = shares.cumsum(-1).gather(1, text[:, None])[:, 0]
+    shares, order = (logits.double() / temperature).softmax(-1).sort(-1, descending=True)
+    place = (order == text[:, None]).long().argmax(-1, keepdim=True)
+    widths, ends = (x.gather(1, place)[:, 0] for x in (shares, shares.cumsum(-1)))
     points = ends - widths * torch.rand(len(text), dtype=torch.float64)
     counts = torch.histc(points, BINS, 0, 1)
     expected = len(text) / BINS
