@@ -42,6 +42,26 @@ def _ask(model: PreTrainedModel, cache: RetrievalCache | None, question: int) ->
     return model.generate(ids, past_key_values=cache, **RUN)
 
 
+@pytest.mark.parametrize("cls", METHODS)
+@pytest.mark.parametrize("store", ["device", "host"])
+def test_forks_and_original_never_see_each_others_tokens(
+    llama: PreTrainedModel, cls: type[RetrievalCache], store: str
+) -> None:
+    expected = [_ask(llama, None, question) for question in range(4)]
+    cache = _prefilled(llama, cls, store=store)
+    twins = [cache.fork() for _ in range(3)]
+    grandchild = twins[0].fork()
+    for question in (2, 0, 1):
+        assert torch.equal(_ask(llama, twins[question], question), expected[question])
+        assert cache.get_seq_length() == 50
+    assert torch.equal(_ask(llama, cache, 3), expected[3])
+    assert torch.equal(_ask(llama, grandchild, 1), expected[1])
+    twins[1].crop(-40)
+    twins[2].reorder_cache(torch.tensor([0, 0]))
+    cache.crop(-16)
+    assert torch.equal(_ask(llama, cache, 2), expected[2])
+
+
 def test_the_cold_part_is_shared(llama: PreTrainedModel) -> None:
     for cls in METHODS:
         cache = _prefilled(llama, cls)
