@@ -39,6 +39,7 @@ _FOLDER = Path("~/.cache/hf_kvret/shelf")
 _CHUNK = 2048
 # A cache takes a shorter chunk for drafted tokens.
 _LEAST_CHUNK = 512
+_NO_TEXT = (".pdf", ".doc", ".docx", ".odt", ".epub", ".rtf", ".html", ".htm", ".xhtml")
 _OF_SHELF = ("list", "inspect", "verify", "remove")
 
 
@@ -186,11 +187,13 @@ def document_text(path: Path) -> str:
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: not UTF-8, or without text.
+        ValueError: another format than text, not UTF-8, or without text.
     """
     name = printable(str(path))
     if not is_stream(path) and not path.is_file():
         raise FileNotFoundError(f"no file {name}: give a text or Markdown file, or a pipe")
+    if path.suffix.lower() in _NO_TEXT:
+        raise ValueError(f"{name} is no plain text: save it as text or Markdown")
     content = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
     try:
         text = content.decode("utf-8-sig")

@@ -17,6 +17,7 @@ from hf_kvret.lab.program.program import example_lines
 from hf_kvret.shelf import Shelf
 from hf_kvret.stores.disk import check_folder
 
+_OURS = ("--method", "--shelf", "--max-size", "--max-prompt")
 _REFUSED = {
     "--continuous-batching": "paged attention has a cache of its own, and nothing is retrieved",
     "--compile": "it would use transformers' static cache",
@@ -88,6 +89,8 @@ def run_serve(arguments: Sequence[str], options: ServeOptions) -> int:
         raise ValueError("name the model: hf-kvret serve [our options] MODEL [transformers' own]")
     for word in words[1:]:
         name = word.partition("=")[0]
+        if name in _OURS:
+            raise ValueError(f"{name} is hf-kvret's: put it in front of {words[0]}")
         if name in _REFUSED:
             raise ValueError(f"{name}: {_REFUSED[name]}; leave it out, or use `transformers serve`")
     choice = choose_cache(options.method)

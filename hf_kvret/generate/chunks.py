@@ -120,8 +120,14 @@ def chunk_prompt(
         elif callers > most and not cache.options.follows_model:
             size = fit_chunk(length, callers, most)
         elif callers < length:
-            # All chunks retrieve, as the caller asks, or the model's own indexer cuts as it would.
             size = callers
+            # The model's own indexer selects the same whatever the chunks are.
+            if not cache.options.follows_model:
+                message = (
+                    "prefill_chunk_size=%d cuts the prompt into chunks of at most max_draft=%d "
+                    "tokens, which retrieve as drafted ones do: take more, or leave it out"
+                )
+                _log.warning(message, callers, most)
         reason = None if size is None else _why_whole(model, cache, model_kwargs, length, size)
         if reason is not None and callers is not None:
             raise ValueError(

@@ -146,8 +146,10 @@ class Shelf:
                     path, model.config, model.device, model=model, **changes
                 )
             except (OSError, ValueError) as error:
-                _log.warning("%s is left out (shelf.remove takes it away): %s", path, error)
-                self._damaged.add(entry.name)
+                # Another process may have taken it away meanwhile.
+                if path.is_dir():
+                    _log.warning("%s is left out (shelf.remove takes it away): %s", path, error)
+                    self._damaged.add(entry.name)
                 continue
             if common < entry.tokens:
                 cache.crop(common - entry.tokens)

@@ -49,7 +49,6 @@ moved them by at most 3e-5 in any mode; a budget of a single token by 0.1 and mo
 ALL_MODELS = MODELS | LATENT_MODELS | GEMMA4_MODELS | SHARED_MODELS | HYBRID_MODELS | INDEXED_MODELS
 """All test models, by name."""
 
-
 # How configurations call the tokens that a layer works on together.
 _SPANS = (
     "sliding_window",

@@ -28,7 +28,7 @@ class ShiftedPlaces {
         signs_ = _mm512_srlv_epi32(all, fourths);
     }
 
-    // Of coordinate `i` of each lane; bits above the low four do not matter.
+    // The place for coordinate `i` of each lane; bits above the low four do not matter.
     __m512i at(int i) const {
         const __m512i own = _mm512_slli_epi32(signs_, 3 - i), code = _mm512_srli_epi32(codes_, 3 * i);
         return _mm512_ternarylogic_epi32(_mm512_set1_epi32(8), own, code, 0xca);

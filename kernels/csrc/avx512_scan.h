@@ -60,7 +60,7 @@ class ShuffledTable {
     }
 
   private:
-    // In all lanes.
+    // All four lanes have the same sixteen entries.
     __m512i sixteen(int part) const {
         return _mm512_broadcast_i32x4(
             _mm_loadu_si128(reinterpret_cast<const __m128i *>(from_ + 16 * part)));

@@ -26,7 +26,7 @@ template <class B, class Table> struct NibbleScan {
         return fits(tables) ? pairs(tables) * tables.bytes * 256 : ByteScan::packed_bytes(tables);
     }
 
-    // To [pairs, bytes, 256]: the even head in the low half.
+    // Tables become [pairs, bytes, 256]; the even head is in the low half of an entry.
     static void pack(const PointTables &tables) {
         if (!fits(tables)) return ByteScan::pack(tables);
         const int64_t entries = tables.bytes * 256;

@@ -90,7 +90,7 @@ class KernelShape:
 
     @property
     def pages(self) -> int:
-        """Of a sequence in a paged store."""
+        """Pages of a sequence in a paged store."""
         return -(-self.length // PAGE_LEN)
 
     @property
@@ -110,7 +110,7 @@ class KernelShape:
 
     @property
     def codec(self) -> higgs.HiggsCodec:
-        """Of coded rows, with the largest groups that keys and values are made of."""
+        """The codec of rows, with the largest groups that keys and values are made of."""
         both = self.head_dim | self.value_width
         return higgs.HiggsCodec(HIGGS_BITS, both & -both)
 
@@ -132,7 +132,7 @@ class Draw:
         return torch.randn(*shape, generator=self.generator, dtype=dtype, device=self.device)
 
     def integers(self, high: int, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-        """From 0 to ``high - 1``, all alike."""
+        """Integers from 0 to ``high - 1``, each as probable."""
         return torch.randint(high, shape, generator=self.generator, dtype=dtype, device=self.device)
 
     def chance(self, share: float, *shape: int) -> torch.Tensor:
@@ -236,7 +236,7 @@ def not_shared(results: Sequence[Any], want: Sequence[Any]) -> float:
 
 
 SCORE_ERROR = 1e-3
-"""Of sums of products in fp32, taken in another order."""
+"""The largest error of sums of products in fp32, taken in another order."""
 ATTENTION_ERRORS = {torch.float32: 1e-4, torch.float16: 2**-9, torch.bfloat16: 2**-6}
 """Kernels round softmax weights to the rows' dtype before they meet the values."""
 
@@ -277,7 +277,7 @@ class KernelOp:
     error_of: Callable[[Any], Error] | None = None
 
     def backends(self, device: torch.device) -> tuple[str, ...]:
-        """Those that this operation has there, the one that ``"auto"`` means first."""
+        """The backends of this operation there, the one that ``"auto"`` means first."""
         if device.type == "cuda":
             return ("triton", "naive")
         return ("cpp", "naive") if self.compiled and not why_not() else ("naive",)
@@ -358,7 +358,7 @@ def _basis(shape: KernelShape, draw: Draw) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _codes(shape: KernelShape, draw: Draw) -> paris.ParisCodes:
-    """Of random bytes, for the cost of a code does not depend on what it says."""
+    """Codes of random bytes: the cost of a code does not depend on what it says."""
     lead, dim = (shape.batch, shape.heads, shape.length), shape.rotated_dim
     # Three bits of magnitude for each bit of sign.
     signs, magnitudes = (
@@ -374,7 +374,7 @@ def _rotated_queries(shape: KernelShape, draw: Draw) -> torch.Tensor:
 
 
 def _candidate_ids(shape: KernelShape, draw: Draw) -> torch.Tensor:
-    """As stage 1 returns them: ascending, and those that there are first."""
+    """Ids as stage 1 returns them: ascending, and behind them -1."""
     lead = (shape.batch, shape.heads, shape.queries)
     ids = draw.tokens(shape.length, lead, shape.candidates)
     ids = ids.sort(dim=-1).values

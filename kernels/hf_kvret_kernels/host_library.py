@@ -151,7 +151,7 @@ def pack_request(
 
 
 def _address(tensor: torch.Tensor | None) -> int:
-    """Of its first number; 0 for none."""
+    """The address of its first number; 0 for None."""
     return 0 if tensor is None else tensor.data_ptr()
 
 

@@ -411,4 +411,7 @@ def test_only_text_is_read(tmp_path: Path, program: Any) -> None:
         (tmp_path / "a.txt").write_bytes(content)
         with pytest.raises(ValueError, match=message):
             document_text(tmp_path / "a.txt")
+    (tmp_path / "a.html").write_text("<p>Text.</p>")
+    with pytest.raises(ValueError, match="is no plain text: save it as text"):
+        document_text(tmp_path / "a.html")
     assert "no file" in program("read", tmp_path / "none.txt", status=2).err

@@ -359,6 +359,7 @@ def test_a_model_without_a_template_completes_and_logs_what_it_drops(
         ([], "paris", "name the model"),
         (["--port", "8000"], "paris", "name the model"),
         (["MODEL", "--continuous-batching"], "paris", "nothing is retrieved"),
+        (["MODEL", "--method", "flat"], "paris", "put it in front of MODEL"),
         (["MODEL"], "paris:store=disk:disk=/nowhere", "there is no such folder"),
         (["MODEL"], "full", "name a cache of hf-kvret"),
         (["MODEL"], "paris:top_q=3", "no option 'top_q'"),

@@ -114,7 +114,7 @@ def test_chunks_are_of_this_call_alone(llama: PreTrainedModel) -> None:
     ],
 )
 def test_what_the_caller_says_comes_first(
-    llama: PreTrainedModel, size: int, expected: list[int]
+    llama: PreTrainedModel, size: int, expected: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
     cache = FlatKVCache(llama.config, **COVERING_OPTIONS, prefill_chunk=20)
     with passes_of(llama) as lengths:
@@ -122,6 +122,7 @@ def test_what_the_caller_says_comes_first(
             prompt(1, 60), past_key_values=cache, prefill_chunk_size=size, max_new_tokens=1
         )
     assert lengths == expected
+    assert ("which retrieve as drafted ones do" in caplog.text) == (size == 5)
 
 
 def test_auto_reads_in_chunks_what_no_pass_affords(

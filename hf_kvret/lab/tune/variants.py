@@ -88,7 +88,7 @@ def make_variants(
         for name in _names(text, budgets):
             choice = _retrieving(choose_cache(name), context)
             if choice.name in variants:
-                raise ValueError(f"--methods: {choice.name} twice: name each once")
+                raise ValueError(f"{choice.name} is there twice: see --methods and --top-k")
             variants[choice.name] = _fork(choice, bases)
     return variants
 

@@ -111,7 +111,7 @@ def test_the_line_leads_to_the_bytes_of_a_longer_cache(
 
 
 @pytest.mark.parametrize("name", ["paris:store=host", "paris:preset=paper:store=device"])
-def test_a_step_of_paris_reads_what_its_schedule_says(name: str, tiny: PreTrainedModel) -> None:
+def test_a_step_of_paris_reads_what_its_tables_say(name: str, tiny: PreTrainedModel) -> None:
     choice = choose_cache(name)
     by_line, whole = (Predictor(tiny.config, choice, tiny.dtype) for _ in range(2))
     whole.even_len = 100_000

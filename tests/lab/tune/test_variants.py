@@ -74,7 +74,7 @@ def test_a_method_that_attends_to_all_has_one_variant() -> None:
         (["paris:flush=9000"], r"\(sink, recent and flush\)"),
         (["paris:rank=3"], "has no option 'rank'"),
         (["paris:rest=half"], "rest='half'"),
-        (["paris", "paris"], "paris:top_k=64 twice"),
+        (["paris", "paris"], "paris:top_k=64 is there twice: see --methods and --top-k"),
     ],
 )
 def test_impossible_variants_are_refused(methods: list[str], message: str) -> None:
