@@ -36,7 +36,7 @@ inline int64_t many_heads_floats(const hfk_request &request) {
 
 template <class I, class T> class ManyHeads {
     typedef typename I::V V;
-    // What queries and keys are multiplied in.
+    // Queries and keys are multiplied in this type.
     typedef std::conditional_t<I::template multiplies<T>, T, float> M;
     static constexpr int64_t kInSlot = sizeof(float) / sizeof(M);
 

@@ -151,7 +151,7 @@ def test_ids_that_are_given_are_attended_to(
     out, same = run_step(query, window, cold, **options)
     assert torch.equal(same, ids)
     expected = expected_attention(query, keys, values, ids, window, scale, softcap, sinks)
-    # Of codes: longer sums, and butterflies before and after.
+    # Sums of codes are longer, and butterflies go before and after them.
     error = FP32_ERROR if own.bits == 16 else 2 * FP32_ERROR
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=error)
 

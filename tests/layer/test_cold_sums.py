@@ -122,7 +122,7 @@ def test_a_crop_gives_what_never_having_seen_the_tokens_gives() -> None:
     driver = Driver(rest="mean")
     driver.forward(90, padded=11)
     sums = driver.kv.sums
-    # What is cropped would drown the others in any running sum.
+    # Cropped tokens would drown the others in any running sum.
     sums._sums, sums._mean = sums._sums + 1e30, None
     driver.crop(40)
     check(driver, driver.forward(1))

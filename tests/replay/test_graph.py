@@ -242,7 +242,7 @@ def test_inputs_that_a_replay_would_not_see_are_not_replayed(shallow: PreTrained
             ({"position_ids": None}, "position_ids"),
             ({"token_type_ids": torch.zeros(2, 1)}, "token_type_ids"),
         ):
-            # What transformers hooked into the model for hidden states stays, and is no obstacle.
+            # The hooks of transformers for hidden states stay in the model, and are no obstacle.
             loop.call = step
             loop.run(2)
             assert step.reason is None and step.replays
