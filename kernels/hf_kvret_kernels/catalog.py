@@ -409,7 +409,7 @@ def _higgs_decode(shape: KernelShape, draw: Draw) -> Any:
     return partial(shape.codec.decode, *parts, shape.dtype)
 
 
-def _higgs_attend(shape: KernelShape, draw: Draw) -> Any:
+def _attention_to_codes(shape: KernelShape, draw: Draw) -> Any:
     codec, dims, table = shape.codec, (shape.head_dim, shape.value_width), draw.pages(shape)
     parts = _coded_vectors(shape, draw, (table.numel(), shape.heads, PAGE_LEN), *dims)
     code_bytes = sum(map(codec.code_bytes, dims))
@@ -443,8 +443,8 @@ HIGGS_OPS = (
     # Codes and scales to vectors, as exact attention over a second prompt does. Both are rounded
     # to the vectors' dtype.
     KernelOp("higgs.decode", _higgs_decode, distance, ATTENTION_ERRORS, compiled=True),
-    # This does the same as gather_attention, over coded rows.
-    KernelOp("higgs.attend", _higgs_attend, distance, _CODED_ERRORS, compiled=True),
+    # Attention of a step over k chosen coded rows of each KV head.
+    KernelOp("higgs.gather_attention", _attention_to_codes, distance, _CODED_ERRORS, compiled=True),
 )
 
 

@@ -213,7 +213,7 @@ NEEDS: dict[str, Needs] = {
         sizes="{bits} bits, groups of {together}",
         copies=16,
     ),
-    "higgs.attend": Needs(
+    "higgs.gather_attention": Needs(
         read="B H K i32 + 2 B H K coded + B Hq D x",
         written="B Hq D f32 + B Hq f32",
         products="2 B Hq K D",

@@ -59,7 +59,7 @@ COUNTED = {
     # Coded at 4 bits with one scale, a vector has 10 bytes.
     "higgs.encode": Work(600 * 32, 600 * 10),
     "higgs.decode": Work(600 * 10, 600 * 32),
-    "higgs.attend": Work(60 * 4 + 60 * 20 + 12 * 32, 12 * 17 * 4, 2 * 120 * 16),
+    "higgs.gather_attention": Work(60 * 4 + 60 * 20 + 12 * 32, 12 * 17 * 4, 2 * 120 * 16),
     "gather_attention": Work(60 * 4 + 120 * 32 + 12 * 32, 12 * 17 * 4, 2 * 120 * 16),
     "gather_scores": Work(60 * 4 + 60 * 32 + 12 * 32, 120 * 4, 120 * 16),
     "prompt_attention": Work(1200 * 32 + 12 * 32 + 200, 12 * 17 * 4, 2 * 1200 * 16),
