@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import os
-import shutil
-import subprocess
+import warnings
 from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
@@ -20,38 +18,14 @@ KERNELS = Path(__file__).resolve().parents[2] / "kernels"
 
 
 @pytest.fixture(scope="session")
-def built(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Path of a library built from these sources: the one that is named, or the installed one."""
-    named = os.environ.get(library.PATH_VARIABLE)
-    if named:
-        assert sources_of(Path(named)) == digest_of_sources(), f"{named} is of other sources"
-        return named
-    installed = next((file for file in library._places() if file.is_file()), None)
-    if installed is not None and sources_of(installed) == digest_of_sources():
-        return str(installed)
-    if shutil.which("cmake") is None:
-        pytest.skip("cmake is not installed: the library can't be built")
-    folder = tmp_path_factory.mktemp("host_attention")
-    for command in (["-S", str(KERNELS), "-B", str(folder)], ["--build", str(folder), "-j2"]):
-        done = subprocess.run(
-            ["cmake", *command], capture_output=True, text=True, check=False, timeout=240
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-    file = folder / library.FILE_NAME
-    if not file.exists():
-        pytest.skip("no C++ compiler: the library can't be built")
-    assert sources_of(file) == digest_of_sources()
-    return str(file)
-
-
-def sources_of(file: Path) -> str | None:
-    """What a library says that it was built from; None: it does not say."""
-    try:
-        sources = ctypes.CDLL(str(file)).hfk_sources
-    except AttributeError:
-        return None
+def compiled() -> None:
+    """The compiled library; skips where there is none, and warns of one of other sources."""
+    if library.why_not():
+        pytest.skip(library.why_not())
+    sources = library.load().hfk_sources
     sources.restype = ctypes.c_char_p
-    return sources().decode()
+    if sources().decode() != digest_of_sources():
+        warnings.warn("the compiled library is of other sources: install it again", stacklevel=1)
 
 
 def digest_of_sources() -> str:
@@ -60,12 +34,6 @@ def digest_of_sources() -> str:
     names = sorted((file.relative_to(KERNELS).as_posix(), file) for file in files)
     digests = [f"{name} {sha256(file.read_bytes()).hexdigest()}\n" for name, file in names]
     return sha256("".join(digests).encode()).hexdigest()
-
-
-@pytest.fixture
-def compiled(built: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The library is the one built from these sources."""
-    monkeypatch.setenv(library.PATH_VARIABLE, built)
 
 
 @pytest.fixture

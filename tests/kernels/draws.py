@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+from torch.utils._pytree import register_dataclass, tree_leaves, tree_map_only
 
-from hf_kvret_kernels import host_library, paris
+from hf_kvret_kernels import host_library
+from hf_kvret_kernels.paris import ParisCodes, magnitude_levels, random_signs, rotated_dim
+
+register_dataclass(ParisCodes)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-BOTH = ("naive", "triton")
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
-BACKENDS = ("naive", pytest.param("triton", marks=needs_triton))
-TIERS = (0.05, 0.15, 0.30, 0.50, 0.75, 1.0)
 # Half a unit in the last place, to which Triton rounds the softmax weights of 16-bit inputs.
 HALF_ULP = {torch.float32: 0.0, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-9}
 Place = tuple[str, str]
 """Backend and device of a kernel."""
+NAIVE: Place = ("naive", DEVICE)
+TRITON: Place = ("triton", DEVICE)
 
 
 def generator(seed: int) -> torch.Generator:
@@ -42,22 +47,45 @@ def best_share(scores: torch.Tensor, heads: int) -> torch.Tensor:
     return shares.unflatten(1, (heads, -1)).amax(2)
 
 
+def best_places(scores: torch.Tensor, count: int) -> torch.Tensor:
+    """``[..., count]`` int32: places of the highest scores, ascending; -1 behind the last.
+
+    Of equal ones they are the first, and -inf has none.
+    """
+    order, none = scores.sort(dim=-1, descending=True, stable=True), scores.shape[-1]
+    best = order.indices.masked_fill(order.values == float("-inf"), none)[..., :count].sort().values
+    best = torch.nn.functional.pad(best, (0, count - best.shape[-1]), value=none)
+    return best.masked_fill(best == none, -1).int()
+
+
+def paris_tools(head_dim: int, m: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
+    """Signs and levels of ParisKV."""
+    return random_signs(rotated_dim(head_dim), seed=7), magnitude_levels(m)
+
+
 def hadamard(size: int) -> torch.Tensor:
     """Orthonormal, entry by entry: the parity of the bits that row and column share."""
     shared = [[bin(i & j).count("1") % 2 for j in range(size)] for i in range(size)]
     return (1 - 2 * torch.tensor(shared, dtype=torch.float64)) / size**0.5
 
 
-def on(place: Place, x: torch.Tensor | None) -> torch.Tensor | None:
-    """``x`` on the device of a place."""
-    return None if x is None else x.to(place[1])
+def run_at(place: Place, operation: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """The results of ``operation`` in a place, on the CPU; tensors move there with their room."""
+    backend, device = place
+    args, options = tree_map_only(
+        torch.Tensor, partial(moved_with_room, device=device), (args, options)
+    )
+    results = operation(*args, **options, backend=backend)
+    assert all(x.device.type == device for x in tree_leaves(results))
+    return tree_map_only(torch.Tensor, torch.Tensor.cpu, results)
 
 
 def moved_with_room(rows: torch.Tensor, device: str) -> torch.Tensor:
     """A view's whole buffer moves: moving the view alone would lose its spare room."""
-    room = torch.empty_strided(
-        (rows.untyped_storage().nbytes() // rows.element_size(),), (1,), dtype=rows.dtype
-    ).set_(rows.untyped_storage())
+    if device == rows.device.type:
+        return rows
+    memory = rows.untyped_storage()
+    room = rows.new_empty(0).set_(memory, 0, (memory.nbytes() // rows.element_size(),))
     return room.to(device).as_strided(rows.shape, rows.stride(), rows.storage_offset())
 
 
@@ -119,35 +147,3 @@ def library_threads(count: int) -> Iterator[None]:
         patch.object(torch, "get_num_threads", lambda: count),
     ):
         yield
-
-
-def randn(*shape: int, seed: int = 0) -> torch.Tensor:
-    """As ``draw`` in fp32, on ``DEVICE``, as are all that follow, for ParisKV."""
-    return torch.randn(*shape, generator=generator(seed)).to(DEVICE)
-
-
-def tools(head_dim: int, m: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
-    """Signs and levels of ParisKV."""
-    signs = paris.random_signs(paris.rotated_dim(head_dim), seed=7)
-    return signs.to(DEVICE), paris.magnitude_levels(m).to(DEVICE)
-
-
-def random_sign(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(0, 256, shape, generator=generator(seed), dtype=torch.uint8).to(DEVICE)
-
-
-def random_valid(batch: int, length: int, seed: int = 0) -> torch.Tensor:
-    """Holes everywhere, and a last row without any valid token."""
-    valid = torch.rand(batch, length, generator=generator(seed)) < 0.7
-    valid[-1] = False
-    return valid.to(DEVICE)
-
-
-def candidates_by_sorting(scores: torch.Tensor, count: int) -> torch.Tensor:
-    ids = torch.full((*scores.shape[:3], count), -1, dtype=torch.int32)
-    for place in torch.cartesian_prod(*map(torch.arange, scores.shape[:3])).tolist():
-        row = scores[tuple(place)].int().cpu()
-        order = row.argsort(descending=True, stable=True)
-        taken = order[row[order] != 255][:count].sort().values.int()
-        ids[tuple(place)][: len(taken)] = taken
-    return ids.to(DEVICE)

@@ -1,4 +1,4 @@
-"""Random steps for the compiled library's ``run_step``, and the attention that it should give.
+"""Random steps for the compiled library's ``run_step``, and what it should choose and give.
 
 Dimensions: B batch, H KV heads, G query heads of each, Q queries, n cold tokens, D head dim.
 """
@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 
 from hf_kvret_kernels import paris
-from hf_kvret_kernels.host_step import HostWindow, ParisSearch
+from hf_kvret_kernels.host_step import FlatSearch, HostCold, HostWindow, ParisSearch
 from hf_kvret_kernels.paged import PagedRows
 
-from .draws import attention64, generator
+from .draws import attention64, draw, generator
 from .paged_rows import chosen_rows
 
 FP32_ERROR = 2e-5
@@ -64,17 +64,17 @@ class Shape:
 
     def query(self, seed: int = 0) -> torch.Tensor:
         """``[B, H * G, Q, D]`` of ``dtype``, normal with a deviation of 2."""
-        shape = (self.batch, self.heads * self.group, self.queries, self.dim)
-        return 2 * torch.randn(shape, generator=generator(seed)).to(self.dtype)
+        lead = self.batch, self.heads * self.group, self.queries
+        return 2 * draw(*lead, self.dim, seed=seed, dtype=self.dtype)
 
-    def mask(self, seed: int = 1) -> torch.Tensor:
+    def mask(self) -> torch.Tensor:
         """``[B, n]`` bool: which cold tokens are valid."""
-        return torch.rand(self.batch, self.n, generator=generator(seed)) < self.valid
+        return torch.rand(self.batch, self.n, generator=generator(1)) < self.valid
 
 
 def paris_search(shape: Shape, valid: torch.Tensor) -> ParisSearch:
     """ParisKV's search among random keys, of which ``valid [B, n]`` are counted."""
-    keys = torch.randn(shape.batch, shape.heads, shape.n, shape.dim, generator=generator(2))
+    keys = draw(shape.batch, shape.heads, shape.n, shape.dim, seed=2)
     signs = paris.random_signs(paris.rotated_dim(shape.dim), 0)
     levels = paris.magnitude_levels(shape.m)
     out = paris.ParisCodes.empty(*keys.shape, m=shape.m, weight_dtype=shape.weight_dtype)
@@ -95,70 +95,92 @@ def cold_rows(shape: Shape, page_len: int = 16) -> tuple[PagedRows, torch.Tensor
         The pages; their keys ``[B, H, n, D]`` and values ``[B, H, n, 24]``, of ``dtype``.
     """
     count = -(-shape.n // page_len)
-    pages = torch.randn(
-        shape.batch * count, shape.heads, page_len, shape.dim + _VALUE_DIM, generator=generator(3)
-    ).to(shape.dtype)
+    sizes = shape.batch * count, shape.heads, page_len, shape.dim + _VALUE_DIM
+    pages = draw(*sizes, seed=3, dtype=shape.dtype)
     order = torch.randperm(shape.batch * count, generator=generator(4)).int()
     table = order.view(shape.batch, count)
     rows = pages[table.long()].transpose(1, 2).flatten(2, 3)[:, :, : shape.n]
     return PagedRows([pages], table, shape.dim), rows[..., : shape.dim], rows[..., shape.dim :]
 
 
-def near_window(shape: Shape, length: int, seed: int = 6) -> HostWindow:
+def near_window(shape: Shape, length: int) -> HostWindow:
     """A window of ``length`` random rows, whose newest are valid; room behind them holds NaN."""
     lead = (shape.batch, shape.heads, length + _SPARE_ROWS)
-    keys = torch.randn(*lead, shape.dim, generator=generator(seed)).to(shape.dtype)
-    values = torch.randn(*lead, _VALUE_DIM, generator=generator(seed + 1)).to(shape.dtype)
+    keys = draw(*lead, shape.dim, seed=6, dtype=shape.dtype)
+    values = draw(*lead, _VALUE_DIM, seed=7, dtype=shape.dtype)
     keys[:, :, length:] = values[:, :, length:] = math.nan
-    valid = torch.rand(shape.batch, length, generator=generator(seed + 2)) < _VALID_ROWS
+    valid = torch.rand(shape.batch, length, generator=generator(8)) < _VALID_ROWS
     valid[:, -shape.queries :] = True
     return HostWindow(keys, values, length, valid)
 
 
-def expected_attention(
+def flat_step(
+    shape: Shape, budget: int, length: int = 20
+) -> tuple[torch.Tensor, HostWindow, HostCold]:
+    """Query, window and cold tokens of a step that compares all keys."""
+    rows, keys, _ = cold_rows(shape)
+    cold = HostCold(rows, FlatSearch(keys), shape.mask(), budget)
+    return shape.query(), near_window(shape, length), cold
+
+
+def check_best(ids: torch.Tensor, relevance: torch.Tensor) -> None:
+    """``ids [B, H, Q, k]`` ascend, and no token with more than roundings to its credit is left.
+
+    ``relevance [B, H, Q, n]`` is -inf for tokens that no head may choose.
+    """
+    budget, n = ids.shape[-1], relevance.shape[-1]
+    counts = (relevance > -math.inf).sum(-1, keepdim=True).clamp(max=budget)
+    assert torch.equal(ids >= 0, torch.arange(budget) < counts)
+    assert ((ids.diff(dim=-1) > 0) | (ids[..., 1:] < 0)).all()
+    chosen = torch.zeros(*relevance.shape[:-1], n + 1, dtype=torch.bool)
+    chosen = chosen.scatter_(-1, ids.long().masked_fill(ids < 0, n), True)[..., :-1]
+    assert (relevance[chosen] > -math.inf).all()
+    least = relevance.masked_fill(~chosen, math.inf).amin(-1)
+    most_left = relevance.masked_fill(chosen, -math.inf).amax(-1)
+    assert (most_left <= least + FP32_ERROR * (1 + least.abs())).all()
+
+
+def check_attention(
+    out: torch.Tensor,
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
     ids: torch.Tensor,
     window: HostWindow,
+    *,
     scale: float,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
-    """Attention to a window and to chosen cold rows, in float64.
+    softcap: float | None = None,
+    sink_logits: torch.Tensor | None = None,
+    error: float = FP32_ERROR,
+) -> None:
+    """``out [B, Hq, Q, Dv]`` is attention to a window and chosen cold rows, worked out in float64.
 
     Args:
         query: ``[B, Hq, Q, D]``; of n queries, query i sees all of the window but its last
             ``n - 1 - i`` rows.
         keys: ``[B, Hkv, n, D]`` of the cold tokens, in order.
         values: ``[B, Hkv, n, Dv]``.
-        ids: ``[B, Hkv, Q, K]`` cold tokens that a query attends to; negative for none.
+        ids: ``[B, H, Q, K]`` cold tokens that a query attends to; negative for none.
         window: rows that all query heads see.
         scale: factor of the dot products.
         softcap: ``c`` of ``c * tanh(scale * q.k / c)``, or None.
-        sinks: ``[Hq]`` learned attention sinks, or None.
-
-    Returns:
-        ``[B, Hq, Q, Dv]`` float64.
+        sink_logits: ``[Hq]`` learned attention sinks, or None.
+        error: that rounding explains.
     """
     heads, queries, length = query.shape[1], query.shape[2], window.length
-    group = heads // keys.shape[1]
     seen = torch.arange(length) <= length - queries + torch.arange(queries).unsqueeze(1)
     if window.valid is not None:
         seen = seen & window.valid[:, None, None, :length]
     chosen = (ids >= 0).repeat_interleave(heads // ids.shape[1], 1)
     seen = torch.cat([seen.expand(*query.shape[:3], length), chosen], -1)
-    near = (x[:, :, None, :length] for x in (window.keys, window.values))
-    both = (
-        torch.cat(
-            [
-                x.repeat_interleave(group, 1).expand(-1, -1, queries, -1, -1),
-                chosen_rows(cold, ids, heads),
-            ],
-            3,
-        )
-        for x, cold in zip(near, (keys, values), strict=True)
-    )
-    sinks = None if sinks is None else sinks.view(-1, 1, 1, 1)
-    out, _, _ = attention64(query.unsqueeze(3), *both, seen.unsqueeze(3), scale, softcap, sinks)
-    return out.squeeze(3)
+
+    def rows(near: torch.Tensor, cold: torch.Tensor) -> torch.Tensor:
+        """``[B, Hq, Q, length + K, D]``: what each query may read."""
+        own = near[:, :, None, :length].repeat_interleave(heads // near.shape[1], 1)
+        own = own.expand(-1, -1, queries, -1, -1)
+        return torch.cat([own, chosen_rows(cold, ids, heads)], 3)
+
+    both = rows(window.keys, keys), rows(window.values, values)
+    sinks = None if sink_logits is None else sink_logits.view(-1, 1, 1, 1)
+    want, _, _ = attention64(query.unsqueeze(3), *both, seen.unsqueeze(3), scale, softcap, sinks)
+    torch.testing.assert_close(out.double(), want.squeeze(3), rtol=1e-5, atol=error)

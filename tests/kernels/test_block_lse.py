@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -28,32 +30,22 @@ def reference(
 
 
 def check(
-    place: Place,
-    *,
-    queries: int = 5,
-    tokens: int = 330,
-    dtype: torch.dtype = torch.float32,
-    block: int = 64,
-    padded: bool = True,
+    place: Place, padded: bool = False, block: int = 64, positions: Any = None, **sizes: Any
 ) -> None:
-    query, key, _ = attention_inputs(place, queries=queries, tokens=tokens, dtype=dtype)
-    positions = torch.randint(-1, tokens + 3, (2, queries), device=place[1])
-    valid = None
+    query, key, _ = attention_inputs(place, **{"queries": 5, "tokens": 330} | sizes)
+    queries, tokens = query.shape[2], key.shape[2]
+    if positions is None:
+        positions = torch.randint(-1, tokens + 3, (len(query), queries), device=place[1])
+    valid, poisoned = None, key
     if padded:
         valid = torch.rand(2, tokens, device=place[1]) > 0.3
         valid[1, :200] = False
-    got = block_lse(
-        query,
-        key if valid is None else key.masked_fill(~valid[:, None, :, None], float("nan")),
-        positions,
-        scale=0.2,
-        block=block,
-        valid=valid,
-        backend=place[0],
-    )
-    want = reference(query, key, positions, 0.2, block, valid)
-    assert got.dtype == torch.float32
-    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
+        poisoned = key.masked_fill(~valid[:, None, :, None], float("nan"))
+    options: dict[str, Any] = {"scale": 0.2, "block": block, "valid": valid}
+    result = block_lse(query, poisoned, positions, backend=place[0], **options)
+    assert result.dtype == torch.float32
+    expected = reference(query, key, positions, **options)
+    torch.testing.assert_close(result.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.factor("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -67,19 +59,16 @@ def test_each_block_has_its_log_sum_exp(
 
 
 def test_no_keys_and_no_queries(where: Place) -> None:
-    check(where, tokens=0, padded=False)
-    check(where, queries=0)
+    check(where, tokens=0)
+    check(where, padded=True, queries=0)
 
 
 def test_positions_far_outside(where: Place) -> None:
-    query, key, _ = attention_inputs(where, batch=1, queries=2, tokens=210)
     ends = torch.iinfo(torch.int64)
     positions = torch.tensor([[ends.min, ends.max]], device=where[1])
-    got = block_lse(query, key, positions, scale=0.2, block=64, backend=where[0])
-    want = reference(query, key, positions, 0.2, 64, None)
-    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
+    check(where, positions=positions, batch=1, queries=2, tokens=210)
 
 
 def test_torch_in_several_chunks_of_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(naive, "_SCORES", 100)
-    check(("naive", "cpu"))
+    check(("naive", "cpu"), padded=True)

@@ -1,8 +1,9 @@
-"""Centroid lists against loops in float64, and recalls: cosines, lists unpacked, ids united."""
+"""Centroid lists against float64, and recalls: cosines, lists unpacked, ids united."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -10,61 +11,54 @@ import torch
 from hf_kvret_kernels import centroid
 from hf_kvret_kernels.centroid import naive
 
-from .draws import Place, draw, generator, moved_with_room
+from .draws import Place, draw, generator, moved_with_room, run_at
 
 
 @pytest.mark.factor("dtype", [torch.float32, torch.bfloat16])
 def test_similarity_is_the_largest_cosine_of_the_group(place: Place, dtype: torch.dtype) -> None:
     """Nothing is rounded to the narrower dtype, and a query of zeros is near to none."""
-    backend, device = place
     query, centroids = draw(2, 2, 3, 2, 20, seed=1), draw(2, 2, 5, 2, 20, seed=2).to(dtype)
     query[0, 0, 0] = 0
     inverse = 1 / centroids.float().norm(dim=-1)
-    moved = (x.to(device) for x in (query, centroids, inverse))
-    result = centroid.similarity(*moved, backend=backend)
+    result = run_at(place, centroid.similarity, query, centroids, inverse)
     cosines = torch.nn.functional.cosine_similarity(
         query.unsqueeze(3).double(), centroids.unsqueeze(2).double(), dim=-1
     )
     # Some fp32 products of a sum that is 1 at most.
-    torch.testing.assert_close(result.cpu().double(), cosines.amax(-1), atol=1e-6, rtol=0)
+    torch.testing.assert_close(result.double(), cosines.amax(-1), atol=1e-6, rtol=0)
 
 
 @pytest.mark.factor("with_high", [False, True])
 @pytest.mark.factor("rho", [37, 1100])
 def test_lists_are_unpacked_as_they_were_packed(place: Place, rho: int, with_high: bool) -> None:
     """All numbers from -1 to the largest that fits, out of buffers with spare room."""
-    backend, device = place
     most = (1 << 24 if with_high else 1 << 16) - 1
     ids = torch.randint(-1, most, (2, 3, 9, rho), generator=generator(0))
     ids[..., 0] = torch.tensor([-1, 0, 32766, 32767, 32768, 65533, 65534, most - 2, most - 1])
-    kept = (ids + 1).to(device)
-    low = torch.where((kept & 65535) > 32767, (kept & 65535) - 65536, kept & 65535).short()
-    room = torch.zeros(2, 3, 12, rho, dtype=torch.int16, device=device)
-    room[:, :, :9] = low
-    high = (kept >> 16).byte() if with_high else None
+    low = torch.zeros(2, 3, 12, rho, dtype=torch.int16)[:, :, :9]
+    low.copy_((ids + 1 + 0x8000) % 0x10000 - 0x8000)
+    high = (ids + 1 >> 16).byte() if with_high else None
     index = torch.randint(0, 9, (2, 3, 2, 4), generator=generator(0))
-    result = centroid.take_lists(room[:, :, :9], high, index.to(device), backend=backend)
+    result = run_at(place, centroid.take_lists, low, high, index)
     assert result.dtype == torch.int32
     expected = ids.unsqueeze(2).expand(-1, -1, 2, -1, -1)
     expected = expected.gather(3, index.unsqueeze(-1).expand(*index.shape, rho))
-    assert torch.equal(result.cpu().long(), expected)
+    assert torch.equal(result.long(), expected)
 
 
 def check_united(place: Place, drawn: torch.Tensor, valid: torch.Tensor) -> None:
     """Against a loop over each query's ids."""
-    backend, device = place
-    ids = centroid.unite(drawn.to(device), valid.to(device), backend=backend)
+    ids = run_at(place, centroid.unite, drawn, valid)
     assert ids.shape == drawn.shape and ids.dtype == drawn.dtype
-    length = valid.shape[1]
-    for b, (named, mine) in enumerate(zip(drawn, ids, strict=True)):
-        rows = zip(named.flatten(0, 1).tolist(), mine.flatten(0, 1).tolist(), strict=True)
-        for tokens, own in rows:
-            seen, expected = set(), []
-            for token in tokens:
-                new = 0 <= token < length and bool(valid[b, token]) and token not in seen
-                seen.add(token)
-                expected.append(token if new else -1)
-            assert own == expected
+    for b, h, q in itertools.product(*map(range, drawn.shape[:3])):
+        wanted: dict[int, int] = {}
+        for at, token in enumerate(drawn[b, h, q].tolist()):
+            if 0 <= token < valid.shape[1] and valid[b, token]:
+                wanted.setdefault(token, at)
+        expected = [-1] * drawn.shape[3]
+        for token, at in wanted.items():
+            expected[at] = token
+        assert ids[b, h, q].tolist() == expected
 
 
 @pytest.mark.factor("dtype", [torch.int32, torch.int64])
@@ -82,8 +76,7 @@ def test_rows_that_share_a_small_table_do_not_mix(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The table holds some queries at a time."""
-    module = f"hf_kvret_kernels.centroid.{place[0]}"
-    monkeypatch.setattr(f"{module}.MOST_MARKS", 150)
+    monkeypatch.setattr(f"hf_kvret_kernels.centroid.{place[0]}.MOST_MARKS", 150)
     drawn = torch.randint(-1, 30, (2, 1, 5, 40), generator=generator(1)).int()
     check_united(place, drawn, torch.rand(2, 30, generator=generator(1)) < 0.8)
 
@@ -95,11 +88,8 @@ def many(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def in_chunks(keys: torch.Tensor, chunk: int) -> centroid.KeyChunks:
-    def give() -> Iterator[tuple[int, torch.Tensor]]:
-        for start in range(0, keys.shape[2], chunk):
-            yield start, keys[:, :, start : start + chunk]
-
-    return give
+    starts = range(0, keys.shape[2], chunk)
+    return lambda: ((start, keys[:, :, start : start + chunk]) for start in starts)
 
 
 def ragged(held: int) -> torch.Tensor:
@@ -125,20 +115,16 @@ def best_keys(
     scale: float,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    """``centroid.top_keys`` in float64, centroid by centroid; of equal keys the first."""
-    batch, heads, centroids, group, _ = queries.shape
-    ids = torch.full((batch, heads, centroids, count), -1, dtype=torch.int32)
-    for b, h, c in torch.cartesian_prod(*map(torch.arange, (batch, heads, centroids))).tolist():
-        seen = valid[b]
-        logits = queries[b, h, c].double() @ keys[b, h].double().T * scale
-        logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
-        logits = logits.masked_fill(~seen, float("-inf"))
-        if group > 1 and seen.any():
-            logits = logits.log_softmax(-1)
-        order = logits.amax(0).sort(descending=True, stable=True).indices
-        result = order[: min(count, int(seen.sum()))].int()
-        ids[b, h, c, : len(result)] = result
-    return ids
+    """``centroid.top_keys`` in float64; of equal keys the first."""
+    logits = queries.double() @ keys.double().mT.unsqueeze(2) * scale
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    logits = logits.masked_fill(~valid[:, None, None, None], float("-inf"))
+    if queries.shape[3] > 1:
+        logits = logits.log_softmax(-1)
+    order = logits.amax(3).sort(descending=True, stable=True)
+    ids = order.indices.masked_fill(order.values == float("-inf"), -1)[..., :count].int()
+    return torch.nn.functional.pad(ids, (0, count - ids.shape[-1]), value=-1)
 
 
 def check(
@@ -151,20 +137,13 @@ def check(
     chunk: int = 32,
     softcap: float | None = None,
 ) -> None:
-    """Run in ``place`` and compare with the loops."""
-    backend, device = place
+    """Run in ``place`` and compare with float64."""
     scale = queries.shape[-1] ** -0.5
-    ids = centroid.top_keys(
-        queries.to(device),
-        in_chunks(moved_with_room(keys, device), chunk),
-        count,
-        valid=valid.to(device),
-        scale=scale,
-        softcap=softcap,
-        backend=backend,
-    )
+    chunks = in_chunks(moved_with_room(keys, place[1]), chunk)
+    options: dict[str, Any] = {"valid": valid, "scale": scale, "softcap": softcap}
+    ids = run_at(place, centroid.top_keys, queries, chunks, count, **options)
     expected = best_keys(queries, keys, count, valid, scale, softcap)
-    assert ids.dtype == torch.int32 and torch.equal(ids.cpu(), expected)
+    assert ids.dtype == torch.int32 and torch.equal(ids, expected)
 
 
 @pytest.mark.factor(
@@ -235,35 +214,28 @@ def test_keys_of_several_dtypes_are_copied_without_rounding(
     monkeypatch.setattr(naive, "_MOST_READINGS", 0)
     queries, keys = draw(2, 2, 7, 2, 16, seed=1), draw(2, 2, 50, 16)
     keys[:, :, :20] = keys[:, :, :20].bfloat16()
-
-    def chunks() -> Iterator[tuple[int, torch.Tensor]]:
-        yield from [(0, keys[:, :, :20].bfloat16()), (20, keys[:, :, 20:])]
-
+    chunks = [(0, keys[:, :, :20].bfloat16()), (20, keys[:, :, 20:])]
     valid = torch.ones(2, 50, dtype=torch.bool)
-    result = centroid.top_keys(queries, chunks, 9, valid=valid, scale=1.0, backend="naive")
+    options = {"valid": valid, "scale": 1.0, "backend": "naive"}
+    result = centroid.top_keys(queries, lambda: iter(chunks), 9, **options)
     assert torch.equal(result, best_keys(queries, keys, 9, valid, 1.0))
 
 
 def test_equal_keys_are_listed_once_each_and_none_better_is_left_out(place: Place) -> None:
     """Scores are small whole numbers, so that many are equal to the bit; Triton takes the first."""
-    backend, device = place
     queries = torch.randint(-1, 2, (1, 2, 2, 1, 4), generator=generator(4)).float()
     keys = torch.randint(-1, 2, (1, 2, 60, 4), generator=generator(5)).float()
-    valid = torch.ones(1, 60, dtype=torch.bool)
-    options = {"valid": valid.to(device), "scale": 1.0, "backend": backend}
-    chunks = in_chunks(keys.to(device), 25)
-    result = centroid.top_keys(queries.to(device), chunks, 20, **options).cpu()
+    valid, chunks = torch.ones(1, 60, dtype=torch.bool), in_chunks(keys.to(place[1]), 25)
+    result = run_at(place, centroid.top_keys, queries, chunks, 20, valid=valid, scale=1.0)
     expected = best_keys(queries, keys, 20, valid, 1.0)
     scores = torch.einsum("bhcgd,bhnd->bhcn", queries, keys)
     assert torch.equal(scores.gather(-1, result.long()), scores.gather(-1, expected.long()))
     assert all(len(set(ids)) == 20 for ids in result.flatten(0, 2).tolist())
-    if backend == "triton":
+    if place[0] == "triton":
         assert torch.equal(result, expected)
 
 
 def test_without_centroids_there_are_no_lists(place: Place) -> None:
-    backend, device = place
-    keys, valid = torch.zeros(2, 2, 50, 16, device=device), ragged(50).to(device)
-    queries = torch.zeros(2, 2, 0, 2, 16, device=device)
-    options = {"valid": valid, "scale": 1.0, "backend": backend}
-    assert centroid.top_keys(queries, in_chunks(keys, 50), 3, **options).shape == (2, 2, 0, 3)
+    queries, chunks = torch.zeros(2, 2, 0, 2, 16), in_chunks(torch.zeros(2, 2, 50, 16), 50)
+    options = {"valid": ragged(50), "scale": 1.0}
+    assert run_at(place, centroid.top_keys, queries, chunks, 3, **options).shape == (2, 2, 0, 3)

@@ -257,9 +257,10 @@ def test_splitting_the_ids_changes_nothing(place: Place, bits: int) -> None:
     query, ids = random_query(plain, 2).float(), random_ids(plain, 1, 1, 128)
     ids[..., 32:64] = -1
     partials = gather_partials if bits == 16 else triton_attend.gather_partials
-    whole = partials(query, rows, ids, 0.3, None, splits=1)("triton")
-    for splits in (2, 3, 64):
-        parts = partials(query, rows, ids, 0.3, None, splits=splits)("triton")
+    whole, *others = (
+        partials(query, rows, ids, 0.3, None, splits=splits)("triton") for splits in (1, 3, 64)
+    )
+    for parts in others:
         torch.testing.assert_close(parts, whole, rtol=0, atol=2 * FP32_ERROR)
 
 

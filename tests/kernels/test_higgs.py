@@ -14,7 +14,7 @@ import torch
 from hf_kvret_kernels.higgs import HiggsCodec, naive
 from hf_kvret_kernels.higgs.naive import WORDS, grid_points, pack, random_signs, unpack
 
-from .draws import Place, draw, hadamard
+from .draws import Place, draw, hadamard, run_at
 
 CPU = torch.device("cpu")
 # Squared error of a number of a standard normal pair with the best 16, 64 and 256 points.
@@ -51,7 +51,7 @@ def test_points_are_the_means_of_what_is_rounded_to_them(script: ModuleType, bit
 @pytest.mark.parametrize("bits", BEST)
 def test_normal_numbers_lose_as_much_through_the_codec(bits: int, group: int) -> None:
     """Shorter groups lose less: their largest numbers are smaller, and the scale knows of them."""
-    x = torch.randn(1024, 1024, generator=torch.Generator().manual_seed(bits))
+    x = draw(1024, 1024, seed=bits)
     codec = HiggsCodec(bits, group)
     error = (codec.decode(*codec.encode(x)) - x).square().mean().item()
     assert error == pytest.approx(BEST[bits], rel=0.02)
@@ -59,7 +59,7 @@ def test_normal_numbers_lose_as_much_through_the_codec(bits: int, group: int) ->
 
 def test_a_constant_offset_hurts_only_without_signs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Errors as shares of the mean square; the offset is three times the deviation."""
-    x = torch.randn(512, 1024, generator=torch.Generator().manual_seed(0)) + 3.0
+    x = draw(512, 1024) + 3.0
     size = x.square().mean()
     codec, no_signs = HiggsCodec(2, 1024), torch.ones(1024)
     for error in (BEST[2], 0.85):
@@ -98,21 +98,25 @@ def unpack_slowly(packed: list[int], code_bits: int) -> list[int]:
 
 
 def parts(codec: HiggsCodec, x: torch.Tensor, where: Place) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(codes [groups, n] int64, scales [groups, ...] fp64)`` of the rows ``x [n, W]``."""
-    coded = codec.encode(x.to(where[1]), backend=where[0])
+    """``(codes [groups, n] int64, scales [groups, 1] fp64)`` of the rows ``x [n, W]``."""
+    coded = run_at(where, codec.encode, x)
     assert coded.codes.dtype == coded.scales.dtype == torch.uint8
     assert coded.codes.shape == (*x.shape[:-1], codec.code_bytes(x.shape[-1]))
     assert coded.scales.shape == (*x.shape[:-1], codec.scale_bytes(x.shape[-1]))
-    rows = [unpack_slowly(row, codec.code_bits) for row in coded.codes.cpu().tolist()]
+    rows = [unpack_slowly(row, codec.code_bits) for row in coded.codes.tolist()]
     codes = torch.tensor(rows).view(-1, codec.group // 2)
-    return codes, coded.scales.cpu().view(torch.float16).double().view(-1, 1)
+    return codes, coded.scales.view(torch.float16).double().view(-1, 1)
+
+
+def there_and_back(where: Place, codec: HiggsCodec, x: torch.Tensor) -> torch.Tensor:
+    """Numbers that went through codes."""
+    return run_at(where, codec.decode, *run_at(where, codec.encode, x))
 
 
 def decode_slowly(codec: HiggsCodec, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """fp64 groups of their codes and scales, from the definition."""
-    points = grid_points(codec.bits, torch.device("cpu")).double()[codes].flatten(1)
-    signs = codec.sign_tensor(torch.device("cpu")).double()
-    return points * scales @ hadamard(codec.group) * signs
+    points = grid_points(codec.bits, CPU).double()[codes].flatten(1)
+    return points * scales @ hadamard(codec.group) * codec.sign_tensor(CPU).double()
 
 
 @pytest.mark.parametrize("code_bits", WORDS)
@@ -151,12 +155,12 @@ def test_decoding_follows_the_definition(
     x = draw(5, 2 * codec.group, dtype=dtype)
     codes, scales = parts(codec, x, where)
     expected = decode_slowly(codec, codes, scales).view_as(x)
-    coded = codec.encode(x.to(where[1]), backend=where[0])
-    back = codec.decode(*coded, dtype, backend=where[0])
-    assert back.dtype == dtype and back.device.type == where[1] and back.shape == x.shape
+    coded = run_at(where, codec.encode, x)
+    back = run_at(where, codec.decode, *coded, dtype)
+    assert back.dtype == dtype
     # Triton's interpreter cuts bf16 off instead of rounding it.
     rounding = {torch.float32: 0.0, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-11}[dtype]
-    error = (back.cpu().double() - expected).abs()
+    error = (back.double() - expected).abs()
     assert (error <= FP32_ERROR + rounding * expected.abs()).all()
     assert (expected - x.double()).square().mean() < 0.3
 
@@ -165,18 +169,15 @@ def test_decoding_follows_the_definition(
 def test_all_agree_with_torch_for_all_groups(where: Place, group: int) -> None:
     codec = HiggsCodec(3, group)
     x = draw(3, 3 * group, seed=group)
-    expected = codec.encode(x, backend="naive")
-    coded = codec.encode(x.to(where[1]), backend=where[0])
-    plain = codec.decode(*expected, backend="naive")
-    moved, added = [part.to(where[1]) for part in expected], draw(1, 3 * group, seed=1)
-    back = codec.decode(*moved, backend=where[0])
-    torch.testing.assert_close(back.cpu(), plain, rtol=0, atol=FP32_ERROR)
-    shifted = codec.decode(*moved, backend=where[0], added=added.to(where[1])).cpu()
+    expected, coded = codec.encode(x, backend="naive"), run_at(where, codec.encode, x)
+    plain, added = codec.decode(*expected, backend="naive"), draw(1, 3 * group, seed=1)
+    back = run_at(where, codec.decode, *expected)
+    torch.testing.assert_close(back, plain, rtol=0, atol=FP32_ERROR)
+    shifted = run_at(where, codec.decode, *expected, added=added)
     torch.testing.assert_close(shifted, plain + added, rtol=0, atol=FP32_ERROR)
     # A number halfway between two codes, or a scale between two fp16 numbers, may go either way.
-    differ = (coded.codes.cpu() != expected.codes).double().mean()
-    assert differ <= 0.01
-    again = codec.decode(coded.codes.cpu(), coded.scales.cpu(), backend="naive")
+    assert (coded.codes != expected.codes).double().mean() <= 0.01
+    again = codec.decode(*coded, backend="naive")
     assert abs((again - x).square().mean() / (plain - x).square().mean() - 1) < 0.01
     if group > 8:
         assert (plain - x).square().mean() < 0.035
@@ -187,7 +188,7 @@ def test_zeros_come_back_as_zeros(where: Place, codec: HiggsCodec) -> None:
     x = draw(3, 2 * codec.group)
     x[1] = 0.0
     x[2, codec.group :] = 1e-9
-    back = codec.decode(*codec.encode(x.to(where[1]), where[0]), backend=where[0]).cpu()
+    back = there_and_back(where, codec, x)
     assert (back[1] == 0).all() and (back[2, codec.group :] == 0).all()
     assert (back[0] != 0).any() and (back[2, : codec.group] != 0).any()
 
@@ -200,8 +201,7 @@ def test_a_group_with_nan_or_infinity_is_nan_and_no_other(
     x = draw(3, 2 * codec.group)
     plain = codec.encode(x, backend="naive")
     x[1, 5] = bad
-    coded = codec.encode(x.to(where[1]), backend=where[0])
-    back = codec.decode(*coded, backend=where[0]).cpu()
+    back = there_and_back(where, codec, x)
     struck = torch.zeros_like(x, dtype=torch.bool)
     struck[1, : codec.group] = True
     assert torch.equal(back.isnan(), struck)
@@ -212,13 +212,13 @@ def test_a_group_with_nan_or_infinity_is_nan_and_no_other(
 @pytest.mark.factor("codec", CODECS, ids=name)
 def test_numbers_too_large_for_fp16_are_cut_off(where: Place, codec: HiggsCodec) -> None:
     x = draw(2, codec.group) * 1e9
-    back = codec.decode(*codec.encode(x.to(where[1]), where[0]), backend=where[0]).cpu()
+    back = there_and_back(where, codec, x)
     assert back.isfinite().all()
     assert back.abs().max() >= 60000
     # fp16's own largest numbers are not cut off.
     x = torch.full((1, codec.group), 60000.0).half()
     x[0, ::2] *= -1
-    back = codec.decode(*codec.encode(x.to(where[1]), where[0]), backend=where[0]).cpu()
+    back = there_and_back(where, codec, x)
     assert ((back - x).square().mean().sqrt() <= 60000 * 0.5).all()
 
 
@@ -226,7 +226,7 @@ def test_of_equally_near_points_the_first_is_taken(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With each of 16 points four times over, as one of 64."""
-    merits = naive.grid_merits(2, torch.device("cpu")).repeat_interleave(4, 0)
+    merits = naive.grid_merits(2, CPU).repeat_interleave(4, 0)
     monkeypatch.setattr(naive, "grid_merits", lambda bits, device: merits.to(device))
     codes, _ = parts(HiggsCodec(3, 64), draw(7, 64), place)
     assert (codes % 4 == 0).all() and len(codes.unique()) > 12
@@ -235,21 +235,20 @@ def test_of_equally_near_points_the_first_is_taken(
 @pytest.mark.factor("codec", CODECS, ids=name)
 def test_rows_in_wider_ones_and_strided_inputs(where: Place, codec: HiggsCodec) -> None:
     """Parts of rows are read where they lie, at odd addresses too; no rows are no rows."""
-    x = draw(2, 3, 4, 2 * codec.group).to(where[1]).transpose(0, 2)
-    coded = codec.encode(x, backend=where[0])
-    plain = codec.encode(x.contiguous(), backend=where[0])
-    assert all(map(torch.equal, coded, plain))
-    assert coded.codes.is_contiguous() and coded.scales.is_contiguous()
+    x = draw(2, 3, 4, 2 * codec.group).transpose(0, 2)
+    coded = run_at(where, codec.encode, x)
+    assert all(map(torch.equal, coded, run_at(where, codec.encode, x.contiguous())))
+    expected = run_at(where, codec.decode, *coded)
     sizes = coded.codes.shape[-1], coded.scales.shape[-1]
     for lead in (1, 2):
         wide = torch.full((4, 3, 2, lead + sum(sizes) + 2), 255, dtype=torch.uint8)
-        codes, scales = wide.to(where[1]).split([lead, *sizes, 2], -1)[1:3]
+        codes, scales = wide.split([lead, *sizes, 2], -1)[1:3]
         codes.copy_(coded.codes)
         scales.copy_(coded.scales)
-        back = codec.decode(codes, scales, backend=where[0])
-        assert torch.equal(back, codec.decode(*coded, backend=where[0]))
-    none = codec.encode(x[:0], backend=where[0])
-    assert codec.decode(*none, torch.bfloat16, backend=where[0]).shape == (0, 3, 2, x.shape[-1])
+        assert torch.equal(run_at(where, codec.decode, codes, scales), expected)
+    none = run_at(where, codec.encode, x[:0])
+    back = run_at(where, codec.decode, *none, torch.bfloat16)
+    assert back.shape == (0, 3, 2, x.shape[-1])
 
 
 @pytest.mark.parametrize("group", [8, 64, 128, 1024])
@@ -268,8 +267,7 @@ def test_a_codec_is_its_options() -> None:
     assert hash(codec) == hash(pickle.loads(pickle.dumps(codec)))
     assert codec.to("cpu") is codec
     state = torch.random.get_rng_state()
-    cpu = torch.device("cpu")
-    signs = random_signs(256, 11, cpu)
+    signs = random_signs(256, 11, CPU)
     assert torch.equal(torch.random.get_rng_state(), state)
     assert set(signs.tolist()) == {-1.0, 1.0}
-    assert not torch.equal(signs, random_signs(256, 12, cpu))
+    assert not torch.equal(signs, random_signs(256, 12, CPU))

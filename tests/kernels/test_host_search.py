@@ -26,11 +26,20 @@ from hf_kvret_kernels.paris import naive
 from hf_kvret_kernels.relevance import group_relevance
 from hf_kvret_kernels.relevance import naive as naive_relevance
 
-from .draws import library_threads
-from .host_steps import FP32_ERROR, Shape, cold_rows, generator, near_window, paris_search
+from .draws import best_places, draw, generator, library_threads
+from .host_steps import (
+    FP32_ERROR,
+    Shape,
+    check_best,
+    cold_rows,
+    flat_step,
+    near_window,
+    paris_search,
+)
 from .paged_rows import Kind, dense_rows
 from .paris_trace import trace_paris
 
+# The path goes to the tests that take it.
 pytestmark = [
     pytest.mark.skipif(bool(host_step.why_not()), reason="the library is not compiled"),
     pytest.mark.factor("path", list(library.PATHS), indirect=True),
@@ -53,45 +62,30 @@ def _found(
     search: HostSearch,
     softcap: float | None = None,
     rows: HostRows | None = None,
+    scale: float = SCALE,
 ) -> torch.Tensor:
-    """Ids that a step of the library finds."""
+    """Ids that a step of the library finds, however many threads it has."""
     cold = HostCold(rows or cold_rows(shape)[0], search, shape.mask(), min(BUDGET, shape.n))
-    _, ids = run_step(
-        shape.query(),
-        near_window(shape, 9),
-        cold,
-        scale=SCALE,
-        softcap=softcap,
-    )
-    return ids
-
-
-def _check_best(ids: torch.Tensor, relevance: torch.Tensor, budget: int) -> None:
-    """``ids [B, H, Q, k]`` ascend, and no token with more than roundings to its credit is left."""
-    counts = (relevance > -math.inf).sum(-1).clamp(max=budget)
-    places = torch.arange(ids.shape[-1])
-    assert torch.equal(ids >= 0, places < counts.unsqueeze(-1))
-    assert bool(((ids.diff(dim=-1) > 0) | (ids[..., 1:] < 0)).all())
-    chosen = torch.zeros(*relevance.shape[:-1], relevance.shape[-1] + 1, dtype=torch.bool)
-    chosen.scatter_(-1, ids.long().masked_fill(ids < 0, relevance.shape[-1]), True)
-    chosen = chosen[..., :-1]
-    assert bool((relevance[chosen] > -math.inf).all())
-    least = relevance.masked_fill(~chosen, math.inf).amin(-1, keepdim=True)
-    most_left = relevance.masked_fill(chosen, -math.inf).amax(-1, keepdim=True)
-    assert bool((most_left <= least + FP32_ERROR * (1 + least.abs())).all())
+    results = []
+    for threads in (1, 3):
+        with library_threads(threads):
+            step = run_step(
+                shape.query(), near_window(shape, 9), cold, scale=scale, softcap=softcap
+            )
+        results.append(step[1])
+    assert torch.equal(*results)
+    return results[0]
 
 
 @pytest.mark.factor("name", list(LIST_SHAPES))
 def test_the_best_codewords_are_chosen(name: str, path: str) -> None:
     shape, words = LIST_SHAPES[name], 60
-    heads = shape.heads * shape.group
-    table = 3 * torch.randn(shape.batch, heads, shape.queries, words, generator=generator(11))
+    table = 3 * draw(shape.batch, shape.heads * shape.group, shape.queries, words, seed=11)
     # A view of more codes than there are tokens, as of a buffer with room.
     form = (shape.batch, shape.heads, shape.n + 7)
     codes = torch.randint(0, words, form, generator=generator(12)).short()[..., : shape.n]
     ids = _found(shape, CodebookSearch(table, codes))
-    relevance = codebook.lookup_scores(table, codes, valid=shape.mask(), backend="naive")
-    _check_best(ids, relevance, min(BUDGET, shape.n))
+    check_best(ids, codebook.lookup_scores(table, codes, valid=shape.mask(), backend="naive"))
 
 
 @pytest.mark.parametrize("code", [4, 300, -1, 32767, -32768])
@@ -104,24 +98,10 @@ def test_a_code_beyond_the_codebook_is_refused(path: str, code: int) -> None:
         _found(shape, CodebookSearch(table, codes))
 
 
-@pytest.mark.parametrize("softcap", [None, 4.0])
-def test_heads_of_a_group_may_choose_for_themselves(softcap: float | None, path: str) -> None:
-    shape = Shape(300, group=2, queries=2, batch=2)
-    heads, rank = shape.heads * shape.group, 12
-    query = torch.randn(shape.batch, heads, shape.queries, rank, generator=generator(1))
-    rows = torch.randn(shape.batch, heads, shape.n, rank, generator=generator(2)).bfloat16()
-    ids = _found(shape, ProxySearch(query, rows, heads=heads), softcap)
-    assert ids.shape == (shape.batch, heads, shape.queries, BUDGET)
-    relevance = proxy.relevance(
-        query, rows, heads, valid=shape.mask(), softcap=softcap, backend="naive"
-    )
-    _check_best(ids, relevance, BUDGET)
-
-
 def _generation(shape: Shape, count: int, width: int, seed: int, wide: bool) -> Generation:
     """Random centroids with lists of random tokens, some of them none."""
     form = (shape.batch, shape.heads, count + 3, shape.group, shape.dim)
-    queries = torch.randn(form, generator=generator(seed)).to(shape.dtype)[:, :, :count]
+    queries = draw(*form, seed=seed, dtype=shape.dtype)[:, :, :count]
     inverse = torch.linalg.vector_norm(queries.float(), dim=-1).reciprocal()
     slots = torch.arange(count).repeat(shape.batch, 1)
     slots[:, ::7] = -1
@@ -173,11 +153,7 @@ def test_the_best_of_the_nearest_lists_are_chosen(
     if fresh:
         generations.append(_generation(shape, fresh, 15, 23, wide))
     search = ListSearch(tuple(generations), nprobe=4, pending=min(6, shape.n))
-    _check_best(
-        _found(shape, search, softcap),
-        _expected_relevance(shape, search, softcap),
-        min(BUDGET, shape.n),
-    )
+    check_best(_found(shape, search, softcap), _expected_relevance(shape, search, softcap))
 
 
 def test_lists_score_the_keys_that_codes_stand_for(path: str) -> None:
@@ -186,20 +162,13 @@ def test_lists_score_the_keys_that_codes_stand_for(path: str) -> None:
     rows, plain = kind.rows("cpu", table, (8,), page_len=16)
     search = ListSearch((_generation(shape, 12, 20, 21, False),), nprobe=12, pending=0)
     expected = _expected_relevance(shape, search, None, dense_rows(plain)[..., :64])
-    _check_best(_found(shape, search, rows=rows), expected, BUDGET)
+    check_best(_found(shape, search, rows=rows), expected)
 
 
 def test_more_threads_than_heads_find_the_same(path: str) -> None:
     shape = Shape(5000, heads=1, group=2)
-    generations = (_generation(shape, 500, 200, 21, False),)
-    lists = ListSearch(generations, nprobe=5, pending=300)
-    codes = torch.randint(0, 90, (1, 1, shape.n), generator=generator(3)).short()
-    words = CodebookSearch(torch.randn(1, 2, 1, 90, generator=generator(4)), codes)
-    for search in (lists, words):
-        with library_threads(3):
-            shared = _found(shape, search)
-        with library_threads(1):
-            assert torch.equal(shared, _found(shape, search))
+    _found(shape, ListSearch((_generation(shape, 500, 200, 21, False),), nprobe=5, pending=300))
+    _found(shape, paris_search(shape, shape.mask()))
 
 
 def test_a_token_may_have_a_number_of_more_than_16_bits(path: str) -> None:
@@ -207,7 +176,7 @@ def test_a_token_may_have_a_number_of_more_than_16_bits(path: str) -> None:
     search = ListSearch((_generation(shape, 30, 60, 21, True),), nprobe=8, pending=0)
     ids = _found(shape, search)
     assert bool((ids > 1 << 16).any())
-    _check_best(ids, _expected_relevance(shape, search, None), BUDGET)
+    check_best(ids, _expected_relevance(shape, search, None))
 
 
 def test_lists_of_no_live_centroid_leave_the_pending_tokens(path: str) -> None:
@@ -218,8 +187,6 @@ def test_lists_of_no_live_centroid_leave_the_pending_tokens(path: str) -> None:
     assert ids[..., :3].unique().tolist() == [97, 98, 99]
     assert bool((ids[..., 3:] == -1).all())
 
-
-# The path goes to the tests that take it.
 
 SHAPES = {
     "plain": Shape(1000),
@@ -280,7 +247,7 @@ def test_a_soft_cap_bends_the_mean_key_too(path: str) -> None:
     shape = Shape(300, group=2)
     query, valid = shape.query(), shape.mask()
     search = paris_search(shape, valid)
-    search.mean = torch.randn(1, 2, 128, generator=generator(5))
+    search.mean = draw(1, 2, 128, seed=5)
     trace = trace_paris(query, search, valid, 9, softcap=1.5)
     offset = torch.einsum("bhgqd,bhd->bhqg", query.view(1, 2, 2, 1, 128), search.mean)
     expected = naive.rerank(
@@ -290,49 +257,32 @@ def test_a_soft_cap_bends_the_mean_key_too(path: str) -> None:
 
 
 @pytest.mark.factor("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int8])
-@pytest.mark.factor("sets", [1, 2, 6])
+@pytest.mark.factor(("sets", "heads"), [(1, 2), (2, 2), (6, 2), (2, 6)])
 @pytest.mark.factor("rank", [1, 20, 64])
 @pytest.mark.factor("softcap", [None, 2.0])
 def test_proxies_choose_the_tokens_of_their_highest_scores(
-    dtype: torch.dtype, sets: int, rank: int, softcap: float | None, path: str
+    dtype: torch.dtype, sets: int, heads: int, rank: int, softcap: float | None, path: str
 ) -> None:
-    """Two KV heads of three query heads; a set is shared by all, by a group, or by none."""
+    """Two KV heads of three query heads; all share a set, or a group, or none; heads may choose."""
     shape = Shape(1100, dim=64, group=3, batch=2, queries=2)
-    rows, _, _ = cold_rows(shape)
-    proxies = 2 * torch.randn(2, sets, 1100, rank, generator=generator(7))
+    proxies = 2 * draw(2, sets, 1100, rank, seed=7)
     proxies = (proxies * 20 if dtype == torch.int8 else proxies).to(dtype)
-    query = torch.randn(2, 6, 2, rank, generator=generator(8)) * (0.02 if sets == 6 else 0.1)
-    offset = torch.randn(2, 6, 2, generator=generator(9)) if softcap else None
-    valid, budget = shape.mask(), 90
-    cold = HostCold(rows, ProxySearch(query, proxies, offset), valid, budget)
-    window = near_window(shape, 9)
-    results = []
-    for threads in (1, 16):
-        with library_threads(threads):
-            step = run_step(shape.query(), window, cold, scale=1.0, softcap=softcap)
-            results.append(step[1])
-    assert torch.equal(*results)
-    relevance = proxy.relevance(
-        query, proxies, 2, valid=valid, offset=offset, softcap=softcap, backend="naive"
-    )
-    best = relevance.topk(budget, dim=-1).values
-    mine = relevance.gather(-1, results[0].long().clamp(min=0)).sort(-1, descending=True).values
-    assert (results[0].sort(-1).values.diff(dim=-1) > 0).all()
-    torch.testing.assert_close(mine, best, rtol=1e-4, atol=1e-4)
+    query = draw(2, 6, 2, rank, seed=8) * (0.02 if sets == 6 else 0.1)
+    offset = draw(2, 6, 2, seed=9) if softcap else None
+    ids = _found(shape, ProxySearch(query, proxies, offset, heads=heads), softcap, scale=1.0)
+    options = {"valid": shape.mask(), "offset": offset, "softcap": softcap}
+    check_best(ids, proxy.relevance(query, proxies, heads, backend="naive", **options))
 
 
 def test_of_equal_tokens_the_first_are_chosen(path: str) -> None:
     shape = Shape(200, dim=16, group=1, heads=1, valid=1.1)
-    rows, keys, _ = cold_rows(shape)
     level = torch.arange(200).remainder(3).float()
-    same = torch.zeros_like(keys)
-    same[..., 0] = level
-    query = torch.zeros(1, 1, 1, 16)
-    query[..., 0] = 1
-    window = near_window(shape, 5)
-    _, ids = run_step(query, window, HostCold(rows, FlatSearch(same), shape.mask(), 80), scale=1.0)
-    twos, ones = (torch.arange(200)[level == x] for x in (2, 1))
-    assert ids.flatten().sort().values.tolist() == sorted([*twos, *ones[: 80 - len(twos)]])
+    keys = torch.zeros(1, 1, 200, 16)
+    keys[..., 0] = level
+    query, window, cold = flat_step(shape, 80)
+    query = torch.ones_like(query)
+    _, ids = run_step(query, window, replace(cold, search=FlatSearch(keys)), scale=1.0)
+    assert torch.equal(ids, best_places(level.view(1, 1, 1, 200), 80))
 
 
 @pytest.mark.factor("flush", [False, True])
@@ -359,11 +309,8 @@ def test_no_more_than_the_budget_are_chosen_of_scores_that_are_zero(
 
 
 def test_a_query_of_nan_has_no_say_in_what_its_group_chooses(path: str) -> None:
-    shape = Shape(403, heads=1, dim=64)
-    rows, keys, _ = cold_rows(shape)
-    query = shape.query()
+    query, window, cold = flat_step(Shape(403, heads=1, dim=64), 20)
     query[:, 1] = math.nan
-    cold, window = HostCold(rows, FlatSearch(keys), shape.mask(), 20), near_window(shape, 5)
     _, ids = run_step(query, window, cold, scale=0.1)
     _, alone = run_step(query[:, :1], window, cold, scale=0.1)
     assert torch.equal(ids, alone)

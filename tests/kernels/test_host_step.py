@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -14,13 +15,14 @@ from hf_kvret_kernels import host_step
 from hf_kvret_kernels.host_step import FlatSearch, GivenIds, HostCold, HostWindow, run_step
 from hf_kvret_kernels.ids import WrongIdError
 
-from .draws import draw, library_threads
+from .draws import best_share, draw, generator, library_threads
 from .host_steps import (
     FP32_ERROR,
     Shape,
+    check_attention,
+    check_best,
     cold_rows,
-    expected_attention,
-    generator,
+    flat_step,
     near_window,
     paris_search,
 )
@@ -53,32 +55,27 @@ def test_a_step_attends_to_window_and_choice(
     name: str, method: str, threads: int, path: str
 ) -> None:
     shape, softcap = STEPS[name]
-    rows, keys, values = cold_rows(shape)
-    query, valid, window = shape.query(), shape.mask(), near_window(shape, 37)
-    sinks = torch.randn(query.shape[1], generator=generator(9)) if shape.group == 3 else None
-    search = FlatSearch(keys) if method == "flat" else paris_search(shape, valid)
-    budget, scale = max(1, shape.n // 10), shape.dim**-0.5
+    query, window, cold = flat_step(shape, max(1, shape.n // 10), length=37)
+    _, keys, values = cold_rows(shape)
+    valid, scale = cold.valid, shape.dim**-0.5
+    if method == "paris":
+        cold = replace(cold, search=paris_search(shape, valid))
+    sinks = draw(query.shape[1], seed=9) if shape.group == 3 else None
+    options = {"scale": scale, "softcap": softcap, "sink_logits": sinks}
     selected = torch.tensor(5)
-    out, ids = run_step(
-        query,
-        window,
-        HostCold(rows, search, valid, budget),
-        scale=scale,
-        softcap=softcap,
-        sink_logits=sinks,
-        selected=selected,
-    )
-    assert ids.shape == (shape.batch, shape.heads, shape.queries, budget)
+    out, ids = run_step(query, window, cold, selected=selected, **options)
+    assert ids.shape == (shape.batch, shape.heads, shape.queries, cold.budget)
     assert int(selected) == 5 + int((ids >= 0).sum())
-    assert not (ids >= 0).any() or valid.any()
-    for b in range(shape.batch):
-        chosen = ids[b][ids[b] >= 0].long()
-        assert valid[b, chosen].all()
-    expected = expected_attention(query, keys, values, ids, window, scale, softcap, sinks)
+    for own, mask in zip(ids, valid, strict=True):
+        assert mask[own[own >= 0].long()].all()
     # Queries in bf16 are exact products too: only sums are rounded.
-    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=FP32_ERROR)
+    check_attention(out, query, keys, values, ids, window, **options)
     if method == "flat":
-        check_best(query, keys, ids, valid, scale, softcap)
+        scores = query.double() @ keys.double().repeat_interleave(shape.group, 1).mT * scale
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        scores = scores.masked_fill(~valid[:, None, None], NEVER)
+        check_best(ids, best_share(scores, shape.heads))
 
 
 @pytest.mark.factor("shape", [Shape(1, queries=3, batch=2, dim=40), Shape(1, group=5)])
@@ -87,8 +84,7 @@ def test_a_window_alone_is_attended_to(shape: Shape, path: str) -> None:
     out, ids = run_step(query, window, scale=0.1)
     assert ids.shape == (shape.batch, shape.heads, shape.queries, 0)
     nothing = torch.zeros(shape.batch, shape.heads, 1, shape.dim)
-    expected = expected_attention(query, nothing, nothing[..., :24], ids, window, 0.1, None, None)
-    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=FP32_ERROR)
+    check_attention(out, query, nothing, nothing[..., :24], ids, window, scale=0.1)
 
 
 @pytest.mark.factor("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -101,7 +97,7 @@ def test_a_result_is_rounded_as_torch_rounds(dtype: torch.dtype, threads: int, p
     window.values.copy_((window.values.float() * factors).to(dtype))
     window.values[0, 0, :, 5] = float("inf")
     window.values[1, 0, :, 5] = float("nan")
-    sinks = torch.randn(query.shape[1], generator=generator(9))
+    sinks = draw(query.shape[1], seed=9)
 
     def step(form: torch.dtype) -> torch.Tensor:
         return run_step(query, window, scale=0.1, sink_logits=sinks, dtype=form)[0]
@@ -146,14 +142,12 @@ def test_ids_that_are_given_are_attended_to(
     window = HostWindow(near[0], near[0][..., : own.dims[1]] if own.in_key else near[1], length)
     ids = torch.randint(-1, 96, (2, heads, queries, 70), generator=generator(6)).int()
     cold = HostCold(rows, GivenIds(ids), torch.ones(2, 96, dtype=torch.bool), 70)
-    scale, sinks = own.dims[0] ** -0.5, draw(6, seed=3)
-    options = {"scale": scale, "softcap": softcap, "sink_logits": sinks}
+    options = {"scale": own.dims[0] ** -0.5, "softcap": softcap, "sink_logits": draw(6, seed=3)}
     out, same = run_step(query, window, cold, **options)
     assert torch.equal(same, ids)
-    expected = expected_attention(query, keys, values, ids, window, scale, softcap, sinks)
     # Sums of codes are longer, and butterflies go before and after them.
     error = FP32_ERROR if own.bits == 16 else 2 * FP32_ERROR
-    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=error)
+    check_attention(out, query, keys, values, ids, window, error=error, **options)
 
 
 @pytest.mark.parametrize("queries", [1, 3])
@@ -165,9 +159,7 @@ def test_a_search_reads_a_window_and_rows_of_keys_alone(queries: int, path: str)
     window = replace(near, values=near.keys[..., :10])
     cold = HostCold(rows, FlatSearch(keys), shape.mask(), 9)
     out, ids = run_step(shape.query(), window, cold, scale=0.2)
-    values = keys[..., :10]
-    expected = expected_attention(shape.query(), keys, values, ids, window, 0.2, None, None)
-    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=FP32_ERROR)
+    check_attention(out, shape.query(), keys, keys[..., :10], ids, window, scale=0.2)
 
 
 def test_ids_of_a_head_that_has_no_rows_are_refused() -> None:
@@ -190,134 +182,65 @@ def test_ids_of_no_token_are_refused(kind: str, path: str) -> None:
         run_step(draw(2, 4, 1, dim), near, cold, scale=0.2)
 
 
-def check_best(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    ids: torch.Tensor,
-    valid: torch.Tensor,
-    scale: float,
-    softcap: float | None,
-) -> None:
-    """No token left out matters more than one chosen, up to rounding; none is chosen twice."""
-    B, H, n, _ = keys.shape
-    grouped = query.view(B, H, -1, query.shape[2], query.shape[3]).double()
-    logits = torch.einsum("bhgqd,bhnd->bhgqn", grouped, keys.double()) * scale
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
-    logits = logits.masked_fill(~valid[:, None, None, None], NEVER)
-    shares = (logits.log_softmax(-1) if grouped.shape[2] > 1 else logits).nan_to_num(NEVER).amax(2)
-    taken = torch.zeros(B, H, ids.shape[2], n + 1)
-    taken.scatter_add_(-1, ids.long().masked_fill(ids < 0, n), torch.ones(ids.shape))
-    taken = taken[..., :n]
-    assert taken.max() <= 1
-    count = valid.sum(1).clamp(max=ids.shape[-1])
-    assert torch.equal(taken.sum(-1).long(), count[:, None, None].expand(ids.shape[:3]))
-    worst = shares.masked_fill(taken == 0, math.inf).amin(-1)
-    best_left = shares.masked_fill(taken > 0, NEVER).amax(-1)
-    assert (best_left <= worst + 1e-4).all()
-
-
-def test_threads_choose_and_answer_alike(path: str) -> None:
-    shape = Shape(3000, heads=1, group=3)
-    rows, _, _ = cold_rows(shape)
-    query, valid, window = shape.query(), shape.mask(), near_window(shape, 20)
-    search = paris_search(shape, valid)
-    results = []
-    for threads in (1, 2, 7):
-        with library_threads(threads):
-            cold = HostCold(rows, search, valid, 100)
-            results.append(run_step(query, window, cold, scale=0.1))
-    for out, ids in results[1:]:
-        assert torch.equal(ids, results[0][1])
-        torch.testing.assert_close(out, results[0][0], rtol=1e-5, atol=FP32_ERROR)
-
-
 @pytest.mark.factor("poison", [math.nan, math.inf])
 def test_a_query_that_is_not_finite_spoils_its_own_answer_only(poison: float, path: str) -> None:
     shape = Shape(400, heads=2, group=2, dim=64)
-    rows, keys, _ = cold_rows(shape)
-    query, valid, window = shape.query(), shape.mask(), near_window(shape, 20)
-    for search in (FlatSearch(keys), paris_search(shape, valid)):
-        cold = HostCold(rows, search, valid, 40)
+    query, window, flat = flat_step(shape, 40)
+    bad_query = query.clone()
+    bad_query[0, 0] = poison
+    for cold in (flat, replace(flat, search=paris_search(shape, flat.valid))):
         good, _ = run_step(query, window, cold, scale=0.1)
-        bad_query = query.clone()
-        bad_query[0, 0] = poison
         bad, _ = run_step(bad_query, window, cold, scale=0.1)
         assert torch.equal(bad[0, 2:], good[0, 2:])
 
 
 def test_callers_on_several_threads_do_not_meet() -> None:
     shape = Shape(3000)
-    rows, _, _ = cold_rows(shape)
-    valid, window = shape.mask(), near_window(shape, 20)
+    _, window, cold = flat_step(shape, 64)
+    cold = replace(cold, search=paris_search(shape, cold.valid))
     queries = [shape.query(seed) for seed in range(6)]
-    cold = HostCold(rows, paris_search(shape, valid), valid, 64)
 
     def answer(query: torch.Tensor) -> torch.Tensor:
         return run_step(query, window, cold, scale=0.1)[0]
 
     with library_threads(3):
         expected = [answer(query) for query in queries]
-    results: list[list[torch.Tensor]] = [[] for _ in queries]
-    workers = [
-        threading.Thread(
-            target=lambda i=i: results[i].extend(answer(queries[i]) for _ in range(10))
-        )
-        for i in range(len(queries))
-    ]
-    with library_threads(3):
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join()
-    for got, want in zip(results, expected, strict=True):
-        assert len(got) == 10
-        assert all(torch.equal(x, want) for x in got)
+        with ThreadPoolExecutor(6) as pool:
+            results = list(pool.map(answer, queries * 10))
+    assert all(map(torch.equal, results, expected * 10))
 
 
 def test_memory_of_any_layout_is_read_right() -> None:
-    shape = Shape(200, batch=2)
-    rows, keys, _ = cold_rows(shape)
-    query, valid, window = shape.query(), shape.mask(), near_window(shape, 20)
-    expected = run_step(query, window, HostCold(rows, FlatSearch(keys), valid, 30), scale=0.1)[1]
+    query, window, cold = flat_step(Shape(200, batch=2), 30)
+    expected = run_step(query, window, cold, scale=0.1)[1]
     room = torch.full((2, 2, 300, 128), math.nan)
-    room[:, :, :200] = keys
-    strided = valid.new_zeros(2, 400)
-    strided[:, ::2] = valid
-    views = HostCold(rows, FlatSearch(room[:, :, :200]), strided[:, ::2], 30)
+    room[:, :, :200] = cold.search.keys
+    strided = cold.valid.new_zeros(2, 400)
+    strided[:, ::2] = cold.valid
+    views = replace(cold, search=FlatSearch(room[:, :, :200]), valid=strided[:, ::2])
     turned = query.transpose(1, 2).contiguous().transpose(1, 2)
-    got = run_step(turned, window, views, scale=0.1)[1]
-    assert torch.equal(got, expected)
+    assert torch.equal(run_step(turned, window, views, scale=0.1)[1], expected)
 
 
 def test_a_variable_that_names_no_instruction_set_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    shape = Shape(100)
-    rows, keys, _ = cold_rows(shape)
-    cold = HostCold(rows, FlatSearch(keys), shape.mask(), 9)
-    arguments = (shape.query(), near_window(shape, 5), cold)
     monkeypatch.setenv(library.ISA_VARIABLE, "mmx")
     with pytest.raises(ValueError, match="HF_KVRET_CPU_PATH=mmx: choose one of avx512_bf16"):
-        run_step(*arguments, scale=0.1)
+        run_step(*flat_step(Shape(100), 9), scale=0.1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_defaults_of_torch_do_not_matter(dtype: torch.dtype) -> None:
-    shape = Shape(200)
-    rows, keys, _ = cold_rows(shape)
-    query, valid, window = shape.query(), shape.mask(), near_window(shape, 20)
-    cold = HostCold(rows, FlatSearch(keys), valid, 30)
-    expected = run_step(query, window, cold, scale=0.1)
+    step = flat_step(Shape(200), 30)
+    expected = run_step(*step, scale=0.1)
     torch.set_default_dtype(dtype)
     try:
         with torch.device("meta"):
-            got = run_step(query, window, cold, scale=0.1)
+            results = run_step(*step, scale=0.1)
     finally:
         torch.set_default_dtype(torch.float32)
-    assert got[0].dtype == torch.float32
-    for one, other in zip(got, expected, strict=True):
-        assert torch.equal(one, other)
+    assert results[0].dtype == torch.float32 and all(map(torch.equal, results, expected))
 
 
 def test_a_window_of_one_head_or_row_is_read_right_whatever_its_strides() -> None:
@@ -351,16 +274,16 @@ def test_windows_that_do_not_fit_are_refused() -> None:
 
 
 def test_cold_rows_that_do_not_fit_are_refused() -> None:
-    shape = Shape(100, valid=1.1)
-    rows, keys, _ = cold_rows(shape)
-    query, window, valid = shape.query(), near_window(shape, 5), shape.mask()
+    query, window, cold = flat_step(Shape(100, valid=1.1), 3)
+    rows, valid = cold.rows, cold.valid
     halves = replace(rows, chunks=[chunk.half() for chunk in rows.chunks], page_address=None)
     short = replace(rows, table=rows.table[:, :2], page_address=None)
-    for own, mask, budget, message in (
-        (halves, valid, 3, "rows of one form"),
-        (short, valid, 90, "of 32 tokens: allowed are 0 to 31"),
-        (rows, valid.float(), 3, "bool mask"),
-        (rows, valid.expand(2, -1), 3, "batch of 1"),
-    ):
+    changes: list[tuple[dict[str, Any], str]] = [
+        ({"rows": halves}, "rows of one form"),
+        ({"rows": short, "budget": 90}, "of 32 tokens: allowed are 0 to 31"),
+        ({"valid": valid.float()}, "bool mask"),
+        ({"valid": valid.expand(2, -1)}, "batch of 1"),
+    ]
+    for change, message in changes:
         with pytest.raises(ValueError, match=message):
-            run_step(query, window, HostCold(own, FlatSearch(keys), mask, budget), scale=1.0)
+            run_step(query, window, replace(cold, **change), scale=1.0)

@@ -7,7 +7,7 @@ import torch
 
 from hf_kvret_kernels.merge import merge_partials
 
-from .draws import Place
+from .draws import Place, draw, run_at
 
 INF = float("inf")
 
@@ -46,23 +46,16 @@ def check(
     sinks: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run in ``place``, compare with float64, return the result on the CPU."""
-    backend, device = place
-    out, lse = merge_partials(
-        [each.to(device) for each in outs],
-        [each.to(device) for each in lses],
-        sink_logits=None if sinks is None else sinks.to(device),
-        out_dtype=dtype,
-        backend=backend,
-    )
+    """Run in ``place``, compare with float64, return the result."""
+    out, lse = run_at(place, merge_partials, outs, lses, sink_logits=sinks, out_dtype=dtype)
     want_out, want_lse = merged_by_hand(outs, lses, sinks)
     assert out.shape == want_out.shape and lse.shape == want_lse.shape
     assert out.dtype == dtype and lse.dtype == torch.float32
     # Sums of a few fp32 terms of size 1, rounded to ``dtype`` in the end.
     rtol, atol = (1e-5, 1e-6) if dtype == torch.float32 else [torch.finfo(dtype).eps] * 2
-    torch.testing.assert_close(out.cpu().double(), want_out, rtol=rtol, atol=atol)
-    torch.testing.assert_close(lse.cpu().double(), want_lse, rtol=1e-6, atol=2e-6)
-    return out.cpu(), lse.cpu()
+    torch.testing.assert_close(out.double(), want_out, rtol=rtol, atol=atol)
+    torch.testing.assert_close(lse.double(), want_lse, rtol=1e-6, atol=2e-6)
+    return out, lse
 
 
 @pytest.mark.factor("with_sinks", [False, True])
@@ -86,20 +79,18 @@ def test_sets_merge_to_their_union(
 
 
 def test_one_set_and_empty_ones_give_it_back_to_the_bit(place: Place) -> None:
-    backend, device = place
-    out, lse = torch.randn(1, 2, 3, 20, device=device), torch.randn(1, 2, 3, device=device) * 30
+    out, lse = draw(1, 2, 3, 20), draw(1, 2, 3, seed=1) * 30
     empty = torch.zeros_like(out), torch.full_like(lse, -INF)
     for outs, lses in (([out], [lse]), ([empty[0], out], [empty[1], lse])):
-        same = merge_partials(outs, lses, backend=backend)
+        same = run_at(place, merge_partials, outs, lses)
         assert torch.equal(same[0], out) and torch.equal(same[1], lse)
 
 
 def test_large_logits_keep_their_digits(place: Place) -> None:
     """Weights come from differences to the largest, not to the sum."""
-    backend, device = place
-    lses = [torch.full((1, 1, 1), value, device=device) for value in (3e4, 3e4 - 1, -3e4)]
-    outs = [torch.full((1, 1, 1, 2), value, device=device) for value in (1.0, 0.0, 5.0)]
-    out, lse = merge_partials(outs, lses, backend=backend)
+    lses = [torch.full((1, 1, 1), value) for value in (3e4, 3e4 - 1, -3e4)]
+    outs = [torch.full((1, 1, 1, 2), value) for value in (1.0, 0.0, 5.0)]
+    out, lse = run_at(place, merge_partials, outs, lses)
     share = torch.tensor(1.0).sigmoid().item()
     assert out.flatten().tolist() == pytest.approx([share, share], rel=1e-6)
     assert lse.item() == pytest.approx(3e4 + 0.3133, abs=2e-3)

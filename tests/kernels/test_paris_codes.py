@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from hf_kvret_kernels import host_library, paris
 from hf_kvret_kernels.paris.codes import rotation_blocks, rotation_stride
 
-from .draws import BACKENDS, BOTH, DEVICE, hadamard, needs_triton, randn, tools
-
-pytestmark = pytest.mark.factor("backend", BACKENDS)
+from .draws import NAIVE, TRITON, Place, draw, hadamard, needs_triton, paris_tools, run_at
 
 # Head dim and m: below 8, a power of two, several blocks with some padding.
 SHAPES = ((5, 8), (64, 4), (133, 8))
@@ -27,7 +27,7 @@ def test_levels_are_the_converged_lloyd_max_ones() -> None:
 @pytest.mark.parametrize("m", [3, 8])
 def test_each_level_is_the_mean_of_the_magnitudes_nearest_to_it(m: int) -> None:
     levels = paris.magnitude_levels(m)
-    directions = torch.randn(200_000, m, generator=torch.Generator().manual_seed(m))
+    directions = draw(200_000, m, seed=m)
     magnitudes = (directions / directions.norm(dim=1, keepdim=True)).abs().flatten()
     nearest = torch.bucketize(magnitudes, (levels[1:] + levels[:-1]) / 2)
     for i, level in enumerate(levels):
@@ -53,31 +53,31 @@ def test_signs_depend_on_the_seed_alone() -> None:
 
 
 @pytest.mark.parametrize("head_dim", [1, 40, 133, 576])
-def test_rotation_keeps_inner_products(head_dim: int, backend: str) -> None:
-    signs, _ = tools(head_dim, 8)
-    x = randn(2, 3, head_dim)
-    rotated = paris.rotate(x, signs, backend=backend)
+def test_rotation_keeps_inner_products(head_dim: int, place: Place) -> None:
+    signs, _ = paris_tools(head_dim)
+    x = draw(2, 3, head_dim)
+    rotated = run_at(place, paris.rotate, x, signs)
     assert rotated.shape == (2, 3, paris.rotated_dim(head_dim)) and rotated.dtype == torch.float32
-    before, after = x.flatten(0, 1), rotated.flatten(0, 1)
     # fp32 rounding of sums of up to 1,000 terms of size 1.
-    torch.testing.assert_close(after @ after.t(), before @ before.t(), rtol=1e-5, atol=2e-4)
+    torch.testing.assert_close(rotated @ rotated.mT, x @ x.mT, rtol=1e-5, atol=2e-4)
 
 
 @pytest.mark.parametrize(("dim", "stride"), [(40, 1), (160, 99)])
 def test_blocks_are_rotated_apart_after_coordinates_changed_places(
-    dim: int, stride: int, backend: str
+    dim: int, stride: int, place: Place
 ) -> None:
     """40 numbers are padded to one block; 160 are 128 + 32, in steps that are coprime to 160."""
-    signs, _ = tools(dim)
+    signs, _ = paris_tools(dim)
     room = paris.rotated_dim(dim)
     assert rotation_stride(room) == stride
-    expected = torch.zeros(room, room, device=DEVICE)
+    expected = torch.zeros(room, room)
     for start, end in rotation_blocks(room):
         own = torch.arange(start, end)
-        block = hadamard(end - start).float().to(DEVICE)
-        expected[own * stride % room, start:end] = signs[start:end, None] * block
-    rotated = paris.rotate(torch.eye(dim, device=DEVICE), signs, backend=backend)
-    torch.testing.assert_close(rotated, expected[:dim], rtol=0, atol=1e-6)
+        expected[own * stride % room, start:end] = signs[own, None] * hadamard(end - start).float()
+    # Some rows of the matrix, and their sum, in which all others would show.
+    x = torch.cat([torch.eye(dim)[:: dim // 8], torch.ones(1, dim)])
+    rotated = run_at(place, paris.rotate, x, signs)
+    torch.testing.assert_close(rotated, x @ expected[:dim], rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("dim", [8, 128, 136, 160, 288, 576, 672, 1000, 1024])
@@ -106,11 +106,11 @@ def test_long_vectors_are_rounded_up_to_bytes_and_short_ones_to_powers_of_two() 
     assert {dim: paris.rotated_dim(dim) for dim in dims} == dims
 
 
-def test_rotation_takes_any_strides_and_half_precision(backend: str) -> None:
-    signs, _ = tools(40, 8)
-    x = randn(40, 3, 2).bfloat16().permute(2, 1, 0)
+def test_rotation_takes_any_strides_and_half_precision(place: Place) -> None:
+    signs, _ = paris_tools(40)
+    x = draw(40, 3, 2, dtype=torch.bfloat16).permute(2, 1, 0)
     expected = paris.rotate(x.float().contiguous(), signs, backend="naive")
-    rotated = paris.rotate(x, signs, backend=backend)
+    rotated = run_at(place, paris.rotate, x, signs)
     torch.testing.assert_close(rotated, expected, rtol=0, atol=1e-5)
 
 
@@ -130,13 +130,14 @@ BY_HAND = {
 
 
 @pytest.mark.parametrize("m", [4, 8])
-def test_bits_levels_and_weights_of_a_key_worked_out_by_hand(m: int, backend: str) -> None:
-    signs, levels = tools(8, m)
+def test_bits_levels_and_weights_of_a_key_worked_out_by_hand(m: int, place: Place) -> None:
+    signs, levels = paris_tools(8, m)
     coordinates, level_ids, sign_byte = BY_HAND[m]
-    x = torch.tensor(coordinates, device=DEVICE)
-    transform = paris.rotate(torch.eye(8, device=DEVICE), signs, backend="naive")
+    x = torch.tensor(coordinates)
+    transform = paris.rotate(torch.eye(8), signs, backend="naive")
     keys = (transform @ (3 * x)).view(1, 1, 1, 8)
-    codes = paris.encode(keys, signs, levels, m=m, weight_dtype=torch.float32, backend=backend)
+    options: dict[str, Any] = {"m": m, "weight_dtype": torch.float32}
+    codes = run_at(place, paris.encode, keys, signs, levels, **options)
     assert codes.sign.flatten().tolist() == [sign_byte]
     word = sum(level << (3 * j) for j, level in enumerate(level_ids))
     assert codes.magnitude.flatten().tolist() == [word & 255, (word >> 8) & 255, word >> 16]
@@ -147,17 +148,17 @@ def test_bits_levels_and_weights_of_a_key_worked_out_by_hand(m: int, backend: st
 
 @pytest.mark.parametrize("m", [4, 8])
 def test_directions_come_back_with_the_error_of_a_four_bit_quantizer(m: int) -> None:
-    signs, levels = tools(128, m)
-    keys = randn(1, 1, 2048, 128)
+    signs, levels = paris_tools(128, m)
+    keys = draw(1, 1, 2048, 128)
     codes = paris.encode(keys, signs, levels, m=m, weight_dtype=torch.float32)
     v = paris.decode(codes, levels, m=m).unflatten(-1, (-1, m)) / codes.weight.unsqueeze(-1)
     x = paris.rotate(keys, signs).unflatten(-1, (-1, m))
     u = x / x.norm(dim=-1, keepdim=True)
     # m times the quantizer's distortion, here by its own draw; 4-bit Lloyd-Max of a Gaussian
     # has 0.0095, and a bounded coordinate a little less.
-    draw = torch.randn(200_000, m, generator=torch.Generator().manual_seed(1))
-    draw = (draw / draw.norm(dim=1, keepdim=True)).abs()
-    nearest = paris.magnitude_levels(m)[None, None, :].sub(draw[..., None]).abs().amin(-1)
+    directions = draw(200_000, m, seed=1)
+    directions = (directions / directions.norm(dim=1, keepdim=True)).abs()
+    nearest = (levels - directions[..., None]).abs().amin(-1)
     distortion = nearest.square().sum(1).mean().item()
     assert 0.003 < distortion < 0.0095
     assert (u - v).square().sum(-1).mean().item() == pytest.approx(distortion, rel=0.03)
@@ -170,11 +171,11 @@ def test_directions_come_back_with_the_error_of_a_four_bit_quantizer(m: int) -> 
 @pytest.mark.parametrize(("head_dim", "m"), SHAPES)
 def test_triton_encodes_as_the_reference_does(head_dim: int, m: int) -> None:
     """Keys as they are; those from which a mean is taken are in the table of operations."""
-    signs, levels = tools(head_dim, m)
-    keys = randn(2, 9, 3, head_dim).transpose(1, 2)
+    signs, levels = paris_tools(head_dim, m)
+    keys = draw(2, 9, 3, head_dim).transpose(1, 2)
+    options: dict[str, Any] = {"m": m, "weight_dtype": torch.float32}
     naive, triton = (
-        paris.encode(keys, signs, levels, m=m, weight_dtype=torch.float32, backend=backend)
-        for backend in BOTH
+        run_at(place, paris.encode, keys, signs, levels, **options) for place in (NAIVE, TRITON)
     )
     x = paris.rotate(keys, signs, backend="naive")
     # The two add in another order: signs may differ where a coordinate is 0 but for rounding,
@@ -184,42 +185,38 @@ def test_triton_encodes_as_the_reference_does(head_dim: int, m: int) -> None:
     assert far_from_zero.float().mean() > 0.99
     assert (naive.magnitude == triton.magnitude).float().mean() > 0.999
     torch.testing.assert_close(triton.weight, naive.weight, rtol=2e-3, atol=1e-5)
-    torch.testing.assert_close(
-        (triton.weight - naive.weight).abs().median().item(), 0.0, rtol=0, atol=1e-6
-    )
+    assert (triton.weight - naive.weight).abs().median() < 1e-6
 
 
-@needs_triton
-@pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_keys_and_weights(weight_dtype: torch.dtype) -> None:
-    signs, levels = tools(32, 8)
-    keys = randn(1, 2, 20, 32).bfloat16()
+@pytest.mark.factor("weight_dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_keys_and_weights(place: Place, weight_dtype: torch.dtype) -> None:
+    signs, levels = paris_tools(32)
+    keys = draw(1, 2, 20, 32, dtype=torch.bfloat16)
     exact = paris.encode(keys.float(), signs, levels, weight_dtype=torch.float32, backend="naive")
-    for backend in BOTH:
-        codes = paris.encode(keys, signs, levels, weight_dtype=weight_dtype, backend=backend)
-        assert torch.equal(codes.sign, exact.sign)
-        assert codes.weight.dtype == weight_dtype
-        # One unit in the last of bf16's 8 bits: Triton's interpreter cuts where others round.
-        torch.testing.assert_close(codes.weight.float(), exact.weight, rtol=2**-7, atol=0)
+    codes = run_at(place, paris.encode, keys, signs, levels, weight_dtype=weight_dtype)
+    assert torch.equal(codes.sign, exact.sign)
+    assert codes.weight.dtype == weight_dtype
+    # One unit in the last of bf16's 8 bits: Triton's interpreter cuts where others round.
+    torch.testing.assert_close(codes.weight.float(), exact.weight, rtol=2**-7, atol=0)
 
 
-def test_zero_keys_weigh_nothing(backend: str) -> None:
-    signs, levels = tools(40, 8)
-    keys = randn(1, 1, 3, 40)
+def test_zero_keys_weigh_nothing(place: Place) -> None:
+    signs, levels = paris_tools(40)
+    keys = draw(1, 1, 3, 40)
     keys[0, 0, 1] = 0
-    codes = paris.encode(keys, signs, levels, backend=backend)
+    codes = run_at(place, paris.encode, keys, signs, levels)
     assert codes.weight[0, 0, 1].eq(0).all()
     assert paris.decode(codes, levels).isfinite().all()
-    same = paris.encode(keys, signs, levels, mean=keys[:, :, 2], backend=backend)
+    same = run_at(place, paris.encode, keys, signs, levels, mean=keys[:, :, 2])
     assert same.weight[0, 0, 2].eq(0).all() and same.weight.isfinite().all()
 
 
 @pytest.mark.parametrize("m", [4, 8])
-def test_codes_go_into_views_of_a_buffer_and_nowhere_else(m: int, backend: str) -> None:
-    signs, levels = tools(24, m)
-    keys = randn(2, 2, 9, 24)
+def test_codes_go_into_views_of_a_buffer_and_nowhere_else(m: int, place: Place) -> None:
+    backend, device = place
+    keys, signs, levels = (x.to(device) for x in (draw(2, 2, 9, 24), *paris_tools(24, m)))
     whole = paris.encode(keys, signs, levels, m=m, backend=backend)
-    room = paris.ParisCodes.empty(2, 2, 16, 24, m=m, device=DEVICE)
+    room = paris.ParisCodes.empty(2, 2, 16, 24, m=m, device=device)
     room.sign.fill_(0xA5)
     room.magnitude.fill_(0xA5)
     room.weight.fill_(float("nan"))
@@ -227,20 +224,17 @@ def test_codes_go_into_views_of_a_buffer_and_nowhere_else(m: int, backend: str) 
         part = room.tokens(3 + start, 3 + end)
         out = paris.encode(keys[:, :, start:end], signs, levels, m=m, out=part, backend=backend)
         assert out is part
-    inside = room.tokens(3, 12)
-    assert torch.equal(inside.sign, whole.sign)
-    assert torch.equal(inside.magnitude, whole.magnitude)
-    assert torch.equal(inside.weight, whole.weight)
+    assert all(map(torch.equal, vars(room.tokens(3, 12)).values(), vars(whole).values()))
     for outside in (room.tokens(0, 3), room.tokens(12, 16)):
         assert outside.sign.eq(0xA5).all() and outside.magnitude.eq(0xA5).all()
         assert outside.weight.isnan().all()
 
 
-def test_no_keys_make_no_codes(backend: str) -> None:
-    signs, levels = tools(16, 8)
-    codes = paris.encode(randn(2, 1, 0, 16), signs, levels, backend=backend)
-    assert codes.sign.shape == (2, 1, 0, 2) and codes.magnitude.shape == (2, 1, 0, 6)
-    assert codes.weight.shape == (2, 1, 0, 2)
+def test_no_keys_make_no_codes(place: Place) -> None:
+    signs, levels = paris_tools(16)
+    codes = run_at(place, paris.encode, draw(2, 1, 0, 16), signs, levels)
+    shapes = [tuple(plane.shape) for plane in vars(codes).values()]
+    assert shapes == [(2, 1, 0, 2), (2, 1, 0, 6), (2, 1, 0, 2)]
     assert paris.decode(codes, levels).shape == (2, 1, 0, 16)
 
 
@@ -259,8 +253,8 @@ def test_the_library_encodes_as_torch_does(
     head_dim: int, m: int, dtype: torch.dtype, path: str
 ) -> None:
     """Keys of any strides, a number of tokens that fills no block, planes with spare room."""
-    signs, levels = (x.cpu() for x in tools(paris.rotated_dim(head_dim), m))
-    keys = randn(2, 277, 3, head_dim).cpu().to(dtype).transpose(1, 2)
+    signs, levels = paris_tools(head_dim, m)
+    keys = draw(2, 277, 3, head_dim, dtype=dtype).transpose(1, 2)
     keys[1, 2, 5] = 0
     mean = keys.float().mean(2)
     mean[1, 2] = 0

@@ -4,62 +4,58 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
-from typing import NamedTuple
+from typing import Any
 
 import pytest
 import torch
 
 from hf_kvret_kernels import paris
 
-from .draws import (
-    BACKENDS,
-    BOTH,
-    DEVICE,
-    TIERS,
-    candidates_by_sorting,
-    generator,
-    needs_triton,
-    random_sign,
-    random_valid,
-)
+from .draws import DEVICE, NAIVE, TRITON, Place, best_places, draw, generator, needs_triton, run_at
 
-pytestmark = pytest.mark.factor("backend", BACKENDS)
+TIERS = (0.05, 0.15, 0.30, 0.50, 0.75, 1.0)
 
 
-class Drawn(NamedTuple):
-    """Few different keys, so that many have the same score."""
+def random_sign(*shape: int) -> torch.Tensor:
+    return torch.randint(0, 256, shape, generator=generator(0), dtype=torch.uint8)
 
-    q_rot: torch.Tensor
-    counts: torch.Tensor
-    sign: torch.Tensor
-    valid: torch.Tensor
 
-    @classmethod
-    def of(cls, length: int, queries: int) -> Drawn:
-        """Of three rows; the last one has no valid token."""
-        patterns = random_sign(1, 1, 5, 1, seed=3).expand(3, -1, -1, -1)
-        chosen = torch.randint(0, 5, (3, 1, length, 1), generator=generator(7)).to(DEVICE)
-        sign, valid = patterns.gather(2, chosen), random_valid(3, length, seed=8)
-        q_rot = torch.randn(3, 1, queries, 2, 8, generator=generator(9)).to(DEVICE)
-        return cls(q_rot, paris.count_centroids(sign, m=4, valid=valid), sign, valid)
+def random_valid(batch: int, length: int) -> torch.Tensor:
+    """Holes everywhere, and a last row without any valid token."""
+    valid = torch.rand(batch, length, generator=generator(1)) < 0.7
+    valid[-1] = False
+    return valid
 
-    def run(self, count: int, backend: str, masked: bool = True) -> torch.Tensor:
-        """Its candidates, which are those of a stable sort of its scores."""
-        valid = self.valid if masked else None
-        options = {"rho": 0.6, "tiers": TIERS, "m": 4, "valid": valid}
-        scores = paris.collisions(*self[:3], backend="naive", **options)
-        ids = paris.candidates(*self[:3], count, backend=backend, **options)
-        assert ids.shape == (*scores.shape[:3], count) and ids.dtype == torch.int32
-        assert torch.equal(ids, candidates_by_sorting(scores, count))
-        return ids
+
+def check_candidates(
+    place: Place, inputs: tuple[torch.Tensor, ...], count: int, **options: Any
+) -> torch.Tensor:
+    """They are the head of a stable sort of the scores, which are those of torch; returns these."""
+    scores = paris.collisions(*inputs, backend="naive", **options)
+    assert torch.equal(run_at(place, paris.collisions, *inputs, **options), scores)
+    ids = run_at(place, paris.candidates, *inputs, count, **options)
+    merit = scores.double().masked_fill(scores == 255, -math.inf)
+    assert ids.dtype == torch.int32 and torch.equal(ids, best_places(merit, count))
+    return scores
+
+
+def few_keys(length: int, queries: int = 1) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+    """Inputs of three rows of few different keys, many of which have the same score; a mask."""
+    chosen = torch.randint(0, 5, (3, 1, length, 1), generator=generator(7))
+    sign = random_sign(1, 1, 5, 1).expand(3, -1, -1, -1).gather(2, chosen)
+    valid = random_valid(3, length)
+    counts = paris.count_centroids(sign, m=4, valid=valid)
+    return (draw(3, 1, queries, 2, 8, seed=9), counts, sign), valid
 
 
 @pytest.mark.factor("masked", [False, True])
-@pytest.mark.factor("length, count", [(1, 4), (37, 0), (37, 37), (2600, 700)])
+@pytest.mark.factor("length, count", [(1, 4), (37, 0), (37, 37), (2100, 700)])
 def test_candidates_are_the_head_of_a_stable_sort(
-    length: int, count: int, backend: str, masked: bool
+    length: int, count: int, place: Place, masked: bool
 ) -> None:
-    Drawn.of(length, queries=2).run(count, backend, masked)
+    inputs, valid = few_keys(length, queries=2)
+    options = {"rho": 0.6, "tiers": TIERS, "m": 4, "valid": valid if masked else None}
+    check_candidates(place, inputs, count, **options)
 
 
 @needs_triton
@@ -68,7 +64,8 @@ def test_sums_of_many_blocks_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     from hf_kvret_kernels.paris import triton
 
     monkeypatch.setattr(triton, "_BLOCKS", 2)
-    Drawn.of(7100, queries=1).run(900, "triton")
+    inputs, valid = few_keys(7100)
+    check_candidates(TRITON, inputs, 900, rho=0.6, tiers=TIERS, m=4, valid=valid)
 
 
 @needs_triton
@@ -79,13 +76,12 @@ def test_a_program_may_take_any_number_of_subspaces(
     """A GPU's takes one; here one takes all of them, as the others can't be told apart."""
     from hf_kvret_kernels.paris import triton
 
-    whole = Drawn.of(50, queries=1)
+    query, counts = (each.to(DEVICE) for each in few_keys(50)[0][:2])
     signs = paris.random_signs(8, seed=3).to(DEVICE)
-    query = whole.q_rot[..., :5].contiguous()
-    shares = (100_000, 400_000)
-    expected = triton.bonus(query, signs, whole.counts, shares, 4)
+    query, shares = query[..., :5].contiguous(), (100_000, 400_000)
+    expected = triton.bonus(query, signs, counts, shares, 4)
     monkeypatch.setattr(triton, "subspaces_of_program", lambda count: part)
-    result = triton.bonus(query, signs, whole.counts, shares, 4)
+    result = triton.bonus(query, signs, counts, shares, 4)
     assert all(torch.equal(*pair) for pair in zip(result, expected, strict=True))
     rotated = paris.rotate(query, signs, backend="naive")
     torch.testing.assert_close(result.queries, triton.by_planes(rotated))
@@ -96,11 +92,6 @@ def centroids(sign: torch.Tensor, m: int) -> torch.Tensor:
     """The id of each subspace of sign bytes ``[..., width]``: a byte, or its low and high half."""
     ids = sign.long()
     return ids if m == 8 else torch.stack([ids & 15, ids >> 4], -1).flatten(-2)
-
-
-def counts_by_hand(sign: torch.Tensor, m: int, valid: torch.Tensor) -> torch.Tensor:
-    named = torch.nn.functional.one_hot(centroids(sign, m), 1 << m)
-    return (named * valid[:, None, :, None, None]).sum(2).int()
 
 
 def points_by_hand(
@@ -120,91 +111,77 @@ def points_by_hand(
 
 
 @pytest.mark.parametrize("m", [4, 8])
-def test_counts_are_those_of_the_valid_tokens(m: int, backend: str) -> None:
+def test_counts_are_those_of_the_valid_tokens(m: int, place: Place) -> None:
     sign, valid = random_sign(3, 2, 33, 2), random_valid(3, 33)
-    counts = paris.count_centroids(sign, m=m, valid=valid, backend=backend)
-    assert counts.dtype == torch.int32
-    assert torch.equal(counts, counts_by_hand(sign, m, valid))
-    everything = paris.count_centroids(sign, m=m, backend=backend)
-    assert torch.equal(everything, counts_by_hand(sign, m, torch.ones_like(valid)))
+    named = torch.nn.functional.one_hot(centroids(sign, m), 1 << m)
+    for mask in (valid, None):
+        counts = run_at(place, paris.count_centroids, sign, m=m, valid=mask)
+        own = named if mask is None else named * valid[:, None, :, None, None]
+        assert counts.dtype == torch.int32 and torch.equal(counts.long(), own.sum(2))
 
 
-def test_counts_of_blocks_add_up(backend: str) -> None:
+def test_counts_of_blocks_add_up(place: Place) -> None:
     sign = random_sign(1, 2, 2500, 1)
-    whole = paris.count_centroids(sign, backend=backend)
     parts = [
-        paris.count_centroids(sign[:, :, start:end], backend=backend)
+        run_at(place, paris.count_centroids, sign[:, :, start:end])
         for start, end in ((0, 1100), (1100, 1100), (1100, 2500))
     ]
-    assert torch.equal(sum(parts), whole)
-    assert whole.sum(-1).eq(2500).all()
+    whole = run_at(place, paris.count_centroids, sign)
+    assert torch.equal(sum(parts), whole) and whole.sum(-1).eq(2500).all()
 
 
 def every_sign(batch: int, width: int) -> torch.Tensor:
     """``[batch, 1, 256, width]``: each byte once, each column in another order."""
     columns = [torch.arange(256).roll(37 * column) for column in range(width)]
     signs = torch.stack(columns, dim=-1).to(torch.uint8)
-    return signs.expand(batch, 1, 256, width).contiguous().to(DEVICE)
+    return signs.expand(batch, 1, 256, width).contiguous()
 
 
 @pytest.mark.factor("m", [4, 8])
 @pytest.mark.factor("tables", [1, 5])
-def test_points_are_those_of_a_literal_walk(tables: int, m: int, backend: str) -> None:
+def test_points_are_those_of_a_literal_walk(place: Place, tables: int, m: int) -> None:
     """Five tables, where four share a word; the best of them counts."""
-    width = 2
     # Integers make many equal similarities, whose order must be that of the ids.
-    shape = (2, 1, 1, tables, 8 * width)
-    q_rot = torch.randint(-2, 3, shape, generator=generator(0)).float()
-    shape = (2, 1, 8 * width // m, 1 << m)
+    q_rot = torch.randint(-2, 3, (2, 1, 1, tables, 16), generator=generator(0)).float()
+    shape = (2, 1, 16 // m, 1 << m)
     counts = torch.randint(0, 4, shape, generator=generator(1), dtype=torch.int32)
     counts[1] *= 1000
-    sign, valid = every_sign(2, width), random_valid(3, 256)[:2]
-    scores = paris.collisions(
-        q_rot.to(DEVICE),
-        counts.to(DEVICE),
-        sign,
-        rho=0.3,
-        tiers=TIERS,
-        m=m,
-        valid=valid,
-        backend=backend,
-    )
+    sign, valid = every_sign(2, 2), random_valid(3, 256)[:2]
+    options = {"rho": 0.3, "tiers": TIERS, "m": m, "valid": valid}
+    scores = check_candidates(place, (q_rot, counts, sign), 40, **options)
     assert scores.dtype == torch.uint8
-    ids = centroids(sign[0, 0].cpu(), m)
+    ids = centroids(sign[0, 0], m)
     expected = torch.zeros(2, 1, 1, 256, dtype=torch.int64)
     for b, g in torch.cartesian_prod(torch.arange(2), torch.arange(tables)).tolist():
         total = torch.zeros(256, dtype=torch.int64)
-        for s in range(8 * width // m):
+        for s in range(16 // m):
             q_b = q_rot[b, 0, 0, g, s * m : (s + 1) * m].tolist()
             points = points_by_hand(q_b, counts[b, 0, s].tolist(), 0.3, TIERS, m)
             total += torch.tensor(points)[ids[:, s]]
         expected[b, 0, 0] = expected[b, 0, 0].maximum(total)
-    expected.masked_fill_(~valid.cpu()[:, None, None], 255)
-    assert torch.equal(scores.cpu().long(), expected)
+    expected.masked_fill_(~valid[:, None, None], 255)
+    assert torch.equal(scores.long(), expected)
 
 
-def test_thresholds_are_exact_where_floats_are_not(backend: str) -> None:
+def test_thresholds_are_exact_where_floats_are_not(place: Place) -> None:
     """0.07 * 100 is 7.000000000000001 in floats: an eighth key would earn a point."""
-    q_rot = torch.tensor([4.0, 2.0, 1.0, 0.5, 0, 0, 0, 0], device=DEVICE).view(1, 1, 1, 1, 8)
+    q_rot = torch.tensor([4.0, 2.0, 1.0, 0.5, 0, 0, 0, 0]).view(1, 1, 1, 1, 8)
     counts = torch.zeros(1, 1, 2, 16, dtype=torch.int32)
     # In order of similarity, the first subspace's centroids 15, 7, ... hold 7, 93, 0, ... keys. In
     # the second all are as similar, and 15 is the last.
     counts[..., 15], counts[..., 7] = 7, 93
-    sign = torch.tensor([0xFF, 0xF7], dtype=torch.uint8, device=DEVICE).view(1, 1, 2, 1)
-    scores = paris.collisions(
-        q_rot, counts.to(DEVICE), sign, rho=0.07, tiers=(1.0,), m=4, backend=backend
-    )
+    sign = torch.tensor([0xFF, 0xF7], dtype=torch.uint8).view(1, 1, 2, 1)
+    options = {"rho": 0.07, "tiers": (1.0,), "m": 4}
+    scores = run_at(place, paris.collisions, q_rot, counts, sign, **options)
     assert math.ceil(100 * 0.07) == 8
     assert scores.flatten().tolist() == [1, 0]
 
 
-def test_without_keys_there_are_no_points(backend: str) -> None:
-    counts = torch.zeros(1, 1, 2, 16, dtype=torch.int32, device=DEVICE)
-    q_rot = torch.ones(1, 1, 1, 1, 8, device=DEVICE)
-    scores = paris.collisions(
-        q_rot, counts, every_sign(1, 1), rho=1.0, tiers=TIERS, m=4, backend=backend
-    )
-    assert scores.eq(0).all()
+def test_without_keys_there_are_no_points(place: Place) -> None:
+    counts = torch.zeros(1, 1, 2, 16, dtype=torch.int32)
+    options = {"rho": 1.0, "tiers": TIERS, "m": 4}
+    query = torch.ones(1, 1, 1, 1, 8)
+    assert run_at(place, paris.collisions, query, counts, every_sign(1, 1), **options).eq(0).all()
 
 
 @needs_triton
@@ -215,57 +192,42 @@ def test_without_keys_there_are_no_points(backend: str) -> None:
 )
 def test_triton_collides_as_the_reference_does(m: int, dim: int, tables: int, length: int) -> None:
     """Buffers with spare capacity full of other bytes, strided masks, several blocks."""
-    sign = random_sign(2, 1, length + 60, dim // 8, seed=8)[:, :, :length]
+    sign = random_sign(2, 1, length + 60, dim // 8)[:, :, :length]
     valid = random_valid(3, 2 * length)[:2, ::2]
-    q_rot = torch.randn(2, 1, 1, tables, dim, generator=generator(6)).to(DEVICE)
-    counts, same = (paris.count_centroids(sign, m=m, valid=valid, backend=way) for way in BOTH)
+    q_rot = draw(2, 1, 1, tables, dim, seed=6)
+    counts, same = (
+        run_at(way, paris.count_centroids, sign, m=m, valid=valid) for way in (NAIVE, TRITON)
+    )
     assert torch.equal(counts, same)
     options = {"rho": 0.4, "tiers": (0.5, 1.0, 1.0)[: 254 * m // dim], "m": m, "valid": valid}
-    naive, triton = (paris.collisions(q_rot, counts, sign, backend=way, **options) for way in BOTH)
-    assert torch.equal(naive, triton)
+    scores = check_candidates(TRITON, (q_rot, counts, sign), 40, **options)
     # From all parts of a token: bytes that are dropped or counted twice would show.
-    assert length == 1 or naive[0].max() > naive[0].min()
-    packed = paris.collisions(q_rot, counts, sign.contiguous(), **options)
-    assert torch.equal(naive, packed)
-    ids = paris.candidates(q_rot, counts, sign, 40, backend="triton", **options)
-    assert torch.equal(ids, candidates_by_sorting(naive, 40))
+    assert length == 1 or scores[0].max() > scores[0].min()
 
 
 @needs_triton
 @pytest.mark.parametrize(("m", "most"), [(4, 12), (4, 62), (8, 63)])
 def test_there_is_a_bin_for_every_sum_of_points(m: int, most: int) -> None:
     """A key earns 12 points at the most, or as many as fit into 64 bins beside the excluded."""
-    tiers, length = (0.5,) + (1.0,) * (most * m // 8 - 1), 37
-    sign, valid = random_sign(2, 1, length, 1), random_valid(2, length)
-    q_rot = torch.randn(2, 1, 1, 3, 8, generator=generator(9)).to(DEVICE)
+    sign, valid = random_sign(2, 1, 37, 1), random_valid(2, 37)
     counts = paris.count_centroids(sign, m=m, valid=valid)
-    options = {"rho": 0.4, "tiers": tiers, "m": m, "valid": valid}
-    naive, triton = (
-        paris.collisions(q_rot, counts, sign, backend=backend, **options) for backend in BOTH
-    )
-    assert naive[naive < 255].max() == most
-    assert torch.equal(naive, triton)
-    ids = paris.candidates(q_rot, counts, sign, 20, backend="triton", **options)
-    assert torch.equal(ids, candidates_by_sorting(naive, 20))
+    inputs = draw(2, 1, 1, 3, 8, seed=9), counts, sign
+    options = {"rho": 0.4, "tiers": (0.5,) + (1.0,) * (most * m // 8 - 1), "m": m, "valid": valid}
+    scores = check_candidates(TRITON, inputs, 20, **options)
+    assert scores[scores < 255].max() == most
 
 
-def test_the_greatest_score_is_not_taken_for_an_excluded_token(backend: str) -> None:
+def test_the_greatest_score_is_not_taken_for_an_excluded_token(place: Place) -> None:
     """127 points in either subspace from each table: a sum that reached into another would show."""
     sign = random_sign(1, 1, 1, 1).expand(1, 1, 5, 1).contiguous()
-    counts = paris.count_centroids(sign, m=4)
-    q_rot = torch.randn(1, 1, 1, 5, 8, generator=generator(5)).to(DEVICE)
-    options = {"rho": 1.0, "tiers": (1.0,) * 127, "m": 4, "backend": backend}
-    assert paris.collisions(q_rot, counts, sign, **options).eq(254).all()
-    ids = paris.candidates(q_rot, counts, sign, 3, **options)
-    assert ids.flatten().tolist() == [0, 1, 2]
+    inputs = draw(1, 1, 1, 2, 8, seed=5), paris.count_centroids(sign, m=4), sign
+    scores = check_candidates(place, inputs, 3, rho=1.0, tiers=(1.0,) * 127, m=4)
+    assert scores.eq(254).all()
 
 
-def test_an_empty_store_has_no_candidates(backend: str) -> None:
+def test_an_empty_store_has_no_candidates(place: Place) -> None:
     sign = random_sign(1, 2, 0, 2)
-    counts = paris.count_centroids(sign, backend=backend)
+    counts = run_at(place, paris.count_centroids, sign)
     assert counts.shape == (1, 2, 2, 256) and counts.eq(0).all()
-    q_rot = torch.ones(1, 2, 1, 1, 16, device=DEVICE)
-    options = {"rho": 0.5, "tiers": TIERS, "backend": backend}
-    assert paris.collisions(q_rot, counts, sign, **options).shape == (1, 2, 1, 0)
-    ids = paris.candidates(q_rot, counts, sign, 3, **options)
-    assert ids.shape == (1, 2, 1, 3) and ids.eq(-1).all()
+    inputs = torch.ones(1, 2, 1, 1, 16), counts, sign
+    assert check_candidates(place, inputs, 3, rho=0.5, tiers=TIERS).shape == (1, 2, 1, 0)

@@ -28,7 +28,7 @@ def reference(
     value: torch.Tensor,
     scale: float,
     causal_offset: int | None,
-    valid: torch.Tensor | None,
+    valid: torch.Tensor | None = None,
     softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``(out, lse)`` in float64."""
@@ -47,31 +47,19 @@ def check(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    *,
     causal_offset: int | None,
+    *,
     valid: torch.Tensor | None = None,
     softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run in ``place`` with fp32 output, compare with the reference, return the result."""
     out, lse = prompt_attention(
-        query,
-        key,
-        value,
-        scale=0.3,
-        causal_offset=causal_offset,
-        valid=valid,
-        softcap=softcap,
-        out_dtype=torch.float32,
-        backend=place[0],
-    )
+        query, key, value, scale=0.3, causal_offset=causal_offset, valid=valid, softcap=softcap,
+        out_dtype=torch.float32, backend=place[0],
+    )  # fmt: skip
     want_out, want_lse = reference(query, key, value, 0.3, causal_offset, valid, softcap)
     assert out.dtype == lse.dtype == torch.float32
-    assert out.shape == want_out.shape
-    assert lse.shape == want_lse.shape
-    assert not out.isnan().any()
-    empty = want_lse == float("-inf")
-    assert torch.equal(lse == float("-inf"), empty)
-    assert (out[empty] == 0).all()
+    assert (out[want_lse == float("-inf")] == 0).all()
     largest = value.abs().nan_to_num(0).max().item() if value.numel() else 0.0
     roundings = ROUNDS_WEIGHTS.get(place[0], 0.0)
     if place[0] == "cpp" and query.dtype == torch.bfloat16:
@@ -94,48 +82,25 @@ def test_it_is_attention(
 ) -> None:
     """With more queries than keys the offset is negative, and the first queries see nothing."""
     offsets = {"none": None, "end": tokens - queries, "early": -2, "late": tokens}
-    tensors = attention_inputs(
-        where, batch=1, queries=queries, tokens=tokens, dims=(40, 24), dtype=dtype
-    )
-    check(where, *tensors, causal_offset=offsets[offset])
+    sizes: dict[str, Any] = {"batch": 1, "queries": queries, "tokens": tokens, "dims": (40, 24)}
+    check(where, *attention_inputs(where, dtype=dtype, **sizes), offsets[offset])
 
 
 # In numpy, which interprets the kernel, a saturated sigmoid warns on its way to 0.
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")
 @pytest.mark.factor("causal_offset", [None, 114])
 @pytest.mark.factor("softcap", [None, 0.5, 30.0])
-def test_padding_and_holes_differ_by_row(
-    where: Place, causal_offset: int | None, softcap: float | None
+@pytest.mark.factor("poison", [float("nan"), float("inf")])
+def test_padding_and_holes_differ_by_row_and_may_hold_anything(
+    where: Place, poison: float, softcap: float | None, causal_offset: int | None
 ) -> None:
-    query, key, value = attention_inputs(
-        where, batch=4, heads=2, kv_heads=1, queries=16, tokens=130
-    )
+    sizes: dict[str, Any] = {"batch": 4, "heads": 2, "kv_heads": 1, "queries": 16, "tokens": 130}
+    query, key, value = attention_inputs(where, **sizes)
     valid = torch.ones(4, 130, dtype=torch.bool, device=where[1])
-    valid[0, :70] = False
-    valid[1, 40:110] = False
-    valid[2] = False
+    valid[0, :70] = valid[1, 40:110] = valid[2] = False
+    key, value = (x.masked_fill(~valid[:, None, :, None], poison) for x in (key, value))
     query *= 1.0 if softcap is None else 8.0
-    check(where, query, key, value, causal_offset=causal_offset, valid=valid, softcap=softcap)
-
-
-def test_rows_that_are_not_valid_may_hold_anything(where: Place) -> None:
-    query, key, value = attention_inputs(where, queries=4, tokens=70)
-    valid = torch.rand(2, 70, device=where[1]) > 0.4
-    valid[:, 64:] = False
-    clean, _ = check(where, query, key, value, causal_offset=66, valid=valid)
-    dirty = ~valid[:, None, :, None]
-    for poison in (float("nan"), float("inf")):
-        out, lse = prompt_attention(
-            query,
-            key.masked_fill(dirty, poison),
-            value.masked_fill(dirty, poison),
-            scale=0.3,
-            causal_offset=66,
-            valid=valid,
-            backend=where[0],
-        )
-        assert torch.equal(out, clean)
-        assert lse.isfinite().all()
+    check(where, query, key, value, causal_offset, valid=valid, softcap=softcap)
 
 
 def test_scores_far_from_zero_do_not_overflow(where: Place) -> None:
@@ -143,7 +108,7 @@ def test_scores_far_from_zero_do_not_overflow(where: Place) -> None:
     out, lse = prompt_attention(
         300.0 * query, key, value, scale=1.0, causal_offset=None, backend=where[0]
     )
-    want_out, want_lse = reference(300.0 * query, key, value, 1.0, None, None)
+    want_out, want_lse = reference(300.0 * query, key, value, 1.0, None)
     # Scores near 5,000 carry errors of 5e-4 and more, and the softmax passes them on.
     torch.testing.assert_close(out.double(), want_out, rtol=0, atol=1e-2)
     torch.testing.assert_close(lse.double(), want_lse, rtol=1e-6, atol=0)
@@ -151,14 +116,14 @@ def test_scores_far_from_zero_do_not_overflow(where: Place) -> None:
 
 def test_strided_views_are_read_in_place(where: Place) -> None:
     query, key, value = attention_inputs(where, queries=5, tokens=40)
-    expected = check(where, query, key, value, causal_offset=35)
+    expected = check(where, query, key, value, 35)
     rows = torch.cat([key, value], -1).transpose(1, 2).contiguous().transpose(1, 2)
     turned = query.transpose(1, 2).contiguous().transpose(1, 2), rows[..., :40], rows[..., 40:]
     mask = torch.ones(1, 1, dtype=torch.bool, device=where[1]).expand(2, 40)
-    result = check(where, *turned, causal_offset=35, valid=mask)
+    result = check(where, *turned, 35, valid=mask)
     torch.testing.assert_close(result, expected, rtol=0, atol=FP32_ERROR)
     wide = torch.rand(2, 80, device=where[1]) > 0.5
-    check(where, *turned, causal_offset=None, valid=wide[:, ::2])
+    check(where, *turned, None, valid=wide[:, ::2])
 
 
 def test_output_dtype_is_the_querys_unless_asked(where: Place) -> None:
@@ -171,23 +136,18 @@ def test_output_dtype_is_the_querys_unless_asked(where: Place) -> None:
 
 
 @pytest.mark.factor("causal_offset", [None, 5])
-def test_splitting_the_keys_changes_nothing(where: Place, causal_offset: int | None) -> None:
+def test_splitting_the_keys_changes_nothing(place: Place, causal_offset: int | None) -> None:
     # With offset 5 the later splits see no key at all.
-    if where[0] != "triton":
+    if place[0] != "triton":
         pytest.skip("only the Triton kernel splits keys")
     from hf_kvret_kernels.prompt_attention import triton
 
-    query, key, value = attention_inputs(where, queries=2, tokens=300)
-    valid = torch.rand(2, 300, device=where[1]) > 0.3
+    tensors = attention_inputs(place, queries=2, tokens=300)
+    valid = torch.rand(2, 300, device=place[1]) > 0.3
     valid[1, :128] = False
-    arguments = (0.3, causal_offset, valid, None, torch.float16)
-    whole = triton.prompt_attention(query, key, value, *arguments, splits=1)
-    parts = triton.prompt_attention(query, key, value, *arguments, splits=4)
-    assert parts[0].dtype == torch.float16
-    # One unit in the last place of float16 at 1, both having rounded.
-    torch.testing.assert_close(parts[0], whole[0], rtol=2.0**-10, atol=2.0**-11)
-    torch.testing.assert_close(parts[1], whole[1], rtol=0, atol=FP32_ERROR)
-    assert not parts[0].isnan().any()
+    arguments = (*tensors, 0.3, causal_offset, valid, None, torch.float32)
+    whole, parts = (triton.prompt_attention(*arguments, splits=splits) for splits in (1, 4))
+    torch.testing.assert_close(parts, whole, rtol=0, atol=FP32_ERROR)
 
 
 @pytest.mark.parametrize("queries", [1, 37])
@@ -200,8 +160,8 @@ def test_many_small_torch_blocks_agree(monkeypatch: pytest.MonkeyPatch, queries:
     valid[0, 16:50] = False
     valid[1, 20:64] = False
     tensors = attention_inputs(place, heads=4, queries=queries, tokens=70)
-    check(place, *tensors, causal_offset=70 - queries, valid=valid, softcap=2.0)
-    check(place, *tensors, causal_offset=70 - queries)
+    check(place, *tensors, 70 - queries, valid=valid, softcap=2.0)
+    check(place, *tensors, 70 - queries)
 
 
 def test_torch_never_forms_the_whole_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,7 +206,7 @@ def test_long_passes_on_a_cpu_run_through_flash_attention(
     flash_calls: list[bool], causal_offset: int | None, dtype: torch.dtype
 ) -> None:
     tensors = attention_inputs(LONG, queries=50, tokens=90, dtype=dtype)
-    check(LONG, *tensors, causal_offset=causal_offset)
+    check(LONG, *tensors, causal_offset)
     seen_by_all = causal_offset is None or causal_offset > 0
     triangle = causal_offset is not None and causal_offset < 90
     assert flash_calls == [False] * seen_by_all + [True] * triangle
@@ -261,9 +221,9 @@ def test_flash_attention_leaves_padding_out(
     for row, (start, stop) in enumerate([(0, 100), (30, 100), (0, 70), (80, 95), (0, 0)]):
         valid[row, start:stop] = True
     dirty = ~valid[:, None, :, None]
-    clean = check(LONG, query, key, value, causal_offset=causal_offset, valid=valid)
+    clean = check(LONG, query, key, value, causal_offset, valid=valid)
     poisoned = (tensor.masked_fill(dirty, float("nan")) for tensor in (key, value))
-    again = check(LONG, query, *poisoned, causal_offset=causal_offset, valid=valid)
+    again = check(LONG, query, *poisoned, causal_offset, valid=valid)
     assert flash_calls
     torch.testing.assert_close(again, clean, rtol=0, atol=0)
 
@@ -274,12 +234,12 @@ def test_what_flash_attention_cannot_do_runs_elsewhere(
     query, key, value = attention_inputs(LONG, queries=40, tokens=100)
     holes = torch.ones(2, 100, dtype=torch.bool)
     holes[1, 50] = False
-    check(LONG, query, key, value, causal_offset=60, valid=holes)
-    check(LONG, query, key, value, causal_offset=60, softcap=2.0)
-    check(LONG, query[:, :, :15], key, value, causal_offset=85)
-    check(LONG, *attention_inputs(LONG, queries=40, dims=(40, 24)), causal_offset=23)
+    check(LONG, query, key, value, 60, valid=holes)
+    check(LONG, query, key, value, 60, softcap=2.0)
+    check(LONG, query[:, :, :15], key, value, 85)
+    check(LONG, *attention_inputs(LONG, queries=40, dims=(40, 24)), 23)
     monkeypatch.setattr(torch_flash, "_NAME", "an_operator_that_torch_has_not")
-    check(LONG, query, key, value, causal_offset=60)
+    check(LONG, query, key, value, 60)
     assert not flash_calls
 
 

@@ -48,7 +48,7 @@ def test_tiles_and_threads_share_a_long_prompt(
     if padded:
         valid = torch.rand(2, 330) > 0.3
         valid[1, :200] = False
-    check(LIBRARY, *tensors, causal_offset=causal_offset, valid=valid, softcap=softcap)
+    check(LIBRARY, *tensors, causal_offset, valid=valid, softcap=softcap)
 
 
 @pytest.mark.factor("dtype", [torch.float32, torch.bfloat16])

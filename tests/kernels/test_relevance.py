@@ -8,121 +8,97 @@ import torch
 from hf_kvret_kernels import relevance
 from hf_kvret_kernels._dispatch import interpreted
 
-from .draws import Place, best_share, generator
+from .draws import Place, best_places, best_share, draw, generator, run_at
 
 INF = float("inf")
 
 
 def some_scores(*shape: int, seed: int = 0, holes: float = 0.2) -> torch.Tensor:
     """Scores of several sizes, with holes."""
-    scores = torch.randn(shape, generator=generator(seed)) * 5
+    scores = draw(*shape, seed=seed) * 5
     scores[torch.rand(shape, generator=generator(seed + 1)) < holes] = -INF
     return scores
 
 
-@pytest.mark.factor(
-    "batch, heads, group, queries, tokens",
-    [(1, 2, 3, 0, 9), (2, 2, 4, 1, 37), (1, 1, 3, 2, 2500)],
-)
-def test_relevance_is_the_largest_share_of_a_group(
-    place: Place, batch: int, heads: int, group: int, queries: int, tokens: int
-) -> None:
-    backend, device = place
-    scores = some_scores(batch, heads * group, queries, tokens)
-    scores[0, 0] = -INF
-    result = relevance.group_relevance(scores.to(device), heads, backend=backend)
-    assert result.shape == (batch, heads, queries, tokens) and result.dtype == torch.float32
-    assert result.device.type == device
+def check_relevance(place: Place, scores: torch.Tensor, heads: int) -> None:
+    result = run_at(place, relevance.group_relevance, scores, heads)
+    assert result.dtype == torch.float32
     # fp32: a sum of 5,000 terms, and a difference of numbers up to 30.
     expected = best_share(scores.double(), heads)
-    torch.testing.assert_close(result.cpu().double(), expected, rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(result.double(), expected, rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(1, 6, 0, 9), (2, 8, 1, 37), (1, 4, 2, 2500)])
+def test_relevance_is_the_largest_share_of_a_group(place: Place, shape: tuple[int, ...]) -> None:
+    scores = some_scores(*shape)
+    scores[0, 0] = -INF
+    check_relevance(place, scores, 2)
 
 
 def test_chunks_of_several_blocks_add_up(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """As rows of more than 256 blocks are cut; the peak comes in the middle of a chunk."""
-    backend, device = place
-    if backend == "triton":
+    if place[0] == "triton":
         from hf_kvret_kernels.relevance import triton
 
         monkeypatch.setattr(triton, "_CHUNKS", 2)
     scores = some_scores(1, 2, 1, 4500)
     scores[..., 1500] = 90.0
     scores[:, 1, :, :3072] = -INF
-    result = relevance.group_relevance(scores.to(device), 1, backend=backend)
-    expected = best_share(scores.double(), 1)
-    torch.testing.assert_close(result.cpu().double(), expected, rtol=1e-6, atol=1e-5)
+    check_relevance(place, scores, 1)
 
 
 def test_large_scores_stay_finite(place: Place) -> None:
-    backend, device = place
     scores = torch.tensor([3e4, 3e4 - 1, -3e4, -INF]).view(1, 1, 1, 4).repeat(1, 2, 1, 1)
     scores[0, 1] *= -1
     scores[0, 1, 0, 3] = -INF
-    result = relevance.group_relevance(scores.to(device), 1, backend=backend)
+    result = run_at(place, relevance.group_relevance, scores, 1)
     assert result.isfinite().tolist() == [[[[True, True, True, False]]]]
     assert result[0, 0, 0, 2] == 0.0
 
 
-@pytest.mark.factor(
-    "batch, heads, group, queries, tokens, count",
-    [(2, 2, 4, 1, 37, 37), (1, 1, 2, 2, 1025, 900)],
-)
+@pytest.mark.parametrize(("shape", "count"), [((2, 8, 1, 37), 37), ((1, 4, 2, 1025), 900)])
 def test_the_tokens_that_matter_most_are_taken(
-    place: Place,
-    batch: int,
-    heads: int,
-    group: int,
-    queries: int,
-    tokens: int,
-    count: int,
+    place: Place, shape: tuple[int, ...], count: int
 ) -> None:
     """The first of equal ones, which rounding tells from each other by the last bits at most."""
-    backend, device = place
-    scores = some_scores(batch, heads * group, queries, tokens).round()
-    scores[0, :, 0, tokens // 3 :] = -INF
-    result = relevance.top_indices(scores.to(device), heads, count, backend=backend).cpu()
-    assert result.shape == (batch, heads, queries, count) and result.dtype == torch.int32
-    expected = best_share(scores.double(), heads).round(decimals=4)
-    order = expected.sort(dim=-1, descending=True, stable=True)
-    missing = order.values[..., :count] == -INF
-    best = order.indices[..., :count].masked_fill(missing, tokens).sort(-1).values
-    assert torch.equal(result.long(), best.masked_fill(best == tokens, -1))
+    scores = some_scores(*shape).round()
+    scores[0, :, 0, 12:] = -INF
+    result = run_at(place, relevance.top_indices, scores, 2, count)
+    assert result.dtype == torch.int32
+    expected = best_share(scores.double(), 2).round(decimals=4)
+    assert torch.equal(result, best_places(expected, count))
 
 
 def check_best(
     place: Place, scores: torch.Tensor, count: int, ids: torch.Tensor | None = None
 ) -> None:
-    """Against a sort of the float64 relevance; near ties may be taken either way."""
-    backend, device = place
-    batch, heads, queries, _, length = scores.shape
+    """Against the float64 relevance; near ties may be taken either way."""
+    lead, length = scores.shape[:3], scores.shape[4]
     if ids is None:
-        lead = (batch, heads, queries)
-        draws = [torch.randperm(3 * length, generator=generator(i))[:length] for i in range(3)]
-        rows = [draws[i % 3] for i in range(lead[0] * lead[1] * lead[2])]
-        ids = torch.stack(rows).view(*lead, length).int()
-    result = relevance.best_ids(scores.to(device), ids.to(device), count, backend=backend)
-    assert result.shape == (batch, heads, queries, count) and result.dtype == torch.int32
-    expected = best_share(scores.double().transpose(2, 3).flatten(1, 2), heads)
-    for row in torch.cartesian_prod(*map(torch.arange, result.shape[:3])).view(-1, 3).tolist():
-        values, own = expected[tuple(row)], ids[tuple(row)].tolist()
-        chosen = result[tuple(row)].tolist()
-        taken = [own.index(each) for each in chosen if each != -1]
-        wanted = min(count, int((values > -INF).sum()))
-        assert len(taken) == wanted and chosen[wanted:] == [-1] * (count - wanted)
-        # In the order of the candidates, so none twice.
-        assert taken == sorted(set(taken))
-        left = [place for place in range(length) if place not in set(taken)]
-        if taken and left:
-            # fp32 tells log-shares around 30 apart to a few millionths.
-            assert values[taken].min() >= values[left].max() - 1e-4
+        # Distinct ids in random order.
+        ids = torch.rand(*lead, 3 * length, generator=generator(0)).argsort(-1)[..., :length].int()
+    result = run_at(place, relevance.best_ids, scores, ids, count)
+    assert result.shape == (*lead, count) and result.dtype == torch.int32
+    values = best_share(scores.double().transpose(2, 3).flatten(1, 2), lead[1])
+    named = result.unsqueeze(-1) == ids.unsqueeze(-2)
+    wanted = (values > -INF).sum(-1, keepdim=True).clamp(max=count)
+    assert torch.equal(result >= 0, torch.arange(count) < wanted)
+    assert torch.equal(named.any(-1), result >= 0)
+    # They come in the order of the candidates, so none comes twice.
+    at = named.int().argmax(-1)
+    assert ((at.diff(dim=-1) > 0) | (result[..., 1:] < 0)).all()
+    taken = named.any(-2)
+    least = values.masked_fill(~taken, INF).amin(-1)
+    most_left = values.masked_fill(taken, -INF).amax(-1)
+    # fp32 tells log-shares around 30 apart to a few millionths.
+    assert (least >= most_left - 1e-4).all()
 
 
 @pytest.mark.factor("group", [1, 3])
 @pytest.mark.factor("length, count", [(37, 36), (600, 100)])
 def test_the_best_candidates_are_taken(place: Place, length: int, count: int, group: int) -> None:
     scores = some_scores(2, 2, 2, group, length)
-    scores[0, 1, 0] = -INF
-    scores[1, 0, 1, 0] = -INF
+    scores[0, 1, 0] = scores[1, 0, 1, 0] = -INF
     check_best(place, scores, count)
 
 
@@ -130,8 +106,7 @@ def test_the_best_candidates_are_taken(place: Place, length: int, count: int, gr
 def test_more_candidates_than_a_program_holds(
     place: Place, monkeypatch: pytest.MonkeyPatch, group: int
 ) -> None:
-    backend, _ = place
-    if backend == "triton":
+    if place[0] == "triton":
         from hf_kvret_kernels.top_k import triton
 
         monkeypatch.setattr(triton, "_SIZES", ())
@@ -146,7 +121,7 @@ def test_tickets_are_zeros_again() -> None:
         pytest.skip("Triton's interpreter is off")
     from hf_kvret_kernels.top_k.triton import best_ids
 
-    scores = torch.randn(1, 2, 1, 1, 2500, generator=generator(5))
+    scores = draw(1, 2, 1, 1, 2500, seed=5)
     ids = torch.arange(2500, dtype=torch.int32).expand(1, 2, 1, 2500)
     tickets = torch.zeros(1, 2, 1, dtype=torch.int32)
     first, again = (best_ids(scores, 30, ids, None, tickets) for _ in range(2))
@@ -156,28 +131,22 @@ def test_tickets_are_zeros_again() -> None:
 
 def test_heads_of_another_scale_do_not_decide_alone(place: Place) -> None:
     """The scores of the second head are larger, its shares are not."""
-    backend, device = place
-    scores = torch.zeros(1, 1, 1, 2, 4)
-    scores[..., 0, :] = torch.tensor([5.0, 0.0, 0.0, 0.0])
-    scores[..., 1, :] = torch.tensor([99.0, 100.0, 100.0, 100.0])
-    ids = torch.tensor([7, 5, 3, 1], dtype=torch.int32, device=device).view(1, 1, 1, 4)
-    result = relevance.best_ids(scores.to(device), ids, 1, backend=backend)
-    assert result.item() == 7
+    scores = torch.tensor([[5.0, 0.0, 0.0, 0.0], [99.0, 100.0, 100.0, 100.0]]).view(1, 1, 1, 2, 4)
+    ids = torch.tensor([7, 5, 3, 1], dtype=torch.int32).view(1, 1, 1, 4)
+    assert run_at(place, relevance.best_ids, scores, ids, 1).item() == 7
 
 
 def test_of_equal_candidates_the_right_number_is_taken(place: Place) -> None:
-    backend, device = place
     values = torch.randint(0, 3, (1, 2, 1, 1, 700), generator=generator(3)).float()
     values[0, 1] = 2.5
     ids = torch.arange(700, dtype=torch.int32).expand(1, 2, 1, 700)
-    for count in (1, 5, 300, 699):
-        result = relevance.best_ids(values.to(device), ids.to(device), count, backend=backend)
-        for head in range(2):
-            row, chosen = values[0, head, 0, 0], result[0, head, 0].tolist()
-            assert sorted(row[chosen].tolist()) == sorted(row.sort().values[-count:].tolist())
-            assert chosen == sorted(set(chosen))
-    if backend == "triton":
-        assert chosen == list(range(699))
+    for count in (1, 300, 699):
+        result = run_at(place, relevance.best_ids, values, ids, count)
+        taken = values.squeeze(3).gather(-1, result.long()).sort().values
+        assert torch.equal(taken, values.squeeze(3).sort().values[..., -count:])
+        assert (result.diff(dim=-1) > 0).all()
+    if place[0] == "triton":
+        assert result[0, 1, 0].tolist() == list(range(699))
 
 
 def test_candidates_of_any_layout_and_of_no_query(place: Place) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -45,26 +47,21 @@ def random_fetches(
     return ids.to(rows.table.device), fetched.to(rows.table.device)
 
 
-@pytest.mark.parametrize("dims", [(8, 8), (5, 8), (128, 128)], ids=str)
-def test_rows_are_copied_whole(place: Place, dims: tuple[int, int]) -> None:
-    rows = paged(place[1], TWO_ROWS, dims=dims, dtype=torch.bfloat16)
-    check_fetch(place, rows, *random_fetches(rows, 19, 32))
-
-
 # Table, pages of each chunk, numbers of keys and values, requests, and tokens.
 FETCHES = {
     "nothing": (TWO_ROWS, (9,), DIMS, 0, 32),
-    "one row": (TWO_ROWS, (9,), DIMS, 1, 32),
-    "more than a program's": (TWO_ROWS, (9,), DIMS, 130, 32),
+    "one row": (TWO_ROWS, (9,), (8, 8), 1, 32),
+    "more than a program's": (TWO_ROWS, (9,), (5, 8), 130, 32),
     "wide rows": ([[1, 0]], (2,), (4000, 100), 3, 16),
     "chunks and shared pages": ([[0, 4, 2, NO_PAGE], [6, 4, 5, NO_PAGE]], (3, 1, 3), DIMS, 21, 24),
 }
 
 
-@pytest.mark.parametrize("name", FETCHES)
-def test_rows_come_from_where_they_lie(place: Place, name: str) -> None:
+@pytest.mark.factor("name", FETCHES)
+@pytest.mark.factor("dtype", [torch.float32, torch.bfloat16])
+def test_rows_come_from_where_they_lie(place: Place, name: str, dtype: torch.dtype) -> None:
     table, chunks, dims, count, tokens = FETCHES[name]
-    rows = paged(place[1], table, chunks, dims=dims)
+    rows = paged(place[1], table, chunks, dims=dims, dtype=dtype)
     check_fetch(place, rows, *random_fetches(rows, count, tokens))
 
 
@@ -135,13 +132,13 @@ def requests(device: str, *rows: list[int]) -> torch.Tensor:
 
 
 def random_requests(
-    place: Place, lead: tuple[int, int], tokens: int, count: int, seed: int, holes: float = 0.15
+    place: Place, lead: tuple[int, int], tokens: int, count: int, seed: int
 ) -> torch.Tensor:
     """Tokens that repeat, more often low ones, with holes."""
     generator = torch.Generator().manual_seed(seed)
     share = torch.rand(*lead, count, generator=generator) ** 2
     ids = (share * tokens).int().clamp(max=tokens - 1)
-    ids[torch.rand(ids.shape, generator=generator) < holes] = -1
+    ids[torch.rand(ids.shape, generator=generator) < 0.15] = -1
     return ids.to(place[1])
 
 
@@ -154,25 +151,24 @@ class SlowLru:
 
     def check(self, place: Place, slots: SlotMap, ids: torch.Tensor) -> torch.Tensor:
         """Call ``assign`` and look at all it promises; returns ``fetched``."""
-        before_token, before_stamp = slots.token.tolist(), slots.stamp.tolist()
+        before = slots.token.tolist(), slots.stamp.tolist()
         places, fetched = assign(slots, ids, backend=place[0])
         self.calls += 1
         assert slots.clock.tolist() == [self.calls]
         for result in (places, fetched):
-            assert result.dtype == torch.int32
-            assert result.shape == ids.shape
+            assert result.dtype == torch.int32 and result.shape == ids.shape
             assert result.device == ids.device
-        state = [x.tolist() for x in (ids, places, fetched, slots.table, slots.token, slots.stamp)]
-        for b in range(ids.shape[0]):
-            for h in range(ids.shape[1]):
-                before = (before_token[b][h], before_stamp[b][h])
-                self._check_row((b, h), before, *(values[b][h] for values in state))
+        after = (x.tolist() for x in (ids, places, fetched, slots.table, slots.token, slots.stamp))
+        state = *before, *after
+        for b, h in itertools.product(*map(range, ids.shape[:2])):
+            self._check_row((b, h), *(values[b][h] for values in state))
         return fetched
 
     def _check_row(
         self,
         row: tuple[int, int],
-        before: tuple[list[int], list[int]],
+        old_token: list[int],
+        old_stamp: list[int],
         ids: list[int],
         places: list[int],
         fetched: list[int],
@@ -183,7 +179,6 @@ class SlowLru:
         used = self.last_use.setdefault(row, {})
         expected = {t for t in ids if t >= 0}
         missing = expected - used.keys()
-        old_token, old_stamp = before
 
         # Each missing token is fetched by one request, into its slot.
         by = [(t, slot) for t, slot in zip(ids, fetched, strict=True) if slot >= 0]
@@ -196,42 +191,36 @@ class SlowLru:
         # What goes was used before all that stays.
         gone = {old_token[slot] for _, slot in by} - {-1}
         stays = used.keys() - gone - expected
-        assert max((used[t] for t in gone), default=0) <= min(
-            (used[t] for t in stays), default=self.calls
-        )
+        last_gone = max((used[t] for t in gone), default=0)
+        assert last_gone <= min((used[t] for t in stays), default=self.calls)
         for t in gone:
             del used[t]
         used.update(dict.fromkeys(expected, self.calls))
 
         # Table and tokens lead to each other, and everyone got the place of its token.
-        assert {t: s for t, s in enumerate(table) if s >= 0} == {
-            t: s for s, t in enumerate(token) if t >= 0
-        }
-        assert min(table, default=-1) >= -1
-        assert {t for t in token if t >= 0} == used.keys()
+        held = {t: s for s, t in enumerate(token) if t >= 0}
+        assert table == [held.get(t, -1) for t in range(len(table))]
+        assert held.keys() == used.keys()
         assert [used.get(t, -1) for t in token] == stamp
         assert places == [table[t] if t >= 0 else -1 for t in ids]
 
 
-def test_random_walks_keep_every_promise(place: Place) -> None:
-    lead = (1, 2)
-    slots, lru = empty_map(place[1], 61, 23, lead, spare=3), SlowLru()
-    for step in range(16):
-        count = (1, 23, 16, 7)[step % 4]
-        lru.check(place, slots, random_requests(place, lead, 61, count, seed=step))
+# Rows of slots, tokens, slots, and requests of each step.
+WALKS = {
+    "many steps": ((1, 2), 61, 23, (1, 23, 16, 7) * 4),
+    "one slot": ((3, 1), 3, 1, (1,) * 4),
+    "about a block": ((3, 1), 771, 257, (256,) * 4),
+    "about two blocks": ((3, 1), 1533, 511, (300,) * 4),
+    "more than a block holds": ((1, 1), 9000, 5000, (5000, 4500, 2049, 5000)),
+}
 
 
-@pytest.mark.parametrize(("count", "size"), [(1, 1), (256, 257), (300, 511)])
-def test_sizes_around_a_block(place: Place, count: int, size: int) -> None:
-    slots, lru = empty_map(place[1], 3 * size, size, (3, 1)), SlowLru()
-    for step in range(4):
-        lru.check(place, slots, random_requests(place, (3, 1), 3 * size, count, seed=step))
-
-
-def test_more_requests_and_slots_than_a_block_holds(place: Place) -> None:
-    slots, lru = empty_map(place[1], 9000, 5000), SlowLru()
-    for step, count in enumerate((5000, 4500, 2049, 5000)):
-        lru.check(place, slots, random_requests(place, (1, 1), 9000, count, seed=step))
+@pytest.mark.parametrize("name", WALKS)
+def test_random_walks_keep_every_promise(place: Place, name: str) -> None:
+    lead, tokens, size, counts = WALKS[name]
+    slots, lru = empty_map(place[1], tokens, size, lead, spare=3), SlowLru()
+    for step, count in enumerate(counts):
+        lru.check(place, slots, random_requests(place, lead, tokens, count, seed=step))
 
 
 def test_requests_for_one_token_in_different_blocks_fetch_it_once(place: Place) -> None:

@@ -42,37 +42,39 @@ def check(
     key: torch.Tensor,
     value: torch.Tensor,
     others: Partials,
-    *,
     causal_offset: int | None = None,
+    *,
     valid: torch.Tensor | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     splits: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """In ``place`` with fp32 output: as attention, merge and count after one another, in torch."""
+    """In ``place`` with fp32 output: as attention, merge and count after one another, in torch.
+
+    With ``splits`` the Triton kernel shares its work out among so many programs.
+    """
     # Without queries there are no ids to count.
     shape = (3, 5, 7 if query.shape[2] else 0)
     ids = torch.randint(-2, 9, shape, device=place[1]).clamp(min=-1)
-    options: dict[str, Any] = {"scale": 0.3, "causal_offset": causal_offset, "softcap": softcap}
     selected = torch.tensor(5, device=place[1])
-    if splits is None:
+    call = query, key, value, others
+    if splits is None or place[0] != "triton":
         out, lse = step_attention(
-            query, key, value, others, **options, valid=valid, sink_logits=sinks, ids=ids,
-            selected=selected, out_dtype=torch.float32, backend=place[0],
+            *call, scale=0.3, causal_offset=causal_offset, valid=valid, softcap=softcap,
+            sink_logits=sinks, ids=ids, selected=selected, out_dtype=torch.float32,
+            backend=place[0],
         )  # fmt: skip
     else:
         from hf_kvret_kernels.step_attention import triton
 
-        out, lse = triton.step_attention(
-            query, key, value, others, 0.3, causal_offset, valid, softcap, sinks, ids, selected,
-            torch.float32, splits,
-        )  # fmt: skip
+        options = causal_offset, valid, softcap, sinks, ids, selected, torch.float32, splits
+        out, lse = triton.step_attention(*call, 0.3, *options)
     near = prompt_attention(
-        query, key, value, **options, valid=valid, out_dtype=torch.float32, backend="naive"
-    )
+        query, key, value, scale=0.3, causal_offset=causal_offset, valid=valid, softcap=softcap,
+        out_dtype=torch.float32, backend="naive",
+    )  # fmt: skip
     outs, lses = [near[0], others.outs], [near[1], others.lses]
     want_out, want_lse = merge_partials(outs, lses, sink_logits=sinks, backend="naive")
-    assert out.shape == want_out.shape and lse.shape == want_lse.shape
     assert out.dtype == lse.dtype == torch.float32
     torch.testing.assert_close(out, want_out, rtol=0, atol=FP32_ERROR)
     torch.testing.assert_close(lse, want_lse, rtol=1e-6, atol=FP32_ERROR)
@@ -81,18 +83,27 @@ def check(
     return out, lse
 
 
-@pytest.mark.parametrize(
-    ("tokens", "heads", "queries", "splits"),
-    [(1, 2, 1, 2), (0, 40, 1, 9), (130, 40, 1, 2), (130, 16, 19, 9), (1, 16, 19, 1), (9, 2, 0, 2)],
-)
-def test_it_is_the_union_of_window_and_chunks(
-    place: Place, tokens: int, heads: int, queries: int, splits: int
-) -> None:
+# Tokens, query heads, queries, chunks of others, and programs that share the work.
+SIZES = {
+    "one token": (1, 2, 1, 2, None),
+    "no token, one tile": (0, 40, 1, 9, None),
+    "two tiles": (130, 40, 1, 2, None),
+    "drafts": (130, 16, 19, 9, None),
+    "more drafts than tokens": (1, 16, 19, 1, None),
+    "no query": (9, 2, 0, 2, None),
+    "more programs than keys": (40, 2, 2, 1, 20),
+    "more chunks than programs": (150, 2, 2, 40, 3),
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_it_is_the_union_of_window_and_chunks(place: Place, name: str) -> None:
     """With more queries than tokens the first ones see none of these; tiles share no ticket."""
+    tokens, heads, queries, chunks, splits = SIZES[name]
     sizes: dict[str, Any] = {"batch": 1, "heads": heads, "queries": queries, "tokens": tokens}
     tensors = inputs(place, dims=(9, 5), **sizes)
     offset = None if queries == 1 else tokens - queries
-    check(place, *tensors, some_chunks(tensors[0], splits, 5), causal_offset=offset)
+    check(place, *tensors, some_chunks(tensors[0], chunks, 5), offset, splits=splits)
 
 
 @pytest.mark.factor("masked", [False, True])
@@ -101,8 +112,7 @@ def test_values_may_lie_in_wide_keys_of_many_heads(place: Place, masked: bool) -
     sizes: dict[str, Any] = {"batch": 1, "heads": 17, "kv_heads": 1, "queries": 2}
     query, key, _ = inputs(place, dims=(520, 512), **sizes)
     valid = torch.rand(1, 70, device=place[1]) < 0.8 if masked else None
-    others = some_chunks(query, 3, 512)
-    check(place, query / 8, key, key[..., :512], others, causal_offset=68, valid=valid)
+    check(place, query / 8, key, key[..., :512], some_chunks(query, 3, 512), 68, valid=valid)
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")
@@ -113,36 +123,22 @@ def test_values_may_lie_in_wide_keys_of_many_heads(place: Place, masked: bool) -
 def test_padding_caps_and_learned_sinks(
     place: Place, splits: int | None, with_sinks: bool, softcap: float | None, queries: int
 ) -> None:
-    query, key, value = inputs(place, batch=4, heads=6, queries=queries, tokens=75)
+    """Rows with padding, a hole, neither and no token; none of what is masked may show."""
+    query, key, value = inputs(place, batch=4, queries=queries, tokens=75)
     valid = torch.ones(4, 75, dtype=torch.bool, device=place[1])
-    valid[0, :70] = False
-    valid[1, 30:66] = False
-    valid[2] = False
-    sinks = torch.linspace(-3.0, 5.0, 6, device=place[1]) if with_sinks else None
+    valid[0, :70] = valid[1, 30:66] = valid[2] = False
+    sinks = torch.linspace(-3.0, 5.0, 4, device=place[1]) if with_sinks else None
     dirty = ~valid[:, None, :, None]
     key, value = key.masked_fill(dirty, float("nan")), value.masked_fill(dirty, float("nan"))
-    others = some_chunks(query, 4, 16)
+    others, offset = some_chunks(query, 4, 16), None if queries == 1 else 70
     others.outs[2], others.lses[2] = 0.0, -INF
-    offset = None if queries == 1 else 70
-    out, lse = check(
-        place, query, key, value, others,
-        causal_offset=offset, valid=valid, softcap=softcap, sinks=sinks,
-        splits=splits if place[0] == "triton" else None,
-    )  # fmt: skip
+    options: dict[str, Any] = {"softcap": softcap, "sinks": sinks, "splits": splits}
+    out, lse = check(place, query, key, value, others, offset, valid=valid, **options)
     assert (out[2] == 0).all()
     assert lse[2].isfinite().all() if with_sinks else (lse[2] == -INF).all()
 
 
-@pytest.mark.parametrize(("others", "splits"), [(1, 20), (40, 3)])
-def test_however_the_work_is_shared_out(place: Place, others: int, splits: int) -> None:
-    """More programs than keys, more chunks than programs, and one program for all."""
-    if place[0] != "triton":
-        pytest.skip("only the Triton kernel shares it out")
-    tensors = inputs(place, batch=1, queries=2, tokens=150)
-    check(place, *tensors, some_chunks(tensors[0], others, 16), causal_offset=148, splits=splits)
-
-
-@pytest.mark.factor("count", [0, 513, 2600])
+@pytest.mark.factor("count", [0, 513, 1600])
 @pytest.mark.factor("dtype", [torch.int32, torch.int64])
 def test_ids_are_counted_once_each_time(place: Place, count: int, dtype: torch.dtype) -> None:
     """As a replayed step does it again: with the same tickets, and other ids in the same memory.
@@ -194,7 +190,7 @@ def test_what_attention_to_selected_rows_left_is_taken(place: Place) -> None:
     query, key, value = inputs(place, queries=2, tokens=20)
     rows = paged(place[1])
     partials = gather_partials(query, rows, random_ids(rows, 2, 2, 20), scale=0.3, backend=place[0])
-    check(place, query, key, value, partials, causal_offset=18)
+    check(place, query, key, value, partials, 18)
 
 
 @pytest.mark.parametrize("batch", [1, 2, 8])
