@@ -91,15 +91,18 @@ def launching_on(tensor: torch.Tensor) -> AbstractContextManager[object]:
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 
-def run(package: str, name: str, backend: str, first: torch.Tensor, *others: Any) -> Any:
+def run(
+    package: str, name: str, backend: str, *arguments: Any, on: torch.Tensor | None = None
+) -> Any:
     """What the function ``name`` of ``package.naive`` or ``package.triton`` returns.
 
     Which module it is says ``choose_backend``, whose errors there are. Triton is imported when it
-    is needed, and launches on the device of ``first``.
+    is needed, and launches on the device of ``on``, the first argument where it is not given.
     """
-    module = importlib.import_module(f"{package}.{choose_backend(backend, first)}")
-    with launching_on(first):
-        return getattr(module, name)(first, *others)
+    on = arguments[0] if on is None else on
+    module = importlib.import_module(f"{package}.{choose_backend(backend, on)}")
+    with launching_on(on):
+        return getattr(module, name)(*arguments)
 
 
 def check_no_grad(**tensors: torch.Tensor) -> None:

@@ -124,12 +124,7 @@ def softmax_lse(peak, total):
 
 @triton.jit
 def load_rows(
-    pointers,
-    row_mask,
-    columns,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    MASK_ROWS: tl.constexpr,
+    pointers, row_mask, columns, WIDTH: tl.constexpr, BLOCK: tl.constexpr, MASK_ROWS: tl.constexpr
 ):
     """``[rows, BLOCK]`` from ``pointers``; 0 beyond WIDTH and, with MASK_ROWS, outside row_mask."""
     if WIDTH == BLOCK:

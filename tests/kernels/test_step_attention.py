@@ -207,7 +207,7 @@ def test_a_growing_window_is_the_same_kernel(monkeypatch: pytest.MonkeyPatch, ba
         for length in range(260, 773):
             window = buffer[:, :, :length]
             mask = torch.empty(batch, length, dtype=torch.bool, device="meta") if masked else None
-            plan = prompt.tile_plan(query, window, masked)
+            plan = prompt.tile_plan(query, window)
             constants = prompt.tile_constants(plan, query, window, window, None, mask, None)
             kernels.add(tuple(map(str, constants.items())))
         assert len(kernels) == (2 if batch == 2 else 1)

@@ -386,23 +386,10 @@ def unite(ids: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
         grid = (min(step, rows - first) * blocks,)
         layout = (*valid.stride(), first, H * Q, M, n, blocks)
         _mark_kernel[grid](
-            ids,
-            valid.view(torch.uint8),
-            marks,
-            *layout,
-            BLOCK=_IDS,
-            enable_fp_fusion=True,
+            ids, valid.view(torch.uint8), marks, *layout, BLOCK=_IDS, enable_fp_fusion=True
         )
         _keep_kernel[grid](
-            ids,
-            marks,
-            result,
-            first,
-            M,
-            n,
-            blocks,
-            BLOCK=_IDS,
-            enable_fp_fusion=True,
+            ids, marks, result, first, M, n, blocks, BLOCK=_IDS, enable_fp_fusion=True
         )
     return result
 
@@ -532,16 +519,7 @@ def _mark_kernel(
 
 
 @triton.jit(do_not_specialize=["first", "count", "length", "blocks"])
-def _keep_kernel(
-    ids_ptr,
-    marks_ptr,
-    united_ptr,
-    first,
-    count,
-    length,
-    blocks,
-    BLOCK: tl.constexpr,
-):
+def _keep_kernel(ids_ptr, marks_ptr, united_ptr, first, count, length, blocks, BLOCK: tl.constexpr):
     """The ids that stand where their token's mark says; a token that is not valid has none."""
     row = (tl.program_id(0) // blocks).to(tl.int64)
     indices = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)

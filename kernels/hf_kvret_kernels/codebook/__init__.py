@@ -201,11 +201,7 @@ def lookup_scores(
 
 
 def code_counts(
-    codes: torch.Tensor,
-    codewords: int,
-    *,
-    valid: torch.Tensor | None = None,
-    backend: str = "auto",
+    codes: torch.Tensor, codewords: int, *, valid: torch.Tensor | None = None, backend: str = "auto"
 ) -> torch.Tensor:
     """``[B, H, C]`` int32: how many valid tokens have each code.
 

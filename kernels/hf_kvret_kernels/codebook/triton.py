@@ -105,13 +105,7 @@ def encode(
     )
     if splits > 1:
         _merge_kernel[(triton.cdiv(codes.numel(), _MERGE_BLOCK),)](
-            best,
-            which,
-            codes,
-            codes.numel(),
-            splits,
-            BLOCK=_MERGE_BLOCK,
-            enable_fp_fusion=True,
+            best, which, codes, codes.numel(), splits, BLOCK=_MERGE_BLOCK, enable_fp_fusion=True
         )
     return codes
 

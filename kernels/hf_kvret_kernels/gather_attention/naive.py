@@ -13,11 +13,7 @@ from hf_kvret_kernels.soft_cap import soft_cap_
 
 
 def gather_attention(
-    query: torch.Tensor,
-    rows: HostRows,
-    ids: torch.Tensor,
-    scale: float,
-    softcap: float | None,
+    query: torch.Tensor, rows: HostRows, ids: torch.Tensor, scale: float, softcap: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See ``hf_kvret_kernels.gather_attention.gather_attention``; everything is fp32 here."""
     keys, values = rows.gather_with_torch(ids)
@@ -30,11 +26,7 @@ def gather_attention(
 
 
 def gather_scores(
-    query: torch.Tensor,
-    rows: HostRows,
-    ids: torch.Tensor,
-    scale: float,
-    softcap: float | None,
+    query: torch.Tensor, rows: HostRows, ids: torch.Tensor, scale: float, softcap: float | None
 ) -> torch.Tensor:
     """See ``hf_kvret_kernels.gather_attention.gather_scores``; everything is fp32 here."""
     keys, _ = rows.gather_with_torch(ids)
@@ -43,11 +35,7 @@ def gather_scores(
 
 
 def _grouped_scores(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    ids: torch.Tensor,
-    scale: float,
-    softcap: float | None,
+    query: torch.Tensor, keys: torch.Tensor, ids: torch.Tensor, scale: float, softcap: float | None
 ) -> torch.Tensor:
     """``[B, H, Q, G, K]`` fp32 scores of ``keys [B, H, Q, K, Dk]``, -inf for holes."""
     B, Hq, Q, Dk = query.shape

@@ -170,13 +170,7 @@ def gather_partials(
     programs = batch * heads * tiles * queries
     block_k = tile_keys(rows.key_dim, rows.value_dim, query.dtype)
     splits, split_len = split_plan(
-        count,
-        block_k,
-        programs,
-        query.device,
-        waves=_WAVES,
-        most=_MOST_SPLITS,
-        splits=splits,
+        count, block_k, programs, query.device, waves=_WAVES, most=_MOST_SPLITS, splits=splits
     )
     partials = Partials(*partial_buffers(query, splits, rows.value_dim))
     if not programs:
@@ -306,11 +300,7 @@ def _scores_kernel(
 
 
 def gather_scores(
-    query: torch.Tensor,
-    rows: PagedRows,
-    ids: torch.Tensor,
-    scale: float,
-    softcap: float | None,
+    query: torch.Tensor, rows: PagedRows, ids: torch.Tensor, scale: float, softcap: float | None
 ) -> torch.Tensor:
     """See ``hf_kvret_kernels.gather_attention.gather_scores``."""
     batch, query_heads, queries, _ = query.shape

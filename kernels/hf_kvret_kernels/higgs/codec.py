@@ -151,8 +151,7 @@ class HiggsCodec:
         with launching_on(x):
             codes, scales = self.encode_rows(x.reshape(-1, width).contiguous(), backend_name)
         return Coded(
-            codes.view(*lead, code_bytes),
-            scales.view(torch.uint8).view(*lead, scale_bytes),
+            codes.view(*lead, code_bytes), scales.view(torch.uint8).view(*lead, scale_bytes)
         )
 
     def decode(

@@ -264,11 +264,7 @@ def load_halves(bytes_ptr, mask, EVEN: tl.constexpr):
 
 @triton.jit
 def _codes_of(
-    words,
-    ROWS: tl.constexpr,
-    WORDS: tl.constexpr,
-    CODE_BITS: tl.constexpr,
-    PER_WORD: tl.constexpr,
+    words, ROWS: tl.constexpr, WORDS: tl.constexpr, CODE_BITS: tl.constexpr, PER_WORD: tl.constexpr
 ):
     """int32 ``[ROWS, WORDS * PER_WORD]``: the codes of ``words [ROWS, WORDS]``."""
     shifts = CODE_BITS * tl.arange(0, PER_WORD)

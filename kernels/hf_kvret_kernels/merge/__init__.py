@@ -12,14 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_kvret_kernels._dispatch import (
-    FLOATS,
-    check_no_grad,
-    check_tensor,
-    choose_backend,
-    launching_on,
-)
-from hf_kvret_kernels.merge import naive
+from hf_kvret_kernels._dispatch import FLOATS, check_no_grad, check_tensor, run
 
 __all__ = ["Partials", "merge_partials"]
 
@@ -68,12 +61,8 @@ def merge_partials(
         check_tensor("sink_logits", sink_logits, queries[1:2], FLOATS, first.device)
     if out_dtype not in FLOATS:
         raise ValueError(f"out_dtype={out_dtype}: choose one of {FLOATS}")
-    if choose_backend(backend, first) == "naive":
-        return naive.merge_partials(outs, lses, sink_logits, out_dtype)
-    from hf_kvret_kernels.merge import triton
-
-    with launching_on(first):
-        return triton.merge_partials(outs, lses, sink_logits, out_dtype)
+    arguments = outs, lses, sink_logits, out_dtype
+    return run(__name__, "merge_partials", backend, *arguments, on=first)
 
 
 @dataclass(frozen=True, eq=False)

@@ -84,11 +84,7 @@ def encode(
 
 
 def decode(
-    sign: torch.Tensor,
-    magnitude: torch.Tensor,
-    weight: torch.Tensor,
-    levels: torch.Tensor,
-    m: int,
+    sign: torch.Tensor, magnitude: torch.Tensor, weight: torch.Tensor, levels: torch.Tensor, m: int
 ) -> torch.Tensor:
     """``[..., P]`` fp32 of planes ``[..., P // 8]``, ``[..., 3 * P // 8]``, ``[..., S]``.
 

@@ -8,12 +8,7 @@ import triton
 import triton.language as tl
 
 from hf_kvret_kernels._triton_shared import mask_bytes, mask_strides, walsh_hadamard
-from hf_kvret_kernels.paris.codes import (
-    LEVELS,
-    ParisCodes,
-    rotation_blocks,
-    rotation_stride,
-)
+from hf_kvret_kernels.paris.codes import LEVELS, ParisCodes, rotation_blocks, rotation_stride
 
 # Elements that a program of four warps holds in registers.
 _TILE = 4096

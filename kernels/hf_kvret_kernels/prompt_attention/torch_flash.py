@@ -81,7 +81,7 @@ def _attend(
     """
     queries = query.shape[2]
     seen_by_all = stop if causal_offset is None else min(stop, max(start, causal_offset))
-    parts = [_empty(query, value)]
+    parts = [_empty(query)]
     if start < seen_by_all:
         seen = slice(start, seen_by_all)
         parts.append(_flash(query, key[:, :, seen], value[:, :, seen], False, scale))
@@ -90,7 +90,7 @@ def _attend(
         first = corner - causal_offset
         seen = slice(corner, min(stop, causal_offset + queries))
         if seen.start < seen.stop:
-            out, lse = _empty(query, value)
+            out, lse = _empty(query)
             late = _flash(query[:, :, first:], key[:, :, seen], value[:, :, seen], True, scale)
             out[:, :, first:], lse[:, :, first:] = late
             parts.append((out, lse))
@@ -108,7 +108,7 @@ def _flash(
     return operator(query, key, value, 0.0, causal, scale=scale)
 
 
-def _empty(query: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _empty(query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention to nothing: 0, and a log-sum-exp of -inf."""
     out = torch.zeros_like(query)
     return out, query.new_full(query.shape[:3], float("-inf"), dtype=torch.float32)

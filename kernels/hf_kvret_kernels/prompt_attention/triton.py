@@ -126,7 +126,6 @@ class TilePlan(NamedTuple):
 def tile_plan(
     query: torch.Tensor,
     value: torch.Tensor,
-    masked: bool,
     splits: int | None = None,
     choice: PromptChoice | None = None,
     tokens: int | None = None,
@@ -261,7 +260,7 @@ def prompt_partials(
     ``single_dtype`` is that of ``outs`` where there is one chunk; more are fp32. The rest as of
     ``prompt_attention``.
     """
-    plan = tile_plan(query, value, valid is not None, splits, choice)
+    plan = tile_plan(query, value, splits, choice)
     shape = *query.shape[:3], plan.splits
     dtype = single_dtype if plan.splits == 1 else torch.float32
     outs = torch.empty(*shape, value.shape[3], dtype=dtype, device=query.device)

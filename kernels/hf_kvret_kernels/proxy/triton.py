@@ -149,13 +149,7 @@ def _scores(
         enable_fp_fusion=True,
     )
     if lse is not None:
-        _total_kernel[(len(sums),)](
-            sums,
-            lse,
-            chunks,
-            BLOCK=_SUMS,
-            enable_fp_fusion=True,
-        )
+        _total_kernel[(len(sums),)](sums, lse, chunks, BLOCK=_SUMS, enable_fp_fusion=True)
     return scores, lse
 
 

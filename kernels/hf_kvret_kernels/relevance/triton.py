@@ -53,12 +53,7 @@ def count_ids(ids: torch.Tensor, total: torch.Tensor) -> None:
     if flat.numel():
         grid = (triton.cdiv(flat.numel(), _TOKENS),)
         _count_kernel[grid](
-            flat,
-            total,
-            flat.stride(0),
-            flat.numel(),
-            BLOCK=_TOKENS,
-            enable_fp_fusion=True,
+            flat, total, flat.stride(0), flat.numel(), BLOCK=_TOKENS, enable_fp_fusion=True
         )
 
 
@@ -70,13 +65,7 @@ def _chunk_sums(scores: torch.Tensor) -> torch.Tensor:
     sums = scores.new_empty(*scores.shape[:-1], chunks)
     if sums.numel():
         _chunk_kernel[(sums.numel(),)](
-            scores,
-            sums,
-            length,
-            chunks,
-            chunk_len,
-            BLOCK=_TOKENS,
-            enable_fp_fusion=True,
+            scores, sums, length, chunks, chunk_len, BLOCK=_TOKENS, enable_fp_fusion=True
         )
     return sums
 
@@ -104,14 +93,7 @@ def write_best_shares(
     grid = (best.numel() // length * blocks,)
     layout = (length, blocks, chunks, queries, stride or length)
     _share_kernel[grid](
-        scores,
-        sums,
-        best,
-        *layout,
-        G=group,
-        BLOCK=_TOKENS,
-        CHUNKS=most,
-        enable_fp_fusion=True,
+        scores, sums, best, *layout, G=group, BLOCK=_TOKENS, CHUNKS=most, enable_fp_fusion=True
     )
 
 

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_kvret_kernels._dispatch import check_tensor, choose_backend, launching_on
+from hf_kvret_kernels._dispatch import check_tensor, run
 from hf_kvret_kernels.paged import PagedRows
-from hf_kvret_kernels.resident import naive
 
 __all__ = ["SlotMap", "assign", "fetch"]
 
@@ -106,12 +105,7 @@ def assign(
     tokens = room if tokens is None else tokens
     if not 0 <= tokens <= room:
         raise ValueError(f"tokens={tokens}: the table is of 0 to {room} of them")
-    if choose_backend(backend, ids) == "naive":
-        return naive.assign(slots, ids, tokens)
-    from hf_kvret_kernels.resident import triton
-
-    with launching_on(ids):
-        return triton.assign(slots, ids, tokens)
+    return run(__name__, "assign", backend, slots, ids, tokens, on=ids)
 
 
 def fetch(
@@ -151,10 +145,4 @@ def fetch(
         )
     if ids.is_meta:
         return
-    if choose_backend(backend, ids) == "naive":
-        naive.fetch(rows, ids, fetched, buffer)
-        return
-    from hf_kvret_kernels.resident import triton
-
-    with launching_on(ids):
-        triton.fetch(rows, ids, fetched, buffer)
+    run(__name__, "fetch", backend, rows, ids, fetched, buffer, on=ids)

@@ -256,7 +256,8 @@ def step_attention(
     lse = torch.empty(shape, dtype=torch.float32, device=device)
     if lse.numel() == 0:
         return out, lse
-    layout = _layout(query, value, others.lses.shape[3], valid is not None, splits)
+    plan = tile_plan(query, value, splits)
+    layout = _shared_out(plan, query, value, others.lses.shape[3])
     outs = torch.empty(*shape, layout.splits, value_dim, dtype=torch.float32, device=device)
     lses = torch.empty(*shape, layout.splits, dtype=torch.float32, device=device)
     tickets = others.tickets
@@ -319,22 +320,10 @@ class _Layout(NamedTuple):
     own: int
 
 
-def _layout(
-    query: torch.Tensor,
-    value: torch.Tensor,
-    other_splits: int,
-    masked: bool,
-    splits: int | None = None,
-    tokens: int | None = None,
-) -> _Layout:
-    """Of a call; ``tokens`` as of ``tile_plan``."""
-    plan = tile_plan(query, value, masked, splits, tokens=tokens)
-    return _shared_out(plan, query, value, other_splits)
-
-
 def _shared_out(
     plan: TilePlan, query: torch.Tensor, value: torch.Tensor, other_splits: int
 ) -> _Layout:
+    """How the programs of a plan share the chunks of others."""
     group, block_dv = query.shape[1] // value.shape[1], triton.next_power_of_2(value.shape[3])
     rows = min(plan.rows, triton.next_power_of_2(query.shape[2] * group))
     columns_of_thread = rows * max(16, block_dv) // (32 * plan.choice.warps)
@@ -347,11 +336,7 @@ def _shared_out(
 
 
 def _layouts_to_come(
-    query: torch.Tensor,
-    value: torch.Tensor,
-    now: _Layout,
-    ids: torch.Tensor | None,
-    masked: bool,
+    query: torch.Tensor, value: torch.Tensor, now: _Layout, ids: torch.Tensor | None, masked: bool
 ) -> Iterator[tuple[_Layout, bool]]:
     """Layouts that are compiled each for itself, and whether they have a mask.
 
@@ -365,7 +350,7 @@ def _layouts_to_come(
     known = set()
     windows = {*growth.windows, dispatch.Window(value.shape[2], masked)}
     for tokens, is_masked in sorted(windows):
-        plan = tile_plan(query, value, is_masked, tokens=tokens)
+        plan = tile_plan(query, value, tokens=tokens)
         for other_splits in range(now.other_splits, most + 1):
             later = _shared_out(plan, query, value, other_splits)
             once = plan.split_len <= plan.choice.block_n

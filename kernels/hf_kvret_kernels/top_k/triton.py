@@ -277,7 +277,7 @@ def _launches(
         ),
         _Launch(
             _border_kernel,
-            (orders, border_places, counters, plan, before, length, units, count),
+            (orders, border_places, counters, plan, before, length, units),
             always | {"CHUNK": _CHUNK},
         ),
         _Launch(
@@ -430,7 +430,7 @@ def _bins_of(order):
 
 
 @triton.jit
-def _load_orders(orders_ptr, row, indices, length, units, UNIT: tl.constexpr):
+def _load_orders(orders_ptr, row, indices, units, UNIT: tl.constexpr):
     """Of these places of a row; ``NOTHING`` behind its end."""
     orders_ptr += row * units * UNIT + indices
     return tl.load(orders_ptr, mask=indices < units * UNIT, other=NOTHING)
@@ -514,7 +514,6 @@ def _border_kernel(
     before_ptr,
     length,
     units,
-    count,
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
     UNIT: tl.constexpr,
@@ -523,7 +522,7 @@ def _border_kernel(
     row = tl.program_id(0).to(tl.int64)
     block, blocks = tl.program_id(1), tl.num_programs(1)
     indices = block * BLOCK + tl.arange(0, BLOCK)
-    order = _load_orders(orders_ptr, row, indices, length, units, UNIT)
+    order = _load_orders(orders_ptr, row, indices, units, UNIT)
     border = tl.load(plan_ptr + row * _PLAN)
     bins = tl.where(order == NOTHING, -2, _bins_of(order))
     before_ptr += row * blocks
@@ -597,13 +596,7 @@ def _settle(
 
 @triton.jit
 def _highest(
-    orders_ptr,
-    border_ptr,
-    number,
-    wanted,
-    threshold,
-    BY_PLACE: tl.constexpr,
-    CHUNK: tl.constexpr,
+    orders_ptr, border_ptr, number, wanted, threshold, BY_PLACE: tl.constexpr, CHUNK: tl.constexpr
 ):
     """``(limit, wanted, equal)``: what ``wanted`` of ``number`` integers reach, by eight bits.
 
@@ -659,7 +652,7 @@ def _compact_kernel(
     row = tl.program_id(0).to(tl.int64)
     block, blocks = tl.program_id(1), tl.num_programs(1)
     indices = block * BLOCK + tl.arange(0, BLOCK)
-    order = _load_orders(orders_ptr, row, indices, length, units, UNIT)
+    order = _load_orders(orders_ptr, row, indices, units, UNIT)
     plan_ptr += row * _PLAN
     threshold, last = tl.load(plan_ptr + 3), tl.load(plan_ptr + 4)
     selection = (order > threshold) | ((order == threshold) & (indices <= last))
