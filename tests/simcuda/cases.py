@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import hf_kvret
@@ -109,170 +109,63 @@ def cases() -> list[Case]:
     ]
 
 
-@dataclass
 class Outcome:
-    """The results of a case.
+    """A case that runs, and its results.
 
     Attributes:
-        case: that ran.
-        gpu: what was found.
+        case: that runs.
+        gpu: what it ran on, and what was found; None for a CPU.
         logits: ``[B, V]`` fp32 of the prompt's chunks and of each step, on the CPU.
         replays: steps that were replayed.
         error: that ended it, or None.
     """
 
-    case: Case
-    gpu: Simulation
-    logits: list[torch.Tensor] = field(default_factory=list)
-    replays: int = 0
-    error: Exception | None = None
+    def __init__(self, case: Case, gpu: Simulation | None) -> None:
+        self.case, self.gpu = case, gpu
+        self.logits: list[torch.Tensor] = []
+        self.replays = 0
+        self.error: Exception | None = None
+        self._device = "cpu" if gpu is None else "cuda"
+        self._is_captured = case.mode == "graph" and gpu is not None
+        # A new one, which may move to the simulated GPU.
+        self._model = _new_model(case.family, case.layers)
+        hf_kvret.attach(self._model)
 
+    def run(self) -> None:
+        """Up to its end or the first error, which is raised."""
+        with (
+            torch.inference_mode(),
+            warnings.catch_warnings(),
+            tempfile.TemporaryDirectory() as folder,
+        ):
+            warnings.simplefilter("ignore")
+            if self.gpu is not None:
+                to_device(self._model, "cuda:0")
+                if self.case.mode == "two devices":
+                    _spread_out(self._model)
+            logits = self._run(Path(folder))
+            self.logits = [each.float().cpu() for each in logits]
 
-def run(case: Case) -> Outcome:
-    """Run a case to its end."""
-    outcome = attempt(case)
-    if outcome.error is not None:
-        raise outcome.error
-    return outcome
-
-
-def attempt(case: Case) -> Outcome:
-    """Run a case up to its first error, or to its end."""
-    # A new one, which moves to the simulated GPU.
-    model = _new_model(case.family, case.layers)
-    hf_kvret.attach(model)
-    if case.method in _WITH_ARTIFACT:
-        # Learned now, on the CPU.
-        _artifact(case.method, case.family)
-    with (
-        simulated(2 if case.mode == "two devices" else 1) as gpu,
-        warnings.catch_warnings(),
-        tempfile.TemporaryDirectory() as folder,
-    ):
-        warnings.simplefilter("ignore")
-        outcome = Outcome(case, gpu)
-        to_device(model, "cuda:0")
-        session = _Session(case, gpu, model, Path(folder))
-        try:
-            with torch.inference_mode(), _spread_out(model, case):
-                logits = session.run()
-            outcome.logits = [each.float().cpu() for each in logits]
-        except Exception as error:  # whatever a planted fault leads to
-            outcome.error = error
-        outcome.replays = session.replays
-    return outcome
-
-
-def check_logits(outcome: Outcome) -> None:
-    """AssertionError where logits are not those of the same case on a CPU."""
-    for own, expected in zip(outcome.logits, _on_cpu(outcome.case), strict=True):
-        torch.testing.assert_close(own, expected, rtol=0, atol=_TOLERANCE)
-
-
-def _on_cpu(case: Case) -> list[torch.Tensor]:
-    """``Outcome.logits`` of the same method, store and operations on a CPU, with its kernels.
-
-    Each step runs eagerly there, and all layers lie on one device.
-    """
-    model = _new_model(case.family, case.layers)
-    hf_kvret.attach(model)
-    with (
-        torch.inference_mode(),
-        warnings.catch_warnings(),
-        tempfile.TemporaryDirectory() as folder,
-    ):
-        warnings.simplefilter("ignore")
-        logits = _Session(case, None, model, Path(folder)).run()
-    return [each.float() for each in logits]
-
-
-def _new_model(family: str, layers: int = 2) -> PreTrainedModel:
-    config = AutoConfig.for_model(family, **_SMALL | FAMILIES[family], num_hidden_layers=layers)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
-    # ``generate`` chooses these for its steps on a device.
-    model.set_experts_implementation("batched_mm")
-    spread_weights(model, seed=3)
-    return model.eval()
-
-
-@cache
-def _artifact(method: str, family: str) -> str:
-    """Where an artifact of the method lies, for a family's model."""
-    folder = tempfile.mkdtemp(prefix="hf_kvret_simcuda_")
-    return tiny_artifact(_new_model(family), method, Path(folder))
-
-
-@contextmanager
-def _spread_out(model: PreTrainedModel, case: Case) -> Iterator[None]:
-    """With two devices the second layer lies on the second, as ``device_map`` would have it."""
-    if case.mode != "two devices":
-        yield
-        return
-    devices = {model.model.layers[1]: "cuda:1", model.model.norm: "cuda:0"}
-    to_device(model.model.layers[1], "cuda:1")
-    hooks = [
-        module.register_forward_pre_hook(_mover(device), with_kwargs=True)
-        for module, device in devices.items()
-    ]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def _mover(device: str) -> Callable[..., Any]:
-    def moved(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return value.to(device)
-        return tuple(map(moved, value)) if isinstance(value, tuple) else value
-
-    def hook(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        del module
-        return moved(args), {name: moved(value) for name, value in kwargs.items()}
-
-    return hook
-
-
-@dataclass
-class _Session:
-    """One case.
-
-    Attributes:
-        case: that runs.
-        gpu: to run on; None for a CPU.
-        model: to run with.
-        folder: for what is saved.
-        replays: steps that were replayed.
-    """
-
-    case: Case
-    gpu: Simulation | None
-    model: PreTrainedModel
-    folder: Path
-    replays: int = 0
-
-    def run(self) -> list[torch.Tensor]:
+    def _run(self, folder: Path) -> list[torch.Tensor]:
         mode, cached = self.case.mode, self._new_cache()
         batch = 1 if mode == "chunks" else 2
-        positions = torch.arange(batch * _PROMPT, device=self.device).view(batch, _PROMPT)
+        positions = torch.arange(batch * _PROMPT, device=self._device).view(batch, _PROMPT)
         tokens = positions * 7 % 50 + 10
         mask = torch.ones_like(tokens)
         if mode == "padded":
             mask[1, :5] = 0
-        graph = DecodeGraph(self.model, cached) if self.is_captured else None
-        call = graph or self.model
+        graph = DecodeGraph(self._model, cached) if self._is_captured else None
+        call = graph or self._model
         self._begin("prompt")
         chunk_len = 5 if mode == "chunks" else _PROMPT
         cached.expect(_PROMPT, chunk_len, self.case.steps)
-        chunks = tokens.split(chunk_len, dim=1)
         length, logits = 0, []
-        for chunk in chunks:
+        for chunk in tokens.split(chunk_len, dim=1):
             length += chunk.shape[1]
             logits.append(self._feed(call, cached, chunk, mask[:, :length]))
         for number in range(self.case.steps):
             if number == self.case.steps // 2 and mode in ("fork", "crop", "saved"):
-                cached, dropped = self._changed(cached)
+                cached, dropped = self._changed(cached, folder)
                 mask = mask[:, : mask.shape[1] - dropped]
             layer = cached.retrieval_layers[0]
             assert layer.kv is not None, "the prompt went through it"
@@ -304,11 +197,7 @@ class _Session:
             options["disk"] = tempfile.gettempdir()
         if case.method in _WITH_ARTIFACT:
             options["artifact"] = _artifact(case.method, case.family)
-        return cls(self.model.config, **options, graph="auto" if self.is_captured else False)
-
-    def __post_init__(self) -> None:
-        self.device = "cpu" if self.gpu is None else "cuda"
-        self.is_captured = self.case.mode == "graph" and self.gpu is not None
+        return cls(self._model.config, **options, graph="auto" if self._is_captured else False)
 
     def _begin(self, phase: str) -> None:
         if self.gpu is not None:
@@ -319,17 +208,12 @@ class _Session:
     ) -> torch.Tensor:
         positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
         padding = {"attention_mask": mask} if self.case.mode == "padded" else {}
-        out = call(
-            input_ids=tokens,
-            position_ids=positions,
-            past_key_values=cached,
-            use_cache=True,
-            **padding,
-        )
+        cache = {"past_key_values": cached, "use_cache": True}
+        out = call(input_ids=tokens, position_ids=positions, **cache, **padding)
         last: torch.Tensor = out.logits[:, -1]
         return last
 
-    def _changed(self, cached: RetrievalCache) -> tuple[RetrievalCache, int]:
+    def _changed(self, cached: RetrievalCache, folder: Path) -> tuple[RetrievalCache, int]:
         """The cache to go on with, and how many tokens it has dropped."""
         self._begin("change")
         if self.case.mode == "crop":
@@ -337,6 +221,73 @@ class _Session:
             return cached, 3
         if self.case.mode == "fork":
             return cached.fork(), 0
-        cached.save_pretrained(self.folder)
-        loaded = type(cached).from_pretrained(self.folder, self.model.config, device=self.device)
-        return loaded, 0
+        cached.save_pretrained(folder)
+        config, device = self._model.config, self._device
+        return type(cached).from_pretrained(folder, config, device=device), 0
+
+
+def run(case: Case) -> Outcome:
+    """Run a case to its end."""
+    outcome = attempt(case)
+    if outcome.error is not None:
+        raise outcome.error
+    return outcome
+
+
+def attempt(case: Case) -> Outcome:
+    """Run a case on simulated GPUs up to its first error, or to its end."""
+    if case.method in _WITH_ARTIFACT:
+        # Learned now, on the CPU.
+        _artifact(case.method, case.family)
+    with simulated(2 if case.mode == "two devices" else 1) as gpu:
+        outcome = Outcome(case, gpu)
+        try:
+            outcome.run()
+        except Exception as error:  # whatever a planted fault leads to
+            outcome.error = error
+    return outcome
+
+
+def check_logits(outcome: Outcome) -> None:
+    """AssertionError where logits are not those of the same case on a CPU, with its kernels.
+
+    Each step runs eagerly there, and all layers lie on one device.
+    """
+    expected = Outcome(outcome.case, None)
+    expected.run()
+    torch.testing.assert_close(outcome.logits, expected.logits, rtol=0, atol=_TOLERANCE)
+
+
+def _new_model(family: str, layers: int = 2) -> PreTrainedModel:
+    config = AutoConfig.for_model(family, **_SMALL | FAMILIES[family], num_hidden_layers=layers)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    # ``generate`` chooses these for its steps on a device.
+    model.set_experts_implementation("batched_mm")
+    spread_weights(model, seed=3)
+    return model.eval()
+
+
+@cache
+def _artifact(method: str, family: str) -> str:
+    """Where an artifact of the method lies, for a family's model."""
+    folder = tempfile.mkdtemp(prefix="hf_kvret_simcuda_")
+    return tiny_artifact(_new_model(family), method, Path(folder))
+
+
+def _spread_out(model: PreTrainedModel) -> None:
+    """The second layer lies on the second device, as ``device_map`` would have it."""
+    second = model.model.layers[1]
+    to_device(second, "cuda:1")
+    for module, device in ((second, "cuda:1"), (model.model.norm, "cuda:0")):
+        module.register_forward_pre_hook(_mover(device), with_kwargs=True)
+
+
+def _mover(device: str) -> Callable[..., Any]:
+    def moved(value: Any) -> Any:
+        return value.to(device) if isinstance(value, torch.Tensor) else value
+
+    def hook(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        del module
+        return tree_map(moved, (args, kwargs))
+
+    return hook

@@ -162,9 +162,7 @@ FAULTS = {
     ),
     # Memory that goes back to the allocator too early.
     "rows on their way to the host are freed": Fault(
-        HOST,
-        within(memory.HostMemory, "write", torch.Tensor, "record_stream", nothing),
-        "freed",
+        HOST, within(memory.HostMemory, "write", torch.Tensor, "record_stream", nothing), "freed"
     ),
     "what a side stream reads is freed": Fault(
         DEVICE, with_ids(lambda ids: read_aside(ids + 1)), "freed"
@@ -207,11 +205,7 @@ FAULTS = {
     ),
     "a captured step reads what is then freed": Fault(GRAPH, _adds_from_before(list.pop), "stale"),
     # Launches.
-    "ids begin between two vectors": Fault(
-        DEVICE,
-        with_ids(_between_vectors),
-        "alignment",
-    ),
+    "ids begin between two vectors": Fault(DEVICE, with_ids(_between_vectors), "alignment"),
     "a graph compiles a kernel": Fault(
         GRAPH,
         with_ids(

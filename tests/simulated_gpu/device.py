@@ -194,17 +194,12 @@ def _answers(simulation: Simulation) -> dict[str, Any]:
         "synchronize": synchronize,
         "get_device_properties": lambda device=None: _PROPERTIES,
         "get_device_capability": lambda device=None: (_PROPERTIES.major, _PROPERTIES.minor),
-        "get_device_name": lambda device=None: _PROPERTIES.name,
         "mem_get_info": lambda device=None: (100 * _GIB, _PROPERTIES.total_memory),
-        **dict.fromkeys(
-            ("memory_reserved", "memory_allocated", "max_memory_allocated"), lambda device=None: 0
-        ),
-        "reset_peak_memory_stats": _nothing,
+        **dict.fromkeys(("memory_reserved", "memory_allocated"), lambda device=None: 0),
         "empty_cache": _nothing,
         "MemPool": lambda: types.SimpleNamespace(id=object()),
         "cudart": Runtime,
         "is_current_stream_capturing": is_current_stream_capturing,
-        "is_bf16_supported": lambda *args, **kwargs: True,
         "set_sync_debug_mode": set_sync_debug_mode,
         "get_sync_debug_mode": lambda: simulation.sync_debug,
         "manual_seed": _nothing,

@@ -10,12 +10,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from triton.runtime import interpreter
 
 from .clocks import MemoryLog
-from .simulation import (
-    Simulation,
-    active,
-    site,
-    tensors_in,
-)
+from .simulation import Simulation, active, site, tensors_in
 from .streams import begin_work, current_stream
 
 # Loads of whole vectors begin at multiples of this; Triton makes another kernel elsewhere.
@@ -30,8 +25,7 @@ def checked(launch: Callable[..., None]) -> Callable[..., None]:
 
     def run(executor: Any, *args: Any, **kwargs: Any) -> None:
         simulation, name = active(), executor.fn.__name__
-        named = dict(zip(executor.arg_names, args, strict=False))
-        named |= {key: value for key, value in kwargs.items() if key in executor.arg_names}
+        named = _by_name(executor.arg_names, args, kwargs)
         with torch._C.DisableTorchFunction():
             location = _check_arguments(simulation, name, named)
             _note_specialisation(simulation, executor.fn, executor.constexprs, named, kwargs)
@@ -61,14 +55,17 @@ def checked(launch: Callable[..., None]) -> Callable[..., None]:
 
 def warm_up(kernel: Any, *args: Any, **kwargs: Any) -> None:
     """``warmup`` of Triton's interpreter, which compiles nothing: a compilation is counted."""
-    simulation = active()
-    names = kernel.arg_names
-    named = dict(zip(names, args, strict=False))
-    named |= {key: value for key, value in kwargs.items() if key in names}
+    named = _by_name(kernel.arg_names, args, kwargs)
     del kwargs["grid"]
     with torch._C.DisableTorchFunction():
-        executor = interpreter.GridExecutor(kernel.fn, names, None)
-        _note_specialisation(simulation, kernel.fn, executor.constexprs, named, kwargs)
+        constants = interpreter.GridExecutor(kernel.fn, kernel.arg_names, None).constexprs
+        _note_specialisation(active(), kernel.fn, constants, named, kwargs)
+
+
+def _by_name(names: Sequence[str], args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a kernel; options of the launch are none."""
+    own = {name: value for name, value in kwargs.items() if name in names}
+    return dict(zip(names, args, strict=False)) | own
 
 
 def _check_arguments(
