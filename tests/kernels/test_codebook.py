@@ -184,9 +184,10 @@ def test_programs_that_share_the_codewords_agree(splits: int) -> None:
 
 
 def test_the_last_of_32768_codewords_has_an_id(place: Place) -> None:
-    words = torch.zeros(1, book.MOST_CODEWORDS, 1)
+    # Tiles of 16 bits have more of them.
+    words = torch.zeros(1, book.MOST_CODEWORDS, 1, dtype=torch.bfloat16)
     words[0, -1] = 1.0
-    codes = check_nearest(place, torch.tensor([[[[1.0], [0.2]]]]), words)
+    codes = check_nearest(place, torch.tensor([[[[1.0], [0.25]]]]).bfloat16(), words)
     assert codes.flatten().tolist() == [book.MOST_CODEWORDS - 1, 0]
 
 

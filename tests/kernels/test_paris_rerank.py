@@ -58,8 +58,7 @@ def test_triton_reranks_as_the_reference_does(head_dim: int, m: int) -> None:
 
 @needs_triton
 @pytest.mark.parametrize(
-    "head_dim, m, tables",
-    [(32, 4, 17), pytest.param(576, 8, 128, marks=pytest.mark.slow)],
+    "head_dim, m, tables", [(32, 4, 17), pytest.param(576, 8, 128, marks=pytest.mark.slow)]
 )
 def test_a_search_in_triton_finds_the_tokens_of_the_reference(
     head_dim: int, m: int, tables: int

@@ -272,10 +272,3 @@ def test_late_clocks_are_counted_on(place: Place) -> None:
         assign(slots, requests(place[1], [t]), backend=place[0])
     assert set(slots.token.flatten().tolist()) == {0, 2, 3, 4}
     assert slots.stamp.max().item() == 2**31 - 4
-
-
-def test_more_requests_than_slots_are_refused_and_change_nothing() -> None:
-    slots = empty_map("cpu", 9, 6, (1, 2))
-    with pytest.raises(ValueError, match="12 requests for 6 slots"):
-        assign(slots, torch.full((1, 2, 12), -1, dtype=torch.int32))
-    assert slots.clock.item() == 0
