@@ -20,13 +20,22 @@ from typing import Any
 
 import kernel_clock
 import torch
-from kernel_clock import TimedTogether, size_of, time_calls, torch_threads, wait_until_calm
+from kernel_clock import (
+    TimedTogether,
+    calls_row,
+    size_of,
+    spread,
+    thread_count,
+    time_calls,
+    torch_threads,
+    wait_until_calm,
+)
+from kernel_work import count
 from torch.nn import functional
 
-from hf_kvret.lab.bench.kernel_work import count
 from hf_kvret.lab.bench.limits import available_host_memory, byte_count
-from hf_kvret.lab.bench.tables import Column, ms, series, spread, table_of, thread_count
-from hf_kvret.lab.bench.timing import calls_row, describe, measure_bandwidth
+from hf_kvret.lab.bench.tables import ms, series
+from hf_kvret.lab.bench.timing import describe, measure_bandwidth
 from hf_kvret.lab.evaluate.measurement import Progress, Row
 from hf_kvret.lab.program import common_options as common
 from hf_kvret.lab.program.arguments import DTYPES, known_names, length, lengths, processors
@@ -34,6 +43,7 @@ from hf_kvret.lab.program.options import option
 from hf_kvret.lab.program.scripts import run_script
 from hf_kvret.lab.report.plots import plot_lines
 from hf_kvret.lab.report.results import Cell, Results
+from hf_kvret.lab.report.tables import Columns, table_of
 from hf_kvret.stores.memory import HostMemory
 from hf_kvret_kernels import host_library
 from hf_kvret_kernels.catalog import ATTENTION_ERRORS, PAGE_LEN, Draw, KernelShape, distance
@@ -354,30 +364,30 @@ class HostAttention(TimedTogether):
         def ratio(row: Row, name: str) -> str:
             return f"{row['torch'][name] / row['cpp'][name]:.2f}"
 
-        columns: tuple[Column, ...] = (
-            ("dtype", lambda cell, row: cell["dtype"]),
-            ("batch", held),
-            ("k", lambda cell, row: f"{cell['k']:,}"),
-            ("cpp ms", lambda cell, row: ms(row["cpp"]["seconds"])),
-            ("quartiles", lambda cell, row: spread(row["cpp"])),
-            ("torch ms", lambda cell, row: ms(row["torch"]["seconds"])),
-            ("quartiles", lambda cell, row: spread(row["torch"])),
-            ("torch is", lambda cell, row: row["torch_is"]),
-            ("torch / cpp", lambda cell, row: ratio(row, "seconds")),
-            ("of the least", lambda cell, row: ratio(row, "seconds_least")),
-            ("naive ms", lambda cell, row: ms(row["naive"]["seconds"])),
-            ("cpp GB/s", lambda cell, row: _gb(row["cpp"]["bytes_per_second"])),
-            ("of sequential", lambda cell, row: f"{row['cpp']['of_sequential']:.0%}"),
-            ("sequential GB/s", lambda cell, row: _gb(row["cpp"]["sequential_bandwidth"])),
-            ("random rows GB/s", lambda cell, row: _gb(row["cpp"]["random_row_bandwidth"])),
-            ("path", lambda cell, row: results.setup["path"]),
-        )
+        columns: Columns = {
+            "dtype": lambda cell, row: cell["dtype"],
+            "batch": held,
+            "k": lambda cell, row: f"{cell['k']:,}",
+            "cpp ms": lambda cell, row: ms(row["cpp"]["seconds"]),
+            "quartiles": lambda cell, row: spread(row["cpp"]),
+            "torch ms": lambda cell, row: ms(row["torch"]["seconds"]),
+            "quartiles ": lambda cell, row: spread(row["torch"]),
+            "torch is": lambda cell, row: row["torch_is"],
+            "torch / cpp": lambda cell, row: ratio(row, "seconds"),
+            "of the least": lambda cell, row: ratio(row, "seconds_least"),
+            "naive ms": lambda cell, row: ms(row["naive"]["seconds"]),
+            "cpp GB/s": lambda cell, row: _gb(row["cpp"]["bytes_per_second"]),
+            "of sequential": lambda cell, row: f"{row['cpp']['of_sequential']:.0%}",
+            "sequential GB/s": lambda cell, row: _gb(row["cpp"]["sequential_bandwidth"]),
+            "random rows GB/s": lambda cell, row: _gb(row["cpp"]["random_row_bandwidth"]),
+            "path": lambda cell, row: results.setup["path"],
+        }
         setup = results.setup
         said = (
             f"{setup['tokens']:,} tokens, {setup['heads']} KV heads of {setup['dim']} with "
             f"{setup['group']} query heads each, {thread_count(setup['threads'])}."
         )
-        return f"{said}\n\n{table_of(columns, _by_size(results), 3)}"
+        return f"{said}\n\n{table_of(_by_size(results), columns, 3)}"
 
     @classmethod
     def plot(cls, path: Path, results: Results) -> None:

@@ -23,18 +23,19 @@ import torch
 from kernel_clock import (
     CacheFlush,
     TimedTogether,
-    check_host_memory,
+    calls_row,
     check_ways,
     measure_products,
     size_of,
+    spread,
+    thread_count,
     time_calls,
     time_once,
     torch_threads,
 )
+from kernel_work import NEEDS, count, method_shape
 
-from hf_kvret.lab.bench.kernel_work import NEEDS, Rates, method_shape
-from hf_kvret.lab.bench.tables import Column, spread, table_of, thread_count
-from hf_kvret.lab.bench.timing import calls_row, describe, measure_bandwidth
+from hf_kvret.lab.bench.timing import describe, measure_bandwidth
 from hf_kvret.lab.evaluate.measurement import Progress, Row
 from hf_kvret.lab.program import common_options as common
 from hf_kvret.lab.program.arguments import DTYPES, check_device, known_names, names
@@ -42,6 +43,7 @@ from hf_kvret.lab.program.options import option
 from hf_kvret.lab.program.scripts import run_script
 from hf_kvret.lab.report.plots import plot_groups
 from hf_kvret.lab.report.results import Cell, Results
+from hf_kvret.lab.report.tables import Columns, table_of
 from hf_kvret_kernels.catalog import OPERATIONS, Draw, KernelOp
 
 OPS: dict[str, KernelOp] = {op.name: op for op in OPERATIONS if op.name in NEEDS}
@@ -134,9 +136,10 @@ class Kernels(TimedTogether):
             yield from groups
 
     @cached_property
-    def _rates(self) -> Rates:
+    def _rates(self) -> tuple[float, dict[str, float]]:
+        """Bytes a second, and multiply-adds a second of matrix products by dtype."""
         device = torch.device(self.device)
-        return Rates(measure_bandwidth(device).device, measure_products(device, DTYPES[self.dtype]))
+        return measure_bandwidth(device).device, measure_products(device, DTYPES[self.dtype])
 
     @cached_property
     def _flush(self) -> CacheFlush:
@@ -144,40 +147,47 @@ class Kernels(TimedTogether):
 
     @torch.inference_mode()
     def rows(self, group: Sequence[Cell], progress: Progress) -> list[Row]:
-        """The ways of one operation and size; MemoryError where the host's would not suffice."""
-        name, device, rates = group[0]["op"], torch.device(self.device), self._rates
+        """The ways of one operation and size."""
+        name, device = group[0]["op"], torch.device(self.device)
         op, needs = OPS[name], NEEDS[name]
         sizes = {name: getattr(self, name) for name in _SIZES}
         sizes |= {name: group[0][name] for name in ("length", "batch")}
         shape = method_shape(dtype=DTYPES[self.dtype], **sizes)
-        if device.type == "cpu":
-            check_host_memory(needs.held_bytes(shape))
         call, ways = op.prepare(shape, Draw(device, self.seed)), [cell["cache"] for cell in group]
         label = f"{op.name} at {shape.length} tokens, batch {shape.batch}"
         errors = check_ways(call.run, ways, "naive", call.error, lambda way: call.tolerance, label)
         calls = {way: partial(call.run, way) for way in ways}
         # Not the first calls, which may have compiled something.
-        once = {way: time_once(calls[way], device)[1] for way in ways}
+        once = {way: time_once(calls[way], device) for way in ways}
         repeats = {
-            way: max(1, int(min(self.repeats, self.limit / max(once[way], 1e-9)))) for way in ways
+            way: max(1, int(min(self.repeats, self.limit / max(seconds, 1e-9))))
+            for way, (_, seconds) in once.items()
         }
         seconds = time_calls(calls, repeats, self._flush, device)
-        work = needs.work(shape)
+        read, products = count(shape, needs.read), count(shape, needs.products)
+        written = sum(one.nbytes for one in once[ways[0]][0])
+        bandwidth, rates = self._rates
+        # Bytes may move while products are computed, so the higher one is the floor.
+        floors = {
+            "bytes": (read + written) / bandwidth,
+            "products": products / max(rates.values()),
+        }
+        bound = max(floors, key=floors.__getitem__)
         return [
             (row := calls_row(seconds[way]))
             | {
-                "read_bytes": work.read_bytes,
-                "written_bytes": work.written_bytes,
-                "multiply_adds": work.multiply_adds,
-                "bytes_per_second": work.moved_bytes / row["seconds"],
-                "of_bandwidth": work.byte_seconds(rates) / row["seconds"],
-                "of_products": work.product_seconds(rates) / row["seconds"],
-                "bound": work.bound(rates),
-                "byte_floor_seconds": work.byte_seconds(rates),
-                "product_floor_seconds": work.product_seconds(rates),
-                "floor_seconds": work.seconds(rates),
-                "bandwidth": rates.bandwidth,
-                "product_rates": dict(rates.products),
+                "read_bytes": read,
+                "written_bytes": written,
+                "multiply_adds": products,
+                "bytes_per_second": (read + written) / row["seconds"],
+                "of_bandwidth": floors["bytes"] / row["seconds"],
+                "of_products": floors["products"] / row["seconds"],
+                "bound": bound,
+                "byte_floor_seconds": floors["bytes"],
+                "product_floor_seconds": floors["products"],
+                "floor_seconds": floors[bound],
+                "bandwidth": bandwidth,
+                "product_rates": dict(rates),
                 "error": errors.get(way),
                 "sizes": needs.describe(shape),
             }
@@ -196,25 +206,25 @@ class Kernels(TimedTogether):
             naive = results.find(cell | {"cache": "naive"}) or {}
             return f"{naive['seconds'] / row['seconds']:.3g}" if "seconds" in naive else "-"
 
-        columns: tuple[Column, ...] = (
-            ("operation", lambda cell, row: cell["op"]),
-            ("tokens", lambda cell, row: f"{cell['length']:,}"),
-            ("batch", lambda cell, row: str(cell["batch"])),
-            ("way", lambda cell, row: cell["cache"]),
-            ("ms", lambda cell, row: _ms(row["seconds"])),
-            ("quartiles", lambda cell, row: spread(row, _ms)),
-            ("naive / it", times),
-            ("MB to move", lambda cell, row: _megabytes(row["read_bytes"] + row["written_bytes"])),
-            ("GB/s", lambda cell, row: _three(row["bytes_per_second"] / 1e9)),
-            ("of bandwidth", lambda cell, row: f"{row['of_bandwidth']:.1%}"),
-            ("G mul-adds", lambda cell, row: _some(row, _three(row["multiply_adds"] / 1e9))),
-            ("of products", lambda cell, row: _some(row, f"{row['of_products']:.1%}")),
-            ("bound by", lambda cell, row: row["bound"]),
-            ("floor ms", lambda cell, row: _ms(row["floor_seconds"])),
-            ("time / floor", lambda cell, row: _three(row["seconds"] / row["floor_seconds"])),
-            ("sizes", lambda cell, row: row["sizes"]),
-        )
-        return f"{_said(results)}\n\n{table_of(columns, sorted(results, key=place), 4)}"
+        columns: Columns = {
+            "operation": lambda cell, row: cell["op"],
+            "tokens": lambda cell, row: f"{cell['length']:,}",
+            "batch": lambda cell, row: str(cell["batch"]),
+            "way": lambda cell, row: cell["cache"],
+            "ms": lambda cell, row: _ms(row["seconds"]),
+            "quartiles": lambda cell, row: spread(row, _ms),
+            "naive / it": times,
+            "MB to move": lambda cell, row: _megabytes(row["read_bytes"] + row["written_bytes"]),
+            "GB/s": lambda cell, row: _three(row["bytes_per_second"] / 1e9),
+            "of bandwidth": lambda cell, row: f"{row['of_bandwidth']:.1%}",
+            "G mul-adds": lambda cell, row: _some(row, _three(row["multiply_adds"] / 1e9)),
+            "of products": lambda cell, row: _some(row, f"{row['of_products']:.1%}"),
+            "bound by": lambda cell, row: row["bound"],
+            "floor ms": lambda cell, row: _ms(row["floor_seconds"]),
+            "time / floor": lambda cell, row: _three(row["seconds"] / row["floor_seconds"]),
+            "sizes": lambda cell, row: row["sizes"],
+        }
+        return f"{_said(results)}\n\n{table_of(sorted(results, key=place), columns, 4)}"
 
     @classmethod
     def plot(cls, path: Path, results: Results) -> None:

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from hf_kvret.lab.bench.limits import available_host_memory
-from hf_kvret.lab.bench.timing import StepClock, synchronize
-from hf_kvret.lab.evaluate.measurement import CheckFailed, Measurement
+from hf_kvret.lab.bench.tables import ms
+from hf_kvret.lab.bench.timing import StepClock, quartiles, synchronize
+from hf_kvret.lab.evaluate.measurement import CheckFailed, Measurement, Row
 from hf_kvret.lab.report.results import Cell, Results
 
 CALM_SECONDS = 0.015
@@ -146,13 +146,6 @@ def torch_threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def check_host_memory(needed: int) -> None:
-    """MemoryError where less is free: a host that runs out has its processes killed."""
-    free = available_host_memory()
-    if needed > free:
-        raise MemoryError(f"predicted: {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB free")
-
-
 def check_ways(
     run: Callable[[str], Any],
     ways: Iterable[str],
@@ -176,3 +169,25 @@ def check_ways(
                     f"{tolerance(way):.1e}. Nothing was reported of them"
                 )
     return errors
+
+
+def calls_row(seconds: Sequence[float]) -> Row:
+    """``seconds``, the median, with quartiles and the least, of ``timed`` calls."""
+    low, middle, high = quartiles(seconds)
+    return {
+        "seconds": middle,
+        "seconds_quartiles": [low, high],
+        "seconds_least": min(seconds),
+        "timed": len(seconds),
+    }
+
+
+def spread(row: Row, text: Callable[[float], str] = ms) -> str:
+    """The quartiles of ``calls_row``."""
+    low, high = row["seconds_quartiles"]
+    return f"{text(low)} to {text(high)}" if row["timed"] > 1 else "once"
+
+
+def thread_count(count: int) -> str:
+    """A number of threads in words."""
+    return "1 thread" if count == 1 else f"{count} threads"

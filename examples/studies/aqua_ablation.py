@@ -47,12 +47,12 @@ from hf_kvret.contracts.block import TokenBlock
 from hf_kvret.contracts.store import FirstRows
 from hf_kvret.lab.calibrate.aqua import AquaCalibration, AquaStudy
 from hf_kvret.lab.calibrate.runner import calibrate
-from hf_kvret.lab.calibrate.sources import cut, needle_documents, text_file
+from hf_kvret.lab.calibrate.sources import cut, needle_documents
 from hf_kvret.lab.calibrate.study import Carried, Corpus, LayerFindings, Progress
 from hf_kvret.lab.evaluate.caches import CacheChoice, choose_cache
 from hf_kvret.lab.evaluate.reader import Reader
 from hf_kvret.lab.evaluate.subject import Subject
-from hf_kvret.lab.evaluate.texts import describe_file
+from hf_kvret.lab.evaluate.texts import describe_file, read_text, token_ids
 from hf_kvret.lab.program.arguments import file_path, length, number
 from hf_kvret.lab.program.common_options import (
     budget_option,
@@ -342,7 +342,7 @@ class AquaAblation(Ablation):
             sequences = list(needle_documents(tokens, most, self.seed))
             description["documents"] = "needle language"
         else:
-            ids = text_file(path, subject.need_tokenizer(self.name))
+            ids = token_ids(subject.need_tokenizer(self.name), read_text(path))
             sequences = cut(ids, most, tokens, "--calibration-tokens")
             description["text"] = describe_file("--text", path)
         if len(sequences) < 2:
@@ -374,7 +374,7 @@ class AquaAblation(Ablation):
         """The tokens of ``text`` without those that are learned from, BOS in front."""
         assert self.text is not None
         tokenizer = subject.need_tokenizer(self.name)
-        ids = text_file(self.text, tokenizer)
+        ids = token_ids(tokenizer, read_text(self.text))
         if self.calibration_text is not None:
             return ids
         bos = 0 if tokenizer.bos_token_id is None else 1

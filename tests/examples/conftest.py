@@ -33,3 +33,20 @@ def smallest(
         }, capsys.readouterr().out
 
     return run
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """``refused(MEASUREMENT, *arguments)``: the line that says why, with exit status 2."""
+
+    def refuse(study: Any, *arguments: str) -> str:
+        try:
+            status = run_script(study, list(arguments))
+        except SystemExit as error:
+            status = error.code
+        assert status == 2
+        line = capsys.readouterr().err.splitlines()[-1]
+        assert ".py: error: " in line
+        return line
+
+    return refuse

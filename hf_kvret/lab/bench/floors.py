@@ -105,13 +105,13 @@ def decode_floor(
 
 
 def round_floor(
-    draft: Floor, drafts: int, tokens: int, weights: WeightBytes, usage: Usage, on_host: bool
+    draft: Floor, drafts: int, weights: WeightBytes, usage: Usage, on_host: bool
 ) -> Floor:
-    """The bytes for each of the ``tokens`` of a round: its ``drafts``, and a pass over all rows."""
+    """The bytes for each token of a round: its ``drafts``, and a pass over all rows."""
     rows = float(usage.full_bytes)
     device = drafts * draft.device_bytes + weights.read + (0.0 if on_host else rows)
     host = drafts * draft.host_bytes + (rows if on_host else 0.0)
-    return Floor(device / tokens, host / tokens)
+    return Floor(device / (drafts + 1), host / (drafts + 1))
 
 
 def layer_floor(layer: RetrievalLayer) -> Floor:

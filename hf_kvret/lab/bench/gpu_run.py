@@ -21,22 +21,14 @@ from typing import Any
 import torch
 
 from hf_kvret.lab.bench.gpu_stages import STAGES, Bench, Stage, cells_of
-from hf_kvret.lab.bench.tables import (
-    SIZE,
-    TIMES,
-    Column,
-    ms,
-    of,
-    step_counts,
-    table_of,
-    why_missing,
-)
+from hf_kvret.lab.bench.tables import SIZE, TIMES, ms, of, step_counts
 from hf_kvret.lab.evaluate.measurement import attempt
 from hf_kvret.lab.program.arguments import check_device, file_path, number
-from hf_kvret.lab.program.options import add_options, option, read_options
-from hf_kvret.lab.program.program import example_lines
+from hf_kvret.lab.program.options import option
+from hf_kvret.lab.program.program import add_command
 from hf_kvret.lab.report.outputs import check_folder, replace_page
-from hf_kvret.lab.report.results import Cell
+from hf_kvret.lab.report.results import Cell, why_missing
+from hf_kvret.lab.report.tables import Columns, table_of
 from hf_kvret.lab.selftest.command import describe
 from hf_kvret.saved.folder import replace_file
 
@@ -63,15 +55,18 @@ class BenchAll:
 def add_all_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``all`` to the measurements of ``bench``."""
     names = ", ".join(stage.name for stage in STAGES)
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "all",
+        BenchAll,
+        run_all,
         help="measure what matters on a GPU in some minutes",
         description="Measure on a GPU, in the shape of Llama-3.1-8B, the most important first: "
         f"{names}. A finished cell is kept whatever happens, and the same call goes on.",
-        epilog=example_lines(["hf-kvret bench all --out gpu", "hf-kvret bench all --dry"]),
+        examples=("hf-kvret bench all --out gpu", "hf-kvret bench all --dry"),
     )
-    add_options(parser, BenchAll)
-    parser.set_defaults(run=lambda parsed: run_all(read_options(BenchAll, parsed)), json=True)
+    # Its rows are always kept.
+    parser.set_defaults(json=True)
 
 
 def run_all(options: BenchAll) -> int:
@@ -191,14 +186,14 @@ def _share_over_bus(cell: Cell, row: dict[str, Any]) -> str:
     return f"{row['bus_rows'] / rows:.0%}" if rows else "-"
 
 
-_TIMED: tuple[Column, ...] = (
-    *SIZE,
-    ("check", of(str, "check")),
-    ("ms", of(ms, "seconds")),
-    *((name, text) for name, text in TIMES.items() if not name.endswith("moved")),
-    ("steps", step_counts),
-)
-_STORED: tuple[Column, ...] = (*_TIMED, ("rows over the bus", _share_over_bus))
+_TIMED: Columns = {
+    **SIZE,
+    "check": of(str, "check"),
+    "ms": of(ms, "seconds"),
+    **{name: text for name, text in TIMES.items() if not name.endswith("moved")},
+    "steps": step_counts,
+}
+_STORED: Columns = {**_TIMED, "rows over the bus": _share_over_bus}
 
 
 def write_page(page: Path, files: Sequence[Path]) -> Path:
@@ -239,7 +234,8 @@ def _section(stage: Stage, card: str, rows: Sequence[dict[str, Any]]) -> list[st
     missing = [label(cell) for cell in cells if label(cell) not in finished]
     if not finished:
         return [f"**{card}**: not measured."]
-    table = table_of(_STORED if stage.name == "stores" else _TIMED, finished.values())
+    columns = _STORED if stage.name == "stores" else _TIMED
+    table = table_of(finished.values(), columns, len(SIZE))
     return [f"**{card}**", table, *([f"Not measured: {'; '.join(missing)}."] if missing else [])]
 
 

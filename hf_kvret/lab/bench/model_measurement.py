@@ -26,7 +26,7 @@ from hf_kvret.lab.bench.filling import (
 )
 from hf_kvret.lab.bench.floors import Floor
 from hf_kvret.lab.bench.limits import check_weights, shortage
-from hf_kvret.lab.bench.opponents import bench_caches, check_choices, choose_bench_caches
+from hf_kvret.lab.bench.opponents import bench_caches, check_choices, choose_bench_cache
 from hf_kvret.lab.bench.shapes import (
     PARTS,
     SHAPES,
@@ -36,21 +36,13 @@ from hf_kvret.lab.bench.shapes import (
     random_model,
     weight_bytes,
 )
-from hf_kvret.lab.bench.tables import why_missing
 from hf_kvret.lab.bench.timing import Bandwidth, describe, measure_bandwidth, quartiles
-from hf_kvret.lab.evaluate.caches import CacheChoice
-from hf_kvret.lab.evaluate.measurement import Measurement, Progress, Row, attempt
+from hf_kvret.lab.evaluate.measurement import CacheMeasurement, Progress, Row, attempt
 from hf_kvret.lab.evaluate.reader import Usage
 from hf_kvret.lab.program import common_options as common
-from hf_kvret.lab.program.arguments import (
-    DTYPES,
-    check_device,
-    lengths,
-    names,
-    whole_number,
-)
+from hf_kvret.lab.program.arguments import DTYPES, lengths, whole_number
 from hf_kvret.lab.program.options import option
-from hf_kvret.lab.report.results import Cell, Results
+from hf_kvret.lab.report.results import Cell, Results, why_missing
 from hf_kvret.models.compatibility import is_latent
 
 _LEAST_CONTEXT = 64
@@ -62,7 +54,7 @@ _MACHINE = ("processor", "threads", "accelerator", "versions")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelMeasurement(Measurement):
+class ModelMeasurement(CacheMeasurement):
     """Caches on a model of true shape with random weights.
 
     Every cache in turn, several times, each checked before it is measured. Models are built when
@@ -88,8 +80,6 @@ class ModelMeasurement(Measurement):
         "comma-separated, options after colons as paris:top_k=100:store=host; known: "
         f"{', '.join(bench_caches())}",
     )
-    top_k: int | float = common.budget_option()
-    store: str = common.store_option()
     fill: str = option(
         "auto",
         "prefill: read the context through the model; random: write random rows of the model's "
@@ -106,20 +96,13 @@ class ModelMeasurement(Measurement):
     limit: float = common.limit_option(
         60.0, "take fewer decode steps in a turn where --steps of them would take longer"
     )
-    dtype: str = common.dtype_option()
-    device: str = common.device_option()
-    seed: int = common.seed_option()
+
+    choose = staticmethod(choose_bench_cache)
 
     @cached_property
     def whole(self) -> Shape:
         """The shape of the whole model."""
         return load_shape(self.shape).part(self.part)
-
-    @cached_property
-    def choices(self) -> dict[str, CacheChoice]:
-        """The caches by name; ValueError for one that can't be."""
-        retrieval = {"top_k": self.top_k, "store": self.store}
-        return choose_bench_caches(names(self.caches), retrieval, self.device)
 
     @property
     def place(self) -> torch.device:
@@ -169,7 +152,7 @@ class ModelMeasurement(Measurement):
         return Checker(first.model, first.rows, self.seed)
 
     def check(self) -> None:
-        check_device(self.device)
+        super().check()
         if min(self.context) < _LEAST_CONTEXT:
             raise ValueError(f"--context {min(self.context)}: at least {_LEAST_CONTEXT} tokens")
         self.whole.with_layers(self.built)

@@ -118,47 +118,36 @@ class CppDenseCache(PreallocatedCache):
 
 
 def bench_caches() -> list[str]:
-    """Every name that ``choose_bench_caches`` takes, options left out."""
+    """Every name that ``choose_bench_cache`` takes, options left out."""
     return [*known_caches(), *DENSE]
 
 
-def choose_bench_caches(
-    texts: list[str], defaults: dict[str, Any], device: str
-) -> dict[str, CacheChoice]:
-    """The caches that ``texts`` name: those of ``hf-kvret eval``, and ``DENSE``.
+def choose_bench_cache(
+    text: str, defaults: dict[str, Any] | None = None, device: str = "cpu"
+) -> CacheChoice:
+    """The cache that ``text`` names: one of ``hf-kvret eval``, or of ``DENSE``.
 
     Raises:
-        ValueError: none, an unknown or doubled name, a bad option, a cache that can't work here.
+        ValueError: an unknown name, a bad option, a cache that can't work here.
         ModuleNotFoundError: the package behind an opponent is missing.
     """
-    caches = ", ".join(bench_caches())
-    if not texts:
-        raise ValueError(f"no cache named: choose among {caches}")
-    if len(set(texts)) < len(texts):
-        raise ValueError(f"the same cache twice in {', '.join(texts)}: name each once")
-    choices = {}
-    for text in texts:
-        name = text.partition(":")[0].strip()
-        if name not in bench_caches():
-            raise ValueError(f"unknown cache {name!r}: choose among {caches}")
-        if name in DENSE and name != text:
-            raise ValueError(f"{text!r}: {name} takes no options")
-        if name == "dense-graph" and torch.device(device).type != "cuda":
-            raise ValueError(
-                f"dense-graph: CUDA graphs need a CUDA device, and the model is on {device!r}: use "
-                "dense here"
-            )
-        if name == "dense-cpp" and torch.device(device).type != "cpu":
-            raise ValueError(
-                f"dense-cpp reads with the CPU kernels, and the model is on {device!r}: use dense "
-                "here"
-            )
-        if name in DENSE:
-            cls = CppDenseCache if name == "dense-cpp" else PreallocatedCache
-            choices[text] = CacheChoice(text, cls)
-        else:
-            choices[text] = choose_cache(text, defaults, device)
-    return choices
+    name, place = text.partition(":")[0].strip(), torch.device(device).type
+    if name not in bench_caches():
+        raise ValueError(f"unknown cache {name!r}: choose among {', '.join(bench_caches())}")
+    if name not in DENSE:
+        return choose_cache(text, defaults, device)
+    if name != text:
+        raise ValueError(f"{text!r}: {name} takes no options")
+    if name == "dense-graph" and place != "cuda":
+        raise ValueError(
+            f"dense-graph: CUDA graphs need a CUDA device, and the model is on {device!r}: use "
+            "dense here"
+        )
+    if name == "dense-cpp" and place != "cpu":
+        raise ValueError(
+            f"dense-cpp reads with the CPU kernels, and the model is on {device!r}: use dense here"
+        )
+    return CacheChoice(text, CppDenseCache if name == "dense-cpp" else PreallocatedCache)
 
 
 def check_choices(

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from transformers import PreTrainedModel
@@ -29,8 +29,7 @@ from hf_kvret.lab.bench.tables import plot_contexts, timing_table
 from hf_kvret.lab.bench.timing import StepClock
 from hf_kvret.lab.evaluate.caches import CacheChoice
 from hf_kvret.lab.evaluate.measurement import CheckFailed, Row
-from hf_kvret.lab.program.arguments import whole_number
-from hf_kvret.lab.program.options import option, with_default
+from hf_kvret.lab.program.options import with_default
 from hf_kvret.lab.report.results import Cell, Results
 
 
@@ -42,14 +41,9 @@ class Decode(ModelMeasurement):
     turns, --rounds times. A row is the median over all timed steps, with quartiles. Steps of
     retrieval caches are replayed from a CUDA graph where they can be; graph=false, as in
     paris:graph=false, measures them as they are without it. A cache with exact answers, as
-    paris:lossless=true:max_draft=15, takes rounds of so many drafts, and its times are of a token.
+    paris:lossless=true:max_draft=15, takes rounds of so many drafts that are all right, and its
+    times are of a token.
     """
-
-    accepted: int | None = option(
-        None,
-        "drafts of a round that count as right, with lossless=true (default: all)",
-        kind=whole_number(0),
-    )
 
     name: ClassVar[str] = "decode"
     summary: ClassVar[str] = "time of a decode step"
@@ -57,10 +51,6 @@ class Decode(ModelMeasurement):
         "hf-kvret bench decode --shape llama-3.1-8b --context 32K,128K --batch 1,8 --dtype "
         "bfloat16 --caches full,dense,dense-graph,flat,paris --json decode.json",
     )
-
-    def setup(self) -> dict[str, Any]:
-        given = {} if self.accepted is None else {"accepted": self.accepted}
-        return super().setup() | given
 
     @torch.inference_mode()
     def once(self, turn: Turn) -> TimedSample:
@@ -89,7 +79,7 @@ class Decode(ModelMeasurement):
         )
         if isinstance(steps, LosslessRounds):
             sizes = turn.subject.weights, usage, turn.choice.on_host
-            floor = round_floor(floor, steps.drafts, steps.tokens, *sizes)
+            floor = round_floor(floor, steps.drafts, *sizes)
         more = {
             "selected_rows": chosen.rows,
             "bus_rows": chosen.bus_rows,
@@ -103,7 +93,7 @@ class Decode(ModelMeasurement):
         """The steps to time: rounds where answers are exact."""
         model = turn.subject.model
         if isinstance(cache, RetrievalCache) and cache.options.lossless:
-            return LosslessRounds(model, cache, turn.context, self.accepted)
+            return LosslessRounds(model, cache, turn.context)
         return make_steps(turn.choice, model, cache, turn.context)
 
     def row(self, cell: Cell, samples: Mapping[int, Sequence[TimedSample]]) -> Row:

@@ -104,23 +104,16 @@ class ReplayedSteps(Steps):
 class LosslessRounds(Steps):
     """Rounds of a cache with exact answers: drafts, the pass that verifies them, what is dropped.
 
-    Each step of a run is a round, and its seconds are those of a token.
-
-    Args:
-        accepted: how many of a round's ``max_draft`` drafts count as right; None for all.
+    Each step of a run is a round, and its seconds are those of a token. All its drafts are right.
 
     Attributes:
-        drafts: of a round.
-        tokens: that a round gives.
+        drafts: of a round, which gives one token more.
     """
 
-    def __init__(
-        self, model: PreTrainedModel, cache: RetrievalCache, length: int, accepted: int | None
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, cache: RetrievalCache, length: int) -> None:
         super().__init__(model, cache, length)
         self.cache: RetrievalCache = cache
         self.drafts = cache.options.max_draft
-        self.tokens = 1 + (self.drafts if accepted is None else min(accepted, self.drafts))
 
     def run(self, token: torch.Tensor, count: int) -> tuple[torch.Tensor, list[float], list[str]]:
         """Take ``count`` rounds; see ``Steps.run``."""
@@ -136,17 +129,17 @@ class LosslessRounds(Steps):
             pace=GivenPace(self.drafts, None),
             step=DecodeGraph(self.model, self.cache) if graph else None,
         )
-        clock = StepClock(token.device)
+        clock, tokens = StepClock(token.device), 1 + self.drafts
         with steps:
             clock.mark()
             for _ in range(count):
-                for index in range(self.tokens):
+                for index in range(tokens):
                     token = torch.full_like(token, _DRAFT if index else _OTHER)
                     self._logits(steps, token)
                     self.length += 1
                 steps.close()
                 clock.mark()
-        return token, [one / self.tokens for one in clock.seconds()], ["round"] * count
+        return token, [one / tokens for one in clock.seconds()], ["round"] * count
 
 
 @contextmanager

@@ -2,39 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from hf_kvret.lab.evaluate.measurement import Row
 from hf_kvret.lab.report.plots import plot_lines
 from hf_kvret.lab.report.results import Cell, Results
-from hf_kvret.lab.report.tables import markdown_table
+from hf_kvret.lab.report.tables import Columns, table_of
 
 Text = Callable[[Cell, Row], str]
 """Gives the text of a column, from a cell and its row."""
-
-Column = tuple[str, Text]
-"""A header, and the text below it."""
-
-# One of these entries of a row says why it has no numbers.
-_REASONS = ("out_of_memory", "failed", "skipped")
 
 
 def ms(seconds: float) -> str:
     """Milliseconds: three digits of them, and all of more than a second."""
     return f"{1e3 * seconds:.3g}" if seconds < 1 else f"{1e3 * seconds:,.0f}"
-
-
-def spread(row: Row, text: Callable[[float], str] = ms) -> str:
-    """The quartiles of ``calls_row``."""
-    low, high = row["seconds_quartiles"]
-    return f"{text(low)} to {text(high)}" if row["timed"] > 1 else "once"
-
-
-def thread_count(count: int) -> str:
-    """A number of threads in words."""
-    return "1 thread" if count == 1 else f"{count} threads"
 
 
 def mb(count: float) -> str:
@@ -56,12 +39,12 @@ def of(style: Callable[[Any], str], *keys: str) -> Text:
 
 per_second, tenths = "{:,.1f}".format, "{:.1f}".format
 
-SIZE: tuple[Column, ...] = (
-    ("cache", lambda cell, row: cell["cache"]),
-    ("context", lambda cell, row: f"{cell['context']:,}"),
-    ("batch", lambda cell, row: str(cell["batch"])),
-)
-TIMES: dict[str, Text] = {
+SIZE: Columns = {
+    "cache": lambda cell, row: cell["cache"],
+    "context": lambda cell, row: f"{cell['context']:,}",
+    "batch": lambda cell, row: str(cell["batch"]),
+}
+TIMES: Columns = {
     "quartiles": of(lambda ends: " to ".join(map(ms, ends)), "seconds_quartiles"),
     "tokens/s": of(per_second, "tokens_per_second"),
     "device MB moved": of(mb, "floor_device_bytes"),
@@ -74,57 +57,34 @@ TIMES: dict[str, Text] = {
 """Columns of every time measurement behind that of the time, by header."""
 
 
-def why_missing(row: Mapping[str, Any]) -> str | None:
-    """Why this row has no numbers, None where it has: memory ran out, or the check failed."""
-    if "check_failed" in row:
-        return f"check failed: {row['check_failed']}"
-    return next((str(row[name]) for name in _REASONS if name in row), None)
-
-
-def table_of(
-    columns: Sequence[Column], rows: Iterable[tuple[Cell, Row]], lead: int = len(SIZE)
-) -> str:
-    """A markdown table with a line for each row.
-
-    A row without numbers has its reason behind the first ``lead`` columns, which need cells alone.
-    """
-    lines = []
-    for cell, row in rows:
-        why = why_missing(row)
-        line = [text(cell, row) for _, text in (columns if why is None else columns[:lead])]
-        if why is not None:
-            line += [why, *[""] * (len(columns) - lead - 1)]
-        lines.append(line)
-    return markdown_table([header for header, _ in columns], lines)
-
-
 def timing_table(results: Results, unit: str) -> str:
     """The table of a time measurement; ``unit`` says what the milliseconds are of."""
-    columns: list[Column] = [
-        *SIZE,
-        ("filled by", of(str, "fill")),
-        ("check", of(str, "check")),
-        (unit, of(ms, "seconds")),
-    ]
-    has_steps = any("steps" in row for _, row in results)
     # Beside the median of decode steps stands the mean, which flushes and captures change.
-    columns += [(f"mean {unit}", of(ms, "seconds_mean"))] * has_steps
-    columns += TIMES.items()
-    columns += [("steps", step_counts)] * has_steps
+    has_steps = any("steps" in row for _, row in results)
+    mean, steps = {f"mean {unit}": of(ms, "seconds_mean")}, {"steps": step_counts}
+    columns = {
+        **SIZE,
+        "filled by": of(str, "fill"),
+        "check": of(str, "check"),
+        unit: of(ms, "seconds"),
+        **(mean if has_steps else {}),
+        **TIMES,
+        **(steps if has_steps else {}),
+    }
     if any(row.get("chunk") for _, row in results):
-        columns.append(("tokens a pass", of("{:,}".format, "chunk")))
+        columns["tokens a pass"] = of("{:,}".format, "chunk")
     if any(row.get("attention_seconds") for _, row in results):
-        columns.append(("ms attention of a layer", of(ms, "attention_seconds")))
+        columns["ms attention of a layer"] = of(ms, "attention_seconds")
     if any("scaled" in row for _, row in results):
-        columns += [
-            (f"scaled {unit}", of(_with_rounds, "scaled")),
-            ("scaled tokens/s", of(per_second, "scaled", "tokens_per_second")),
-            ("scaled ms a layer", of(ms, "scaled", "seconds_per_layer")),
-            ("scaled floor ms", of(ms, "scaled", "floor_seconds")),
-            ("scaled time / floor", of(tenths, "scaled", "time_over_floor")),
-            ("scaled device MB", of(mb, "scaled", "device_bytes")),
-        ]
-    return _described(results, table_of(columns, results, len(SIZE) + 1) + _step_notes(results))
+        columns |= {
+            f"scaled {unit}": of(_with_rounds, "scaled"),
+            "scaled tokens/s": of(per_second, "scaled", "tokens_per_second"),
+            "scaled ms a layer": of(ms, "scaled", "seconds_per_layer"),
+            "scaled floor ms": of(ms, "scaled", "floor_seconds"),
+            "scaled time / floor": of(tenths, "scaled", "time_over_floor"),
+            "scaled device MB": of(mb, "scaled", "device_bytes"),
+        }
+    return _described(results, table_of(results, columns, len(SIZE) + 1) + _step_notes(results))
 
 
 def step_counts(cell: Cell, row: Row) -> str:

@@ -103,17 +103,6 @@ def describe(measurement: Measurement, options: Iterable[str], machine: Iterable
     }
 
 
-def calls_row(seconds: Sequence[float]) -> Row:
-    """``seconds``, the median, with quartiles and the least, of ``timed`` calls."""
-    low, middle, high = quartiles(seconds)
-    return {
-        "seconds": middle,
-        "seconds_quartiles": [low, high],
-        "seconds_least": min(seconds),
-        "timed": len(seconds),
-    }
-
-
 def _quickest(device: torch.device, work: Callable[[], Any]) -> float:
     work()
     clock = StepClock(device)

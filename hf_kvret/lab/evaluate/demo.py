@@ -16,13 +16,13 @@ import torch
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.generate.attach import attach
 from hf_kvret.lab.evaluate.bundled import load_bundled_model
-from hf_kvret.lab.evaluate.caches import CacheChoice, artifact_sha256, choose_caches
-from hf_kvret.lab.evaluate.measurement import Measurement, Progress, Row
+from hf_kvret.lab.evaluate.caches import CacheChoice, artifact_sha256
+from hf_kvret.lab.evaluate.measurement import CacheMeasurement, Progress, Row
 from hf_kvret.lab.evaluate.needles import NeedleLanguage
 from hf_kvret.lab.evaluate.reader import LayerRecall, Reader, UsageSum, mean_recall
-from hf_kvret.lab.program import common_options as common
-from hf_kvret.lab.program.arguments import DTYPES, check_device, length, names
-from hf_kvret.lab.program.options import option
+from hf_kvret.lab.program.arguments import DTYPES, length
+from hf_kvret.lab.program.common_options import count_option
+from hf_kvret.lab.program.options import option, with_default
 from hf_kvret.lab.program.progress import tqdm
 from hf_kvret.lab.report.plots import plot_shares
 from hf_kvret.lab.report.results import Cell, Results
@@ -33,7 +33,7 @@ _CACHES = ("static", "flat", "paris", "lrqk", "ctkvr", "a2ats")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Demo(Measurement):
+class Demo(CacheMeasurement):
     """Ask the bundled model questions about one long document, and compare its caches.
 
     These are full attention and retrieval caches. It needs no network.
@@ -48,12 +48,9 @@ class Demo(Measurement):
     caches: str = option(
         ",".join(_CACHES), "comma-separated, options after colons as lrqk:rank=16:store=resident"
     )
-    questions: int = common.count_option(128, "needles asked for")
-    top_k: int | float = common.budget_option()
-    store: str = common.store_option("host")
-    dtype: str = common.dtype_option()
-    device: str = common.device_option()
-    seed: int = common.seed_option(0)
+    questions: int = count_option(128, "needles asked for")
+    store: str = with_default(CacheMeasurement, "store", "host")
+    seed: int = with_default(CacheMeasurement, "seed", 0)
     recall_questions: int = 16
     """How many questions are asked again with recall measured."""
 
@@ -70,15 +67,9 @@ class Demo(Measurement):
                 "give a longer one, or fewer --questions"
             )
 
-    @cached_property
-    def choices(self) -> dict[str, CacheChoice]:
-        """The caches that are asked; ValueError for an unknown name or option."""
-        retrieval = {"top_k": self.top_k, "store": self.store}
-        return choose_caches(names(self.caches), retrieval, self.device)
-
     def check(self) -> None:
         """Caches and context are refused before the document is read."""
-        check_device(self.device)
+        super().check()
         config = self._model.config
         if self._capacity > config.max_position_embeddings:
             raise ValueError(

@@ -14,14 +14,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 
-from hf_kvret.lab.program.arguments import file_path
+from hf_kvret.lab.evaluate.caches import CacheChoice, choose_cache, choose_caches
+from hf_kvret.lab.program import common_options as common
+from hf_kvret.lab.program.arguments import check_device, file_path, names
 from hf_kvret.lab.program.options import add_options, option, read_options
 from hf_kvret.lab.program.program import example_lines
 from hf_kvret.lab.program.progress import tqdm
@@ -154,6 +156,38 @@ class Measurement(ABC):
     @abstractmethod
     def plot(cls, path: Path, results: Results) -> None:
         """Write the results as a picture; matplotlib is there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheMeasurement(Measurement):
+    """A measurement that compares caches on one model."""
+
+    caches: str | None
+    top_k: int | float = common.budget_option()
+    store: str = common.store_option()
+    dtype: str = common.dtype_option()
+    device: str = common.device_option()
+    seed: int = common.seed_option()
+
+    @property
+    def retrieval(self) -> dict[str, Any]:
+        """The options of retrieval caches that name none of their own."""
+        return {"top_k": self.top_k, "store": self.store}
+
+    @cached_property
+    def choices(self) -> dict[str, CacheChoice]:
+        """The caches that are compared, by name; ValueError for one that can't be."""
+        return choose_caches(self.cache_names(), self.retrieval, self.device, self.choose)
+
+    choose = staticmethod(choose_cache)
+    """Makes the choice of a name."""
+
+    def cache_names(self) -> list[str]:
+        """What ``caches`` names."""
+        return names(self.caches or "")
+
+    def check(self) -> None:
+        check_device(self.device)
 
 
 class Progress:

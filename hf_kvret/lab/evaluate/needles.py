@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -150,18 +150,6 @@ class Document:
     facts: tuple[Fact, ...]
 
 
-class Haystack(Protocol):
-    """A text or noise that needles are hidden in."""
-
-    def take(self, rng: np.random.Generator, count: int, start: float) -> list[int]:
-        """``count`` tokens; a text begins at the share ``start`` of it and is repeated."""
-        ...
-
-    def index(self, tokens: Sequence[int], depth: float) -> int:
-        """Where a needle of this depth in percent goes: an index from 0 to ``len(tokens)``."""
-        ...
-
-
 class TextHaystack:
     """A text on a line of its own, repeated where too short; needles go between its sentences.
 
@@ -180,16 +168,20 @@ class TextHaystack:
         self._tokens = encode(tokenizer, f"{text.rstrip()}\n")
 
     def take(self, rng: np.random.Generator, count: int, start: float) -> list[int]:
-        """A line break and ``count`` tokens with it; nothing is drawn.
+        """A line break and ``count`` tokens with it, from the share ``start`` of the text on.
 
-        The break comes first, so that a needle at depth 0 is a sentence by itself too.
+        The break comes first, so that a needle at depth 0 is a sentence by itself too. Nothing is
+        drawn.
         """
         first = int(start * len(self._tokens))
         repeats = -(-(first + count) // len(self._tokens))
         return (self._break + (self._tokens * repeats)[first : first + count])[:count]
 
     def index(self, tokens: Sequence[int], depth: float) -> int:
-        """The last end of a sentence up to the depth, else 0; 100 % is the very end."""
+        """Where a needle of this depth in percent goes: the last end of a sentence up to it.
+
+        It is 0 without one; 100 % is the very end.
+        """
         if depth >= 100:
             return len(tokens)
         index = int(len(tokens) * depth / 100)
@@ -240,7 +232,7 @@ class Wording:
     """
 
     heads: tuple[list[int], list[int]]
-    haystack: Haystack
+    haystack: TextHaystack | NoiseHaystack
     facts: Callable[[np.random.Generator, int], list[Fact]]
     text: Callable[[list[int]], str]
     answer_len: int

@@ -10,18 +10,13 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from hf_kvret.lab.evaluate.bundled import default_model
-from hf_kvret.lab.evaluate.caches import (
-    CacheChoice,
-    artifact_sha256,
-    choose_caches,
-    known_caches,
-)
-from hf_kvret.lab.evaluate.measurement import Measurement, Progress, Row
+from hf_kvret.lab.evaluate.caches import CacheChoice, artifact_sha256, known_caches
+from hf_kvret.lab.evaluate.measurement import CacheMeasurement, Progress, Row
 from hf_kvret.lab.evaluate.reader import Reader
 from hf_kvret.lab.evaluate.subject import Subject, load_subject, model_folder
 from hf_kvret.lab.evaluate.texts import describe_file
-from hf_kvret.lab.program import common_options as common
-from hf_kvret.lab.program.arguments import DTYPES, check_device, names
+from hf_kvret.lab.program.arguments import DTYPES
+from hf_kvret.lab.program.common_options import device_map_option
 from hf_kvret.lab.program.options import option
 from hf_kvret.lab.report.results import Cell, Results
 from hf_kvret.registry import registered_methods
@@ -31,7 +26,7 @@ _CACHES = ("full", "flat", "paris", "lrqk", "ctkvr")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task(Measurement):
+class Task(CacheMeasurement):
     """A question about caches, cut into cells that are run one by one.
 
     Subclasses are frozen dataclasses that add their own options.
@@ -50,34 +45,26 @@ class Task(Measurement):
         f"{', '.join(known_caches())}; default: {','.join(_CACHES)}, and those that the model's "
         "folder has an artifact for",
     )
-    top_k: int | float = common.budget_option()
-    store: str = common.store_option()
-    dtype: str = common.dtype_option()
-    device: str = common.device_option()
-    device_map: str | None = common.device_map_option()
-    seed: int = common.seed_option()
+    device_map: str | None = device_map_option()
 
     @cached_property
     def subject(self) -> Subject:
         """The model, loaded when it is first asked for."""
         return load_subject(self.model, DTYPES[self.dtype], self.device, self.device_map)
 
-    @cached_property
-    def choices(self) -> dict[str, CacheChoice]:
-        """The caches that are compared, by name; ValueError for one that can't be."""
-        caches = names(self.caches) if self.caches else default_caches(self.model)
-        return choose_caches(caches, self._retrieval(), self.device)
+    def cache_names(self) -> list[str]:
+        return super().cache_names() if self.caches else default_caches(self.model)
 
     def check(self) -> None:
         """Mistakes in caches and files are named before the model is loaded."""
-        check_device(self.device)
+        super().check()
         self.cells()
         _ = self._details
 
     def setup(self) -> dict[str, Any]:
         """Model, place and budget; and ``details``."""
         place = {"device": self.device_map or self.device, "seed": self.seed}
-        return self.subject.describe() | place | self._retrieval() | self._details
+        return self.subject.describe() | place | self.retrieval | self._details
 
     @cached_property
     def _details(self) -> dict[str, Any]:
@@ -132,9 +119,6 @@ class Task(Measurement):
     @abstractmethod
     def run(self, cell: Cell, choice: CacheChoice) -> Row:
         """The numbers of one cell, as plain JSON values. Long work shows a progress bar."""
-
-    def _retrieval(self) -> dict[str, Any]:
-        return {"top_k": self.top_k, "store": self.store}
 
 
 def default_caches(model: str) -> list[str]:

@@ -20,9 +20,9 @@ def budget_option(usual: int | float = 256) -> Any:
     return option(usual, "of retrieval caches: a count, or a share as 0.04", kind=arguments.budget)
 
 
-def store_option(usual: str = "device") -> Any:
+def store_option() -> Any:
     """``--store`` of retrieval caches that name none."""
-    return option(usual, "of caches that have it", choices=_STORES)
+    return option("device", "of caches that have it", choices=_STORES)
 
 
 def dtype_option(usual: str = "float32") -> Any:

@@ -13,6 +13,8 @@ from hf_kvret.saved.folder import replace_file
 FORMAT = 1
 FAILED = "check_failed"
 """An entry of a row without numbers, which is measured again."""
+# One of these says why another row has none.
+_REASONS = ("out_of_memory", "failed", "skipped")
 
 # The name of a cell, for instance {"cache": "paris", "length": 4096, "task": "vt"}.
 Cell = dict[str, Any]
@@ -138,6 +140,13 @@ def is_results(path: Path) -> bool:
     except ValueError:
         return False
     return isinstance(content, dict) and content.get("format") == FORMAT and "cells" in content
+
+
+def why_missing(row: dict[str, Any]) -> str | None:
+    """Why a row has no numbers, None where it has: memory ran out, or the check failed."""
+    if FAILED in row:
+        return f"check failed: {row[FAILED]}"
+    return next((str(row[name]) for name in _REASONS if name in row), None)
 
 
 def _bytes_of(path: Path) -> bytes | None:

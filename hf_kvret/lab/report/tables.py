@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from hf_kvret.lab.report.results import Cell, Results
+from hf_kvret.lab.report.results import Cell, Results, why_missing
 from hf_kvret.saved.identity import printable
 
 Columns = Mapping[str, Callable[[Cell, dict[str, Any]], str]]
@@ -26,9 +26,20 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([line(header), rule, *map(line, rows)])
 
 
-def table_of(results: Iterable[tuple[Cell, dict[str, Any]]], columns: Columns) -> str:
-    """A line for each cell, with what ``columns`` make of it and its row."""
-    lines = [[show(cell, row) for show in columns.values()] for cell, row in results]
+def table_of(
+    results: Iterable[tuple[Cell, dict[str, Any]]], columns: Columns, lead: int = 1
+) -> str:
+    """A line for each cell, with what ``columns`` make of it and its row.
+
+    A row without numbers has its reason behind the first ``lead`` columns, which need cells alone.
+    """
+    lines, texts = [], list(columns.values())
+    for cell, row in results:
+        why = why_missing(row)
+        line = [text(cell, row) for text in (texts if why is None else texts[:lead])]
+        if why is not None:
+            line += [why, *[""] * (len(texts) - lead - 1)]
+        lines.append(line)
     return markdown_table([name.rstrip() for name in columns], lines)
 
 

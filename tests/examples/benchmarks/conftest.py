@@ -1,37 +1,26 @@
-"""The benches' modules by plain names, as their scripts import them, and the bench command."""
+"""The benches' modules by plain names, as their scripts import them, with little work."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
-from hf_kvret.lab.program.scripts import load_measurement, script_parser
+from hf_kvret.lab.bench import timing
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "examples" / "benchmarks"))
+from ..conftest import ROOT
 
+sys.path.insert(0, str(ROOT / "examples" / "benchmarks"))
 
-@pytest.fixture
-def bench() -> Callable[..., int]:
-    """``bench("kernels", "--ops", "paris")`` runs a script's measurement; returns its status."""
-
-    def run(name: str, *arguments: str) -> int:
-        place = ["--device", "cpu"] if name == "kernels" else []
-        options = script_parser(load_measurement(f"bench {name}")).parse_args([*place, *arguments])
-        return options.run(options)
-
-    return run
+import bench_host_attention
+import kernel_clock
 
 
-@pytest.fixture
-def refused(bench: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """As ``bench`` for arguments that are refused; returns what is said of them."""
-
-    def run(*arguments: str) -> str:
-        with pytest.raises((SystemExit, ValueError, ModuleNotFoundError)) as caught:
-            bench(*arguments)
-        return capsys.readouterr().err if caught.type is SystemExit else str(caught.value)
-
-    return run
+@pytest.fixture(autouse=True)
+def small_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls follow each other at once: quick, and nothing here looks at how true a time is."""
+    monkeypatch.setattr(timing, "_CPU_BYTES", 1 << 20)
+    monkeypatch.setattr(kernel_clock, "_CPU_FLUSH_BYTES", 1 << 16)
+    monkeypatch.setattr(kernel_clock, "_CPU_SIDE", 32)
+    monkeypatch.setattr(kernel_clock, "CALM_SECONDS", 0.0)
+    monkeypatch.setattr(bench_host_attention, "_RANDOM_BYTES", 1 << 21)

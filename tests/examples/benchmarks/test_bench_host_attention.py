@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
 from typing import Any
 
-import bench_host_attention
-import kernel_clock
 import pytest
 import torch
 from bench_host_attention import TOLERANCES, HostAttention, check_ways, make_rows, make_ways
 
 from hf_kvret.lab.evaluate.measurement import CheckFailed
-from hf_kvret.lab.report.results import Results
 from hf_kvret_kernels import host_library as library
 from hf_kvret_kernels.catalog import Draw, KernelShape
 from hf_kvret_kernels.paged import PagedRows
@@ -26,30 +21,13 @@ SHAPE = KernelShape(
 CPU = torch.device("cpu")
 SIZES = {"tokens": 256, "heads": 2, "group": 2, "dim": 16, "repeats": 3, "threads": 1}
 SMALL = [f"--{name}={value}" for name, value in SIZES.items()]
-Run = Callable[..., int]
 WAYS = ("cpp", "sdpa", "sdpa-apart", "sdpa-by-head", "naive")
-
-
-@pytest.fixture(autouse=True)
-def no_calm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls follow each other at once: quick, and few tests look at how true a time is."""
-    monkeypatch.setattr(kernel_clock, "CALM_SECONDS", 0.0)
-    monkeypatch.setattr(bench_host_attention, "_RANDOM_BYTES", 1 << 21)
 
 
 @pytest.fixture
 def compiled() -> None:
     if reason := library.why_not():
         pytest.skip(reason)
-
-
-@pytest.fixture
-def measure(bench: Run) -> Run:
-    return partial(bench, "host-attention", *SMALL)
-
-
-def rows_of(file: Path) -> dict[tuple[Any, ...], dict[str, Any]]:
-    return {tuple(cell.values()): row for cell, row in Results.load(file)}
 
 
 def inputs(shape: KernelShape, sequences: int = 2) -> tuple[torch.Tensor, PagedRows, torch.Tensor]:
@@ -86,25 +64,11 @@ def test_a_way_that_swaps_two_heads_fails_the_check(compiled: None, wrong: str) 
             check_ways(ways, *given)
 
 
-def test_the_table_holds_the_quickest_way_in_torch(
-    compiled: None, tmp_path: Path, measure: Run
-) -> None:
-    file = tmp_path / "h.json"
-    assert measure("--k", "16", "--dtypes", "float32", "--json", str(file)) == 0
-    results = Results.load(file)
-    for (cell, row), seconds in zip(results, (0.002, 0.007, 0.006, 0.005, 0.009), strict=True):
-        results.add(cell, row | {"seconds": seconds, "seconds_least": seconds - 0.001})
-    line = HostAttention.table(results).splitlines()[-1]
-    cells = [cell.strip() for cell in line.split("|")]
-    assert (cells[4], cells[6], cells[8]) == ("2", "5", "sdpa-by-head")
-    assert cells[9:12] == ["2.50", "4.00", "9"]
-
-
 def test_without_the_library_one_line_says_why(
     monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str]
 ) -> None:
     monkeypatch.setenv(library.PATH_VARIABLE, "/nowhere/library.so")
-    said = refused("host-attention", *SMALL, "--k", "16")
+    said = refused(HostAttention, *SMALL, "--k", "16")
     assert "/nowhere/library.so could not be loaded" in said and library.PATH_VARIABLE in said
 
 

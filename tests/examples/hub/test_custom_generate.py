@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,8 @@ from hf_kvret.lab.evaluate.bundled import REFERENCE_MODEL
 from hf_kvret.models.versions import CACHE_NAME
 from hf_kvret.testing.scenario import prompt
 
-ROOT = Path(__file__).parents[3]
+from ...docs.pages import DOCS, ROOT
+
 FOLDER = ROOT / "examples" / "hub" / "generate"
 REPO = "alice/paris"
 OPTIONS = {"top_k": 8, "sink": 2, "recent": 4, "flush": 4, "dense_below": 0}
@@ -126,17 +127,22 @@ def test_without_the_package_the_message_says_how_to_install_it(
         run(llama, **MODES["greedy"])
 
 
-def test_the_section_for_a_card_runs(
-    example: Callable[[str], str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def example(words: str) -> str:
+    """The Python block of docs/hub.md with these words; one is in a block of Markdown."""
+    page = (DOCS / "hub.md").read_text(encoding="utf-8")
+    [block] = [
+        text for text in re.findall(r"^```python\n(.*?)^```", page, re.S | re.M) if words in text
+    ]
+    return block
+
+
+def test_the_section_for_a_card_runs(capsys: pytest.CaptureFixture[str]) -> None:
     code = example("AutoTokenizer").replace("NAME/MODEL", str(REFERENCE_MODEL))
     exec(code.replace("=100", "=4"), {"long_text": "a b c " * 50})
     assert capsys.readouterr().out
 
 
-def test_the_example_of_the_page_runs(
-    llama: PreTrainedModel, hub: Any, example: Callable[[str], str]
-) -> None:
+def test_the_example_of_the_page_runs(llama: PreTrainedModel, hub: Any) -> None:
     hub.add("NAME/paris", files())
     exec(example("custom_generate"), {"model": llama, "inputs": {"input_ids": prompt(1, 60)}})
     assert any("generate.py" in line for line in hub.bodies())

@@ -18,8 +18,6 @@ from hf_kvret.lab.program.scripts import (
     load_measurement,
     script_parser,
 )
-from hf_kvret.lab.report.report import Part, listed_pages, shown_tables
-from hf_kvret.lab.report.results import Results
 
 ROOT = Path(__file__).parents[3]
 RESULTS = ROOT / "docs" / "results"
@@ -45,24 +43,6 @@ def test_every_script_is_there_and_has_a_smallest_run(title: str) -> None:
     assert study.title() == title
     words = study.smallest.split()
     assert words and vars(script_parser(study).parse_args(["--smallest", *words]))["smallest"]
-
-
-def _committed() -> list[Any]:
-    """Results of scripts, and the pages that they stand on."""
-    files = {path.stem: path for path in sorted(RESULTS.glob("*.json"))}
-    return [
-        pytest.param(RESULTS / f"{name}.md", part, id=part.result)
-        for name, page in listed_pages(RESULTS, files).items()
-        for part in page.parts
-        if json.loads(files[part.result].read_text())["name"] in SCRIPTS
-    ]
-
-
-@pytest.mark.parametrize(("page", "part"), _committed())
-def test_the_table_of_committed_results_is_the_one_on_their_page(page: Path, part: Part) -> None:
-    results = Results.load(RESULTS / f"{part.result}.json")
-    table = shown_tables(load_measurement(results.name).table(results), part)
-    assert f"\n\n{table}\n\n![{results.name}](images/{part.result}.png)" in page.read_text()
 
 
 @pytest.mark.parametrize(

@@ -6,15 +6,40 @@ import argparse
 import itertools
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
+from hf_kvret import FlatKVCache
 from hf_kvret.lab.bench import timing
 from hf_kvret.lab.bench.parser import add_bench_parser
 from hf_kvret.lab.bench.shapes import load_shape, random_model
 from hf_kvret.lab.report.results import Results
+from hf_kvret.methods.flat import FlatIndex
+
+Change = Callable[[torch.Tensor], torch.Tensor]
+
+
+def newer_half(ids: torch.Tensor) -> torch.Tensor:
+    """Ids ``[..., k]`` without those of the older half."""
+    return ids.masked_fill(ids < ids.shape[-1] // 2, -1)
+
+
+def nothing(ids: torch.Tensor) -> torch.Tensor:
+    """As many ids of no token."""
+    return torch.full_like(ids, -1)
+
+
+def find_only(keep: Change, patch: pytest.MonkeyPatch) -> None:
+    """From now on ``flat`` finds only what ``keep`` leaves of its ids."""
+
+    class Lossy(FlatIndex):
+        def search(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            return keep(super().search(*args, **kwargs))
+
+    patch.setattr(FlatKVCache, "make_index", classmethod(lambda cls, options, layer: Lossy()))
 
 
 @pytest.fixture(autouse=True)

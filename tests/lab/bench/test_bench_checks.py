@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,17 +20,16 @@ from hf_kvret.lab.bench.filling import (
     random_tokens,
     serving,
 )
-from hf_kvret.lab.bench.opponents import PreallocatedCache, choose_bench_caches
+from hf_kvret.lab.bench.opponents import PreallocatedCache, choose_bench_cache
 from hf_kvret.lab.bench.shapes import load_shape, random_model
 from hf_kvret.lab.evaluate.bundled import load_bundled_model
 from hf_kvret.lab.evaluate.caches import CacheChoice
 from hf_kvret.lab.evaluate.measurement import CheckFailed
-from hf_kvret.lab.report.results import Results
-from hf_kvret.methods.flat import FlatIndex
 from hf_kvret.testing import INDEXED_MODELS, held_tokens
 from hf_kvret.testing.indexed_models import known_indexed
 
-SMALL = "flat:dense_below=0:recent=64:flush=64"
+from .conftest import find_only, newer_half, nothing
+
 WINDOW = {"sink": 4, "recent": 32, "flush": 32, "dense_below": 0}
 
 Change = Callable[[torch.Tensor], torch.Tensor]
@@ -51,28 +49,10 @@ def fill(model: PreTrainedModel, cache: Cache, batch: int, context: int) -> None
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_right_caches_pass_in_every_dtype(dtype: torch.dtype) -> None:
-    own_checker, names = checker(dtype), ["dense", "flat", "paris:store=host"]
-    for choice in choose_bench_caches(names, {"store": "device"}, "cpu").values():
+    own_checker = checker(dtype)
+    for name in ("dense", "flat", "paris:store=host"):
+        choice = choose_bench_cache(name, {"store": "device"})
         assert own_checker.check(choice, 128, 2, "random").startswith("equal within")
-
-
-def newer_half(ids: torch.Tensor) -> torch.Tensor:
-    return ids.masked_fill(ids < ids.shape[-1] // 2, -1)
-
-
-def nothing(ids: torch.Tensor) -> torch.Tensor:
-    return torch.full_like(ids, -1)
-
-
-def find_only(keep: Change, monkeypatch: pytest.MonkeyPatch) -> CacheChoice:
-    """``flat``, which finds only what ``keep`` leaves of its ids."""
-
-    class Lossy(FlatIndex):
-        def search(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-            return keep(super().search(*args, **kwargs))
-
-    monkeypatch.setattr(FlatKVCache, "make_index", classmethod(lambda cls, options, layer: Lossy()))
-    return choose_bench_caches(["flat"], {}, "cpu")["flat"]
 
 
 @pytest.mark.parametrize(
@@ -86,7 +66,8 @@ def find_only(keep: Change, monkeypatch: pytest.MonkeyPatch) -> CacheChoice:
 def test_an_index_that_loses_tokens_is_refused(
     keep: Change, dtype: torch.dtype, fill: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    choice = find_only(keep, monkeypatch)
+    find_only(keep, monkeypatch)
+    choice = choose_bench_cache("flat")
     with pytest.raises(CheckFailed, match=message):
         checker(dtype).check(choice, 256, 1, fill)
 
@@ -113,35 +94,6 @@ def test_dense_caches_are_checked_and_those_inexact_by_design_are_finite() -> No
     assert checker().check(press, 128, 1, "prefill") == "finite; not exact by design"
     with pytest.raises(CheckFailed, match="kvpress:SnapKV: logits are not finite"):
         checker().check(with_values(press.name, lambda values: values / 0), 128, 1, "prefill")
-
-
-def test_a_cache_whose_check_fails_has_no_numbers_and_others_go_on(
-    bench: Callable[..., int],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-) -> None:
-    find_only(newer_half, monkeypatch)
-    file = tmp_path / "decode.json"
-    arguments = ["--context", "256", "--caches", f"full,{SMALL}", "--json", str(file)]
-    assert bench("decode", *arguments, "--steps", "2", "--warmup", "0", "--rounds", "1") == 1
-    shown = capsys.readouterr()
-    assert "differ from full attention" in shown.err and "check failed: flat" in shown.out
-    rows = {cell["cache"]: row for cell, row in Results.load(file)}
-    assert "seconds" in rows["full"] and "seconds" not in rows[SMALL]
-    assert "differ from full attention" in rows[SMALL]["check_failed"]
-
-
-def test_steps_that_retrieve_nothing_are_not_reported(
-    bench: Callable[..., int],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    find_only(nothing, monkeypatch)
-    monkeypatch.setattr(Checker, "check", lambda *arguments: "passed")
-    arguments = ["--steps", "2", "--warmup", "0", "--rounds", "1"]
-    assert bench("decode", "--context", "256", "--caches", SMALL, *arguments) == 1
-    assert "retrieved nothing" in capsys.readouterr().err
 
 
 def test_a_store_that_splits_its_rows_splits_those_of_the_check(model: PreTrainedModel) -> None:

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, masking_utils
 
 from hf_kvret.lab.bench import stepping
 from hf_kvret.lab.bench.filling import feed, prefill, random_tokens, serving
-from hf_kvret.lab.bench.opponents import PreallocatedCache, attend_to_all, choose_bench_caches
+from hf_kvret.lab.bench.opponents import PreallocatedCache, attend_to_all, choose_bench_cache
 from hf_kvret.lab.bench.stepping import (
     DenseGraphSteps,
     LosslessRounds,
@@ -31,7 +31,7 @@ LENGTH = 64
 
 def make(model: PreTrainedModel, text: str) -> tuple[CacheChoice, Any, torch.Tensor]:
     """Choice, a cache filled with ``LENGTH`` tokens, and the next token."""
-    choice = choose_bench_caches([text], {"store": "device"}, "cpu")[text]
+    choice = choose_bench_cache(text, {"store": "device"})
     cache = choice.make(model.config, LENGTH + 8)
     with serving(model, cache):
         logits = prefill(model, choice, cache, random_tokens(model, 1, LENGTH, seed=1))
@@ -53,23 +53,19 @@ def test_retrieval_caches_are_replayed_unless_their_option_says_no(
     assert type(make_steps(choice, model, cache, LENGTH)) is cls
 
 
-@pytest.mark.parametrize(("accepted", "tokens"), [(None, 6), (9, 6), (2, 3), (0, 1)])
 @torch.inference_mode()
-def test_rounds_of_exact_answers_accept_as_many_drafts_as_asked(
-    accepted: int | None, tokens: int, model: PreTrainedModel
-) -> None:
+def test_rounds_of_exact_answers_accept_all_their_drafts(model: PreTrainedModel) -> None:
     _, cache, token = make(model, f"flat:{SMALL}:lossless=true:max_draft=5")
     with serving(model, cache):
-        steps = LosslessRounds(model, cache, LENGTH, accepted)
+        steps = LosslessRounds(model, cache, LENGTH)
         _, seconds, kinds = steps.run(token, 3)
     counts = cache.stats()["lossless"]
-    assert (counts["rounds"], counts["drafted"]) == (3, 15)
-    assert counts["accepted"] == 3 * (tokens - 1)
-    assert cache.get_seq_length() == steps.length == LENGTH + 3 * tokens
+    assert (counts["rounds"], counts["drafted"], counts["accepted"]) == (3, 15, 15)
+    assert cache.get_seq_length() == steps.length == LENGTH + 3 * 6
     # Seconds are those of a token.
     total = counts["draft_s"] + counts["exact_s"]
     assert kinds == ["round"] * 3
-    assert total <= tokens * sum(seconds) < 2 * total + 1
+    assert total <= 6 * sum(seconds) < 2 * total + 1
 
 
 class Graph:
@@ -135,7 +131,7 @@ def test_dense_steps_in_cpp_give_the_logits_of_usual_ones(model: PreTrainedModel
 
 def test_dense_in_cpp_is_for_plain_attention_on_a_cpu() -> None:
     with pytest.raises(ValueError, match=r"reads with the CPU kernels.*use dense here"):
-        choose_bench_caches(["dense-cpp"], {}, "cuda")
+        choose_bench_cache("dense-cpp", device="cuda")
     query = torch.zeros(1, 1, 1, 8)
     with pytest.raises(ValueError, match="this model's attention has softcap"):
         attend_to_all(torch.nn.Module(), query, query, query, None, softcap=3.0)

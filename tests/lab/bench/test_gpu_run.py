@@ -11,7 +11,7 @@ from hf_kvret import cli
 from hf_kvret.lab.bench import gpu_run
 from hf_kvret.lab.bench.gpu_run import NOW, PAGE, ROWS, add_row, read_rows
 from hf_kvret.lab.bench.gpu_stages import STAGES, Bench, Stage, cells_of
-from hf_kvret.lab.bench.opponents import choose_bench_caches
+from hf_kvret.lab.bench.opponents import choose_bench_cache
 
 
 def run(folder: Path, *options: str) -> int:
@@ -38,7 +38,8 @@ def test_all_of_it_takes_some_eight_minutes_and_every_cache_is_known(
 ) -> None:
     assert sum(stage.seconds for stage in STAGES) <= 8 * 60
     cells = [cell for stage in STAGES for cell in cells_of(stage, dry)]
-    choose_bench_caches(list({cell["cache"]: None for cell in cells}), {"store": "device"}, device)
+    for name in {cell["cache"] for cell in cells}:
+        choose_bench_cache(name, {"store": "device"}, device)
 
 
 def _cell(number: int) -> dict[str, Any]:
