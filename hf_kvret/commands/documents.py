@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import shlex
 import sys
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,7 +21,8 @@ from hf_kvret.lab.evaluate.caches import choose_cache
 from hf_kvret.lab.evaluate.subject import Subject, load_subject
 from hf_kvret.lab.program.arguments import DTYPES, check_device, file_path, whole_number
 from hf_kvret.lab.program.common_options import count_option, device_option, dtype_option
-from hf_kvret.lab.program.options import add_options, option, read_options
+from hf_kvret.lab.program.options import option
+from hf_kvret.lab.program.program import add_command
 from hf_kvret.lab.program.progress import prompt_bar, tqdm
 from hf_kvret.lab.report.tables import markdown_table
 from hf_kvret.models.versions import as_argument
@@ -92,34 +91,32 @@ class ShelfOptions:
 
 def add_document_parsers(commands: Any) -> None:
     """Add ``read``, ``ask`` and ``shelf`` to the program."""
-
-    def add(name: str, cls: type[Any], run: Callable[[Any], int], help: str, more: str) -> None:
-        parser: argparse.ArgumentParser = commands.add_parser(name, help=help, description=more)
-        add_options(parser, cls)
-        parser.set_defaults(run=lambda parsed: run(read_options(cls, parsed)))
-
-    add(
+    add_command(
+        commands,
         "read",
         ReadOptions,
         run_read,
-        "read a document once and keep it on a shelf",
-        "Read a document into a cache and put it on a shelf, from where hf-kvret ask, or any call "
-        "of generate with that shelf, goes on. After Ctrl-C the same command goes on behind the "
-        "last chunk; where the model's layers can't go back to it, it begins again.",
+        help="read a document once and keep it on a shelf",
+        description="Read a document into a cache and put it on a shelf, from where hf-kvret ask, "
+        "or any call of generate with that shelf, goes on. After Ctrl-C the same command goes on "
+        "behind the last chunk; where the model's layers can't go back to it, it begins again.",
     )
-    add(
+    add_command(
+        commands,
         "ask",
         AskOptions,
         run_ask,
-        "ask a question to a document on a shelf",
-        "Load what hf-kvret read has read, and answer one question about it.",
+        help="ask a question to a document on a shelf",
+        description="Load what hf-kvret read has read, and answer one question about it.",
     )
-    add(
+    add_command(
+        commands,
         "shelf",
         ShelfOptions,
         run_shelf,
-        "list, check or remove what is on a shelf",
-        "Say what is on a shelf, check the files of an entry byte by byte, or remove it.",
+        help="list, check or remove what is on a shelf",
+        description="Say what is on a shelf, check the files of an entry byte by byte, or remove "
+        "it.",
     )
 
 

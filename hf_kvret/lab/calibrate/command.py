@@ -20,14 +20,13 @@ from hf_kvret.lab.calibrate.sources import (
     hub_text,
     needle_documents,
     random_uuids,
-    text_file,
 )
 from hf_kvret.lab.calibrate.study import Corpus
 from hf_kvret.lab.evaluate.subject import Subject, load_subject
-from hf_kvret.lab.evaluate.texts import describe_file
+from hf_kvret.lab.evaluate.texts import describe_file, read_text, token_ids
 from hf_kvret.lab.program.arguments import DTYPES, check_device
-from hf_kvret.lab.program.options import add_options, option, read_options
-from hf_kvret.lab.program.program import example_lines
+from hf_kvret.lab.program.options import option
+from hf_kvret.lab.program.program import add_command
 from hf_kvret.lab.report import outputs
 from hf_kvret.saved.identity import printable
 
@@ -43,23 +42,26 @@ def add_calibrate_parser(commands: argparse._SubParsersAction[argparse.ArgumentP
     )
     methods = parser.add_subparsers(required=True, metavar="METHOD")
     for cls in METHODS:
-        one = methods.add_parser(
-            cls.method,
+        method = cls.Calibration.method
+        add_command(
+            methods,
+            method,
+            cls,
+            run_calibrate,
             help=cls.summary,
             description=cls.description,
-            epilog=example_lines([f"hf-kvret calibrate {cls.method} {_EXAMPLE}{cls.method}"]),
+            examples=[f"hf-kvret calibrate {method} {_EXAMPLE}{method}"],
         )
-        add_options(one, cls)
-        one.set_defaults(run=lambda parsed, cls=cls: run_calibrate(read_options(cls, parsed)))
-    parser = commands.add_parser(
+    add_command(
+        commands,
         "inspect",
+        InspectOptions,
+        run_inspect,
         help="say what a calibration artifact is, or check what was saved",
         description="Say what a calibration artifact is: method, model, data, sizes and quality. "
         "With --verify, check every byte of the cache and the artifact there; status 2 says that "
         "something is damaged.",
     )
-    add_options(parser, InspectOptions)
-    parser.set_defaults(run=lambda parsed: run_inspect(read_options(InspectOptions, parsed)))
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,7 @@ def make_corpus(options: CalibrateOptions, subject: Subject) -> Corpus:
     else:
         tokenizer = subject.need_tokenizer("calibrate")
         if options.text:
-            ids = text_file(options.text, tokenizer)
+            ids = token_ids(tokenizer, read_text(options.text))
             description["text"] = describe_file("--text", options.text)
         else:
             assert options.dataset is not None, "check_sources looked"

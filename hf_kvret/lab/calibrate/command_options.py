@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from hf_kvret.lab.calibrate.a2ats import A2ATSCalibration
 from hf_kvret.lab.calibrate.aqua import AquaCalibration
-from hf_kvret.lab.calibrate.study import Calibration
 from hf_kvret.lab.program.arguments import (
     file_path,
     length,
@@ -35,10 +33,13 @@ _AQUA = AquaCalibration()
 
 
 @dataclass(frozen=True, kw_only=True)
-class CalibrateOptions(ABC):
-    """Options of every method: a model, texts to learn from, and where the artifact goes."""
+class CalibrateOptions:
+    """Options of every method: a model, texts to learn from, and where the artifact goes.
 
-    method: ClassVar[str]
+    A subclass has those of its ``Calibration``, by the same names.
+    """
+
+    Calibration: ClassVar[type[Any]]
     summary: ClassVar[str]
     description: ClassVar[str]
     usual_uuid_tokens: ClassVar[int]
@@ -69,16 +70,18 @@ class CalibrateOptions(ABC):
     device_map: str | None = device_map_option()
     seed: int = seed_option(0)
 
-    @abstractmethod
-    def calibration(self) -> Calibration:
+    def calibration(self) -> Any:
         """The method's own part; ValueError for options that don't go together."""
+        mine = {one.name for one in fields(self)}
+        shared = [one.name for one in fields(self.Calibration) if one.name in mine]
+        return self.Calibration(**{name: getattr(self, name) for name in shared})
 
 
 @dataclass(frozen=True, kw_only=True)
 class A2ATSOptions(CalibrateOptions):
     """A2ATS: codebooks of keys before RoPE."""
 
-    method: ClassVar[str] = "a2ats"
+    Calibration: ClassVar[type[Any]] = A2ATSCalibration
     summary: ClassVar[str] = "codebooks of keys before RoPE"
     description: ClassVar[str] = (
         "Learn codebooks of each KV head from keys before RoPE, one for all inputs, with errors "
@@ -94,17 +97,6 @@ class A2ATSOptions(CalibrateOptions):
         "windowed", "rotated: for positions of three parts", choices=("windowed", "rotated")
     )
 
-    def calibration(self) -> A2ATSCalibration:
-        """The calibration that the command line asks for."""
-        return A2ATSCalibration(
-            codewords=self.codewords,
-            codeword_dtype=self.codeword_dtype,
-            distance=self.distance,
-            rounds=self.rounds,
-            space=self.space,
-            seed=self.seed,
-        )
-
 
 def anchor_bits(text: str) -> int | str:
     """A number of bits, or ``auto``; the parser compares it with its choices."""
@@ -118,7 +110,7 @@ def anchor_bits(text: str) -> int | str:
 class AquaOptions(CalibrateOptions):
     """AQUA-KV: predictors; fields are those of ``AquaCalibration``, and so are defaults."""
 
-    method: ClassVar[str] = "aqua"
+    Calibration: ClassVar[type[Any]] = AquaCalibration
     summary: ClassVar[str] = "predictors of a layer's keys and values from those of the layer below"
     description: ClassVar[str] = (
         "Learn what predicts a layer's keys and values from those of the layer below; the cache "
@@ -147,11 +139,6 @@ class AquaOptions(CalibrateOptions):
     sinks: int = option(_AQUA.sinks, "first tokens of a sequence, left out", kind=whole_number(0))
     space: str = option(_AQUA.space, "of keys, and RoPE", choices=SPACES)
     anchor_mean: bool = option(False, "take the mean off in the first layer")
-
-    def calibration(self) -> AquaCalibration:
-        """The calibration that the command line asks for."""
-        own = (one.name for one in fields(AquaCalibration))
-        return AquaCalibration(**{name: getattr(self, name) for name in own})
 
 
 METHODS: tuple[type[CalibrateOptions], ...] = (A2ATSOptions, AquaOptions)

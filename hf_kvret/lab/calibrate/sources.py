@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import uuid
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,20 +12,10 @@ import torch
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from hf_kvret.lab.evaluate.needles import NeedleLanguage
-from hf_kvret.lab.evaluate.texts import describe_file, read_text, token_ids
+from hf_kvret.lab.evaluate.texts import token_ids
 
 # Tokens of a needle document for each needle in it, and of the shortest document.
 _NEEDLE_EVERY = 64
-
-
-def text_file(path: Path, tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
-    """Token ids ``[n]`` of a file: plain text, or JSON with texts in it.
-
-    Raises:
-        FileNotFoundError, ValueError: as ``read_text``.
-    """
-    describe_file("--text", path)
-    return token_ids(tokenizer, read_text(path))
 
 
 def dataset_loader(name: str) -> Callable[..., Iterable[dict[str, Any]]]:

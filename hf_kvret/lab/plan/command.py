@@ -19,8 +19,8 @@ from hf_kvret.lab.plan.machine import Machine, find_memory, largest_context
 from hf_kvret.lab.plan.prediction import Predictor, skipped_layers
 from hf_kvret.lab.program.arguments import DTYPES, known_names, lengths, names
 from hf_kvret.lab.program.common_options import budget_option, count_option, dtype_option
-from hf_kvret.lab.program.options import add_options, option, read_options
-from hf_kvret.lab.program.program import example_lines
+from hf_kvret.lab.program.options import option
+from hf_kvret.lab.program.program import add_command
 from hf_kvret.lab.report.tables import markdown_table
 from hf_kvret.models.compatibility import is_latent
 from hf_kvret.saved.identity import printable
@@ -36,6 +36,9 @@ _DEVICE_SPEED, _CPU_SPEED, _BUS_SPEED = 1000 * 10**9, 60 * 10**9, 25 * 10**9
 class FitsOptions:
     """The options of ``hf-kvret fits``."""
 
+    model: str = option(
+        help=f"{', '.join(SHAPES)}, or a folder or hub id with config.json", name="model"
+    )
     context: tuple[int, ...] = option((32_768, 131_072), "as 128K or 128K,1M", kind=lengths)
     device_memory: int | None = option(
         None,
@@ -96,33 +99,26 @@ class FitsOptions:
 
 def add_fits_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``fits`` to the program's commands."""
-    parser = commands.add_parser(
+    add_command(
+        commands,
         "fits",
+        FitsOptions,
+        run_fits,
         help="what each cache would hold where, and whether it fits; loads nothing",
         description="Say what each method and store would hold on the device and the host at a "
         "context, how much of it fits, and how long reading it takes in a step. Only the model's "
         "configuration is read: the caches' own code is run on tensors without contents.",
-        epilog=example_lines(
-            [
-                "hf-kvret fits qwen3-4b",
-                "hf-kvret fits llama-3.1-8b --context 128K,1M --device-memory 24GB "
-                "--host-memory 64GB",
-                "hf-kvret fits ./my-model --device-memory 16GB --stores cpu",
-                "hf-kvret fits qwen3-4b --device-memory 24GB --host-memory 64GB --caches "
-                "full,paris:store=split:device_budget=8GB",
-            ]
+        examples=(
+            "hf-kvret fits qwen3-4b",
+            "hf-kvret fits llama-3.1-8b --context 128K,1M --device-memory 24GB --host-memory 64GB",
+            "hf-kvret fits ./my-model --device-memory 16GB --stores cpu",
+            "hf-kvret fits qwen3-4b --device-memory 24GB --host-memory 64GB --caches "
+            "full,paris:store=split:device_budget=8GB",
         ),
     )
-    parser.add_argument(
-        "model", help=f"{', '.join(SHAPES)}, or a folder or hub id with config.json"
-    )
-    add_options(parser, FitsOptions)
-    parser.set_defaults(
-        run=lambda parsed: run_fits(read_options(FitsOptions, parsed), parsed.model)
-    )
 
 
-def run_fits(options: FitsOptions, model: str) -> int:
+def run_fits(options: FitsOptions) -> int:
     """Print the table or the JSON of a model; returns the exit status.
 
     Raises:
@@ -133,7 +129,7 @@ def run_fits(options: FitsOptions, model: str) -> int:
     transformers_logging.set_verbosity_error()
     # Before anything is loaded, which takes memory itself.
     machine = options.machine
-    shape = load_shape(model)
+    shape = load_shape(options.model)
     weights = weight_bytes(shape.config, DTYPES[options.dtype])
     rows = list(_rows(options, machine, shape.config, weights))
     refused = [row for row in rows if "refused" in row]

@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 
 from hf_kvret.artifacts.hub import CLIENT_ERROR
 from hf_kvret.contracts.signals import interruptible
+from hf_kvret.lab.program.options import add_options, read_options
 from hf_kvret.lab.program.progress import only_our_bars
 from hf_kvret.saved.identity import printable
 
@@ -75,6 +76,24 @@ def shown_default(value: Any) -> str:
 def example_lines(examples: Sequence[str]) -> str:
     """An epilog with commands to copy, one a line."""
     return "\n  ".join(["examples:", *examples])
+
+
+def add_command(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+    name: str,
+    cls: type[Any],
+    run: Callable[[Any], int],
+    *,
+    help: str,
+    description: str,
+    examples: Sequence[str] = (),
+) -> argparse.ArgumentParser:
+    """Add a command: its options are those of the dataclass ``cls``, which ``run`` is given."""
+    epilog = example_lines(examples) if examples else None
+    parser = commands.add_parser(name, help=help, description=description, epilog=epilog)
+    add_options(parser, cls)
+    parser.set_defaults(run=lambda parsed: run(read_options(cls, parsed)))
+    return parser
 
 
 class Parser(argparse.ArgumentParser):

@@ -17,8 +17,8 @@ import torch
 
 from hf_kvret.lab.program.arguments import check_device, file_path, known_names
 from hf_kvret.lab.program.common_options import device_option
-from hf_kvret.lab.program.options import add_options, option, read_options
-from hf_kvret.lab.program.program import example_lines
+from hf_kvret.lab.program.options import option
+from hf_kvret.lab.program.program import add_command
 from hf_kvret.lab.program.progress import tqdm
 from hf_kvret.lab.report.environment import describe_environment
 from hf_kvret.lab.report.outputs import check_file
@@ -65,18 +65,17 @@ class SelfTest:
 
 def add_selftest_parser(commands: Any) -> None:
     """Add ``selftest`` to the program's commands."""
-    parser = commands.add_parser(
+    add_command(
+        commands,
         "selftest",
+        SelfTest,
+        run_selftest,
         help="check that kernels, stores and methods compute here what they should",
         description="Check on this machine that kernels, stores and methods compute what they "
         "should, on the bundled model, in about two minutes. The exit status is 1 where a check "
         "fails.",
-        epilog=example_lines(
-            ["hf-kvret selftest", "hf-kvret selftest --device cuda --report selftest.md"]
-        ),
+        examples=("hf-kvret selftest", "hf-kvret selftest --device cuda --report selftest.md"),
     )
-    add_options(parser, SelfTest)
-    parser.set_defaults(run=lambda parsed: run_selftest(read_options(SelfTest, parsed)))
 
 
 def run_selftest(options: SelfTest) -> int:

@@ -18,14 +18,10 @@ from hf_kvret.lab.calibrate.taps import LayerTokens, before_rope
 from hf_kvret.methods.a2ats.learned import at_distance, learned_layer
 from hf_kvret_model_patches.rope import Rope
 
-QUERY_HEADS, HEADS, DIM = 4, 2, 16
+from .draws import CPU, DIM, HEADS, NO_ROPE, ROPE, draw
+
+QUERY_HEADS = 4
 WINDOW = 50
-ROPE = Rope(10000.0 ** -(torch.arange(0, DIM, 2) / DIM), 1.5)
-NO_ROPE = Rope(torch.empty(0), 1.0, "none")
-
-
-def draw(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def tokens(
@@ -46,7 +42,7 @@ def study(
     **options: Any,
 ) -> LayerFindings:
     options = {"codewords": 8, "distance": WINDOW, "rounds": 10, **options}
-    made = A2ATSCalibration(**options).study(0, rope, torch.device("cpu"))
+    made = A2ATSCalibration(**options).study(0, rope, CPU)
     for one in learned:
         made.add(one, False)
     for one in held_out or []:

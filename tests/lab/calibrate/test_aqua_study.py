@@ -15,16 +15,10 @@ from hf_kvret.lab.calibrate.taps import LayerTokens
 from hf_kvret_kernels import higgs
 from hf_kvret_model_patches.rope import Rope
 
-HEADS, DIM = 2, 16
+from .draws import CPU, DIM, HEADS, NO_ROPE, ROPE, draw
+
 WIDTH = HEADS * DIM
-ROPE = Rope(10000.0 ** -(torch.arange(0, DIM, 2) / DIM), 1.5)
-NO_ROPE = Rope(torch.empty(0), 1.0, "none")
-CPU = torch.device("cpu")
 SEQUENCES = (300, 200, 150)
-
-
-def draw(*shape: int, seed: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def heads(rows: torch.Tensor) -> torch.Tensor:

@@ -10,13 +10,7 @@ import torch
 from hf_kvret.lab.calibrate import k_means as module
 from hf_kvret.lab.calibrate.k_means import k_means
 
-
-def generator(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-def draw(*shape: int, seed: int) -> torch.Tensor:
-    return torch.randn(shape, generator=generator(seed))
+from .draws import draw
 
 
 def errors_of(points: torch.Tensor, codebook: torch.Tensor) -> torch.Tensor:
@@ -104,7 +98,7 @@ def test_one_seed_gives_one_codebook(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_means_are_of_their_points_whatever_their_sizes() -> None:
     points = draw(1, 3000, 6, seed=12) * torch.logspace(-3, 3, 3000).view(1, -1, 1)
-    codes = torch.randint(0, 5, (1, 3000), generator=generator(14))
+    codes = torch.randint(0, 5, (1, 3000), generator=torch.Generator().manual_seed(14))
     means, empty = module._means(points, codes, torch.zeros(1, 6, 6))
     assert empty.tolist() == [[False] * 5 + [True]] and not means[0, 5].any()
     for word in range(5):

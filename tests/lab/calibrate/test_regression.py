@@ -7,11 +7,7 @@ import torch
 
 from hf_kvret.lab.calibrate.regression import Rows, fit_linear, predict
 
-CPU = torch.device("cpu")
-
-
-def draw(*shape: int, seed: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+from .draws import CPU, draw
 
 
 def correlated(n: int, width: int, seed: int) -> torch.Tensor:

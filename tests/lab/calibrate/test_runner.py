@@ -72,7 +72,7 @@ def corpus(*lengths: int, held_out: int = 0) -> Corpus:
     return Corpus(ids, held_out, {"text": "random"})
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_next"])
 def test_every_full_attention_layer_is_shown_every_token_once(name: str, tmp_path: Path) -> None:
     model, texts, recorder = MODELS[name].build(), corpus(20, 9, 14, held_out=1), Recorder()
     calibrate(model, texts, recorder, tmp_path, progress=False)

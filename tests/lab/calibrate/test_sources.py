@@ -11,7 +11,7 @@ import torch
 from transformers import AutoTokenizer
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from hf_kvret.lab.calibrate.sources import cut, hub_text, needle_documents, random_uuids, text_file
+from hf_kvret.lab.calibrate.sources import cut, hub_text, needle_documents, random_uuids
 from hf_kvret.lab.evaluate.bundled import REFERENCE_MODEL
 from hf_kvret.lab.evaluate.needles import NeedleLanguage
 
@@ -32,16 +32,6 @@ def test_a_text_is_cut_into_sequences_alike_in_size() -> None:
     assert [len(part) for part in cut(ids, 400, 48, "--tokens")] == [48]
     with pytest.raises(ValueError, match="--tokens 101: the text has 100 tokens; give more text"):
         cut(ids, 16, 101, "--tokens")
-
-
-def test_text_is_plain_or_json(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text(WORDS)
-    (tmp_path / "a.json").write_text(json.dumps([{"text": WORDS}]))
-    plain = text_file(tmp_path / "a.txt", tokenizer)
-    assert plain.dtype == torch.int64
-    assert torch.equal(plain, text_file(tmp_path / "a.json", tokenizer))
-    with pytest.raises(FileNotFoundError, match=r"--text .*none\.txt: no such file"):
-        text_file(tmp_path / "none.txt", tokenizer)
 
 
 def test_uuids_are_random_and_known_by_their_seed(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -97,6 +97,7 @@ def test_the_tutorial_of_aqua_does_what_it_says(hub: Any, here: Path) -> None:
     assert reader.requests("hf-kvret calibrate") == reader.requests("def ask") == []
 
 
+@pytest.mark.slow
 def test_the_tutorial_does_what_it_says(hub: Any, here: Path) -> None:
     pytest.importorskip("matplotlib")
     reader = read(PAGE, hub)
