@@ -16,18 +16,22 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from hf_kvret.artifacts import CalibrationArtifact
 from hf_kvret.lab.evaluate.bundled import BUNDLED_MODEL
 from hf_kvret.lab.evaluate.subject import load_subject
+from hf_kvret.lab.evaluate.tasks.niah import percent
 from hf_kvret.lab.evaluate.tasks.ppl import Perplexity
 from hf_kvret.lab.evaluate.texts import read_text
 from hf_kvret.lab.program.arguments import budget, lengths, names
 
 
-def test_lengths_and_names_are_read() -> None:
+def test_values_of_options_are_read() -> None:
     assert lengths("512,4K, 1m") == (512, 4096, 1_048_576)
     assert names(" full, paris:top_k=3 ,") == ["full", "paris:top_k=3"]
     assert (budget("256"), budget("0.04")) == (256, 0.04)
-    for bad in ("", "4G", "0", "-1", "4K,,8K", "4K,4096"):
-        with pytest.raises(argparse.ArgumentTypeError):
-            lengths(bad)
+    assert [percent(text) for text in ("0", " 12.5", "100")] == [0, 12.5, 100]
+    wrong = {lengths: ("", "4G", "0", "-1", "4K,,8K", "4K,4096"), percent: ("", "-1", "101", "nan")}
+    for read, texts in wrong.items():
+        for bad in texts:
+            with pytest.raises(argparse.ArgumentTypeError):
+                read(bad)
 
 
 def test_a_model_that_is_none_is_named(tmp_path: Path, tiny_text: Path, program: Any) -> None:

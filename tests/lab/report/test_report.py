@@ -8,11 +8,32 @@ from typing import Any
 
 import pytest
 
+from hf_kvret.lab.bench.parser import MEASUREMENTS as BENCH
 from hf_kvret.lab.evaluate.tasks import TASKS
-from hf_kvret.lab.report.report import write_report
+from hf_kvret.lab.program.scripts import SCRIPTS, load_measurement
+from hf_kvret.lab.report.report import listed_pages, shown_tables, write_report
 from hf_kvret.lab.report.results import Results
+from hf_kvret.lab.tune.command import Tune
 
-MEASUREMENTS = {f"eval {name}": task for name, task in TASKS.items()}
+MEASUREMENTS = {f"eval {name}": task for name, task in TASKS.items()} | BENCH | {"tune": Tune}
+PUBLISHED = Path(__file__).parents[3] / "docs" / "results"
+
+
+def test_published_pages_have_the_tables_of_their_results() -> None:
+    files = {path.stem for path in PUBLISHED.glob("*.json")}
+    pages = listed_pages(PUBLISHED, files)
+    assert files == {part.result for page in pages.values() for part in page.parts}
+    for name, page in pages.items():
+        text = (PUBLISHED / f"{name}.md").read_text(encoding="utf-8")
+        for part in page.parts:
+            results = Results.load(PUBLISHED / f"{part.result}.json")
+            if results.name in SCRIPTS:
+                measurement = load_measurement(results.name)
+            else:
+                measurement = MEASUREMENTS[results.name]
+            table = shown_tables(measurement.table(results), part)
+            picture = f"![{results.name}](images/{part.result}.png)"
+            assert f"\n\n{table}\n\n{picture}" in text, f"{name}: {part.result}"
 
 
 def _ruler(folder: Path) -> Path:

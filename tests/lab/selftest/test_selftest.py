@@ -33,6 +33,25 @@ needs_library = pytest.mark.skipif(
 )
 
 
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short prompts and small shapes, which take the same code."""
+    monkeypatch.setattr(decoding, "_PROMPT_LEN", 60)
+    monkeypatch.setattr(decoding, "_STEPS", 6)
+    for name, size in {"length": 230, "top_k": 40, "candidates": 115, "listed": 90}.items():
+        monkeypatch.setitem(kernels._SIZES, name, size)
+
+
+class Small(Bundled):
+    """A tiny model in the place of the bundled one, which takes longer."""
+
+    @cached_property
+    def model(self) -> PreTrainedModel:
+        model = MODELS["llama"].build().to(self.dtype)
+        hf_kvret.attach(model)
+        return model
+
+
 def first_named(some: Any, *words: str) -> list[Check]:
     """For each of these words the first check whose name has it."""
     listed = list(some)
@@ -67,6 +86,7 @@ def test_each_group_has_checks_with_a_remedy_on_either_device() -> None:
 
 
 @needs_library
+@pytest.mark.usefixtures("short")
 def test_compiled_operations_pass_with_every_instruction_set() -> None:
     names = "block_lse", "higgs.gather_attention"
     some = [one for one in kernel_checks(CPU) if one.name.startswith(names)]
@@ -74,11 +94,11 @@ def test_compiled_operations_pass_with_every_instruction_set() -> None:
     assert {one.status for one in run_checks(some, CPU)} == {PASSED}
 
 
+@pytest.mark.usefixtures("short")
 def test_steps_and_caches_pass() -> None:
-    bundled = Bundled(CPU)
     some = [
-        *first_named(step_checks(bundled), "paris, store='device'"),
-        *first_named(cache_checks(bundled), "saved", "split", "native"),
+        *first_named(step_checks(Bundled(CPU)), "paris, store='device'"),
+        *first_named(cache_checks(Small(CPU)), "saved", "split", "native"),
     ]
     verdicts = run_checks(some, CPU)
     assert {one.status for one in verdicts} == {PASSED}, [one.detail for one in verdicts]
@@ -91,6 +111,7 @@ def test_all_of_it_passes(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @needs_library
+@pytest.mark.usefixtures("short")
 def test_a_wrong_kernel_is_noticed_and_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -115,6 +136,7 @@ def test_a_wrong_kernel_is_noticed_and_named(
 
 
 @needs_library
+@pytest.mark.usefixtures("short")
 @pytest.mark.parametrize("method", ["flat", "paris"])
 def test_a_step_that_searches_wrongly_is_noticed(
     method: str, monkeypatch: pytest.MonkeyPatch
@@ -131,21 +153,10 @@ def test_a_step_that_searches_wrongly_is_noticed(
     assert verdict.status == FAILED and "of the steps have other logits" in verdict.detail
 
 
-class Small(Bundled):
-    """A tiny model in the place of the bundled one, which takes long on the tape."""
-
-    @cached_property
-    def model(self) -> PreTrainedModel:
-        model = MODELS["llama"].build().to(self.dtype)
-        hf_kvret.attach(model)
-        return model
-
-
 @pytest.mark.slow
-def test_replayed_steps_of_flat_select_what_usual_ones_do(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("short")
+def test_replayed_steps_of_flat_select_what_usual_ones_do() -> None:
     pytest.importorskip("triton")
-    monkeypatch.setattr(decoding, "_PROMPT_LEN", 44)
-    monkeypatch.setattr(decoding, "_STEPS", 6)
     with taped():
         assert "of 6 steps replayed" in replayed(Small(CPU), "flat", "device")
 
