@@ -160,8 +160,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
     Any two values of two factors meet in some case. The rest of the full product is slow, and it is
     made only where slow tests are asked for (``-m slow``). A mark ``allowed`` has a function
-    which tells of some values by name, or of all, whether there may be such a case, and ``apart``
-    with pairs of names whose values need not all meet by default.
+    ``when``, which tells of some values by name, or of all, whether there may be such a case. Or it
+    has pairs of names to ``meet``: by default their values meet, and others come once.
 
     ``place`` and ``where`` are factors of every test that takes them. A place that this machine
     lacks adds one case to a test, which says why it is skipped.
@@ -181,20 +181,20 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     from .pairs import full_product, pairwise
 
     mark = metafunc.definition.get_closest_marker("allowed")
+    rules = mark.kwargs if mark else {}
     number = {name: key for key, each in enumerate(factors) for name in each.names}
-    pairs = mark.kwargs.get("apart", ()) if mark else ()
-    apart = [(number[one], number[other]) for one, other in pairs]
+    meet = [(number[one], number[other]) for one, other in rules.get("meet", ())]
 
     def allowed(case: dict[int, int]) -> bool:
-        if mark is None:
+        if "when" not in rules:
             return True
         rows = [(factors[key].names, factors[key].params[at].values) for key, at in case.items()]
-        return mark.kwargs["when"](
+        return rules["when"](
             {name: value for names, row in rows for name, value in zip(names, row, strict=True)}
         )
 
     indices = {key: range(len(each.params)) for key, each in enumerate(factors)}
-    default = pairwise(indices, allowed, apart)
+    default = pairwise(indices, allowed, meet if "meet" in rules else None)
     rows = [_params(factors, case) for case in default]
     cases = [_merged(row) for row in rows]
     cases += [_merged([*rows[0][:-1], place]) for place in elsewhere]

@@ -16,18 +16,18 @@ Allowed = Callable[[Case], bool]
 def pairwise(
     factors: Mapping[Any, Sequence[Hashable]],
     allowed: Allowed = lambda case: True,
-    apart: Sequence[tuple[Any, Any]] = (),
+    meet: Iterable[tuple[Any, Any]] | None = None,
 ) -> list[Case]:
     """Cases, each with a value for every factor, that cover all pairs of values of two factors.
 
     About as many as the two longest factors have pairs, where the full product has as many as all
     factors together. The same arguments give the same cases. A pair that no case may have is left
-    out.
+    out. Each value is in some case, also where it need meet no other.
 
     Args:
         factors: values by name of the factor, each at least one.
         allowed: whether there may be a case; called with the values of some factors, or of all.
-        apart: two factors each whose values need not all meet.
+        meet: two factors each whose values all meet; None: those of any two.
 
     Raises:
         ValueError: a factor without values.
@@ -39,8 +39,7 @@ def pairwise(
     names = sorted(factors, key=lambda name: -len(factors[name]))
     missing = {
         frozenset(pair.items())
-        for one, other in combinations(names, 2)
-        if (one, other) not in apart and (other, one) not in apart
+        for one, other in (combinations(names, 2) if meet is None else meet)
         for pair in full_product({one: factors[one], other: factors[other]})
         if allowed(pair)
     }
@@ -55,6 +54,10 @@ def pairwise(
             _add(
                 cases, _completed(dict(pair), names, factors, allowed, missing, used), missing, used
             )
+    for start in ({name: value} for name in names for value in factors[name]):
+        (value,) = start.items()
+        if not used[value] and allowed(start):
+            _add(cases, _completed(start, names, factors, allowed, missing, used), missing, used)
     return [{name: case[name] for name in factors} for case in cases]
 
 

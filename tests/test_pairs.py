@@ -30,13 +30,16 @@ def test_cases_that_are_not_allowed_are_left_out_and_no_other() -> None:
     assert pairs_of(cases) == pairs_of(filter(allowed, full_product(factors)))
 
 
-def test_values_of_two_factors_that_are_apart_need_not_all_meet() -> None:
+def test_values_of_factors_that_need_not_meet_come_once() -> None:
     factors = {"model": list(range(9)), "mode": list(range(8)), "store": ["x", "y"]}
-    cases = pairwise(factors, apart=[("mode", "model")])
-    assert len(cases) < 9 * 8 / 2
-    whole = full_product(factors)
-    wanted = {pair for pair in pairs_of(whole) if "store" in dict(pair)}
-    assert wanted <= pairs_of(cases)
+    cases = pairwise(factors, meet=[("model", "store")])
+    assert len(cases) == 18
+    assert pairs_of(full_product({name: factors[name] for name in ("model", "store")})) <= (
+        pairs_of(cases)
+    )
+    alone = pairwise(factors, meet=[])
+    assert len(alone) == 9
+    assert [len({case[name] for case in alone}) for name in factors] == [9, 8, 2]
 
 
 def test_a_factor_without_values_is_refused() -> None:

@@ -321,12 +321,6 @@ LONG_LATENT_MODEL = TinyModel(
 LATENT_MODELS: dict[str, TinyModel] = {model.name: model for model in _LATENT_ZOO}
 """Models of multi-head latent attention that a cache with retrieval must serve, by name."""
 
-_EXPERTS = {
-    "enable_moe_block": True,
-    "num_experts": 4,
-    "top_k_experts": 2,
-    "moe_intermediate_size": 32,
-}
 # Tokens that mark images and sounds; prompts of the suite don't contain them.
 _MARKS = {
     "boi_token_id": 2,
@@ -355,7 +349,6 @@ _UNIFIED_TEXT = {name: x for name, x in GEMMA4.items() if name != "hidden_size_p
 _relative = partial(TinyModel, seed=2, embedding=_GEMMA4_EMBEDDING)
 
 _GEMMA4_ZOO = (
-    _relative("gemma4_experts", _gemma4(**_EXPERTS), (1, 2)),
     _relative("gemma4_own_values", _gemma4(attention_k_eq_v=False), (1, 2)),
     _relative(
         "gemma4_512",

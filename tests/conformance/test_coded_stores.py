@@ -115,9 +115,7 @@ def _checked_cache(method: str, codec: HiggsCodec) -> type[RetrievalCache]:
     return CheckedCache
 
 
-@pytest.mark.allowed(
-    when=can_go_back, apart=[("model", "mode"), ("model", "method"), ("mode", "method")]
-)
+@pytest.mark.allowed(when=can_go_back, meet=[("store", "bits"), ("mode", "store")])
 @pytest.mark.factor("bits", [2, 4])
 @pytest.mark.factor("store", STORES)
 @pytest.mark.factor("method", METHODS)

@@ -1,14 +1,13 @@
 """Models x modes x methods x stores x rests: the same text and logits as full attention.
 
-By default every model and every mode runs, every method meets every store and ``rest``, and every
-method meets the modes that tell most. Most other pairs, and presets, are slow.
+By default every method meets every store, every ``rest`` and the modes that tell most; each other
+mode and each other model runs once. Most other pairs, and presets, are slow.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from itertools import combinations
 from typing import Any
 
 import pytest
@@ -42,9 +41,7 @@ CACHES: dict[str, Callable[..., RetrievalCache]] = {
     "aqua_codec": partial(AquaKVCache, bits=16, predictor="none"),
     "a2ats_paper": partial(A2ATSCache, options=A2ATSConfig.preset("paper")),
 }
-METHODS = [
-    pytest.param(name, id=name, marks=[pytest.mark.slow] if "_" in name else []) for name in CACHES
-]
+TELLING_MODELS = ("llama", "gemma2", "gpt_oss", "qwen3")
 # Modes that transformers' own cache lacks in the newest and the oldest release that we support.
 _ROWS = {"reset_other_batch", "batch_repeat_interleave", "batch_select_indices"}
 _SLIDES = {"assisted", "early_exit", "reset", "reset_other_batch", "crop_deep"}
@@ -75,17 +72,23 @@ def _possible(case: dict[str, Any]) -> bool:
     return is_served(case) and case.get("mode") not in impossible.get(case.get("model", ""), ())
 
 
-def telling_cases() -> list[dict[str, Any]]:
-    """Each method in each mode that tells much, on models and stores in turn."""
-    factors = {
+def default_cases() -> list[dict[str, Any]]:
+    """Each method in each mode that tells much; other modes on other models, by what is quick."""
+    either = {"store": STORES, "rest": list(RESTS)}
+    telling = {
+        "model": TELLING_MODELS,
         "mode": TELLING_MODES,
         "method": [name for name in CACHES if "_" not in name],
-        "model": ("llama", "gemma2", "gpt_oss", "qwen3"),
-        "store": STORES,
-        "rest": list(RESTS),
+        **either,
     }
-    apart = [pair for pair in combinations(factors, 2) if pair != ("mode", "method")]
-    return pairwise(factors, _possible, apart)
+    others = {
+        "model": [name for name in MODELS if name not in TELLING_MODELS],
+        "mode": [name for name in MODES if name not in TELLING_MODES],
+        "method": ("flat", "paris", "lrqk", "ctkvr", "h2o"),
+        **either,
+    }
+    meet = [("method", name) for name in ("mode", "store", "rest")]
+    return [*pairwise(telling, _possible, meet), *pairwise(others, _possible, meet=[])]
 
 
 def _check(case: dict[str, Any], artifact_options: ArtifactOptions) -> None:
@@ -98,19 +101,19 @@ def _check(case: dict[str, Any], artifact_options: ArtifactOptions) -> None:
     check_case(CACHES[method], model, case["mode"], case["store"], options, may_skip)
 
 
-@pytest.mark.allowed(
-    when=_possible,
-    apart=[
-        *(("model", "mode"), ("model", "method"), ("model", "store")),
-        *(("mode", "method"), ("mode", "store")),
-    ],
-)
+@pytest.mark.parametrize("case", default_cases(), ids=name_of)
+def test_same_as_full_attention(case: dict[str, Any], artifact_options: ArtifactOptions) -> None:
+    _check(case, artifact_options)
+
+
+@pytest.mark.slow
+@pytest.mark.allowed(when=_possible)
 @pytest.mark.factor("rest", list(RESTS))
 @pytest.mark.factor("store", STORES)
-@pytest.mark.factor("method", METHODS)
+@pytest.mark.factor("method", list(CACHES))
 @pytest.mark.factor("mode", list(MODES))
 @pytest.mark.factor("model", list(MODELS))
-def test_same_as_full_attention(
+def test_all_are_the_same_as_full_attention(
     model: str,
     mode: str,
     method: str,
@@ -119,13 +122,6 @@ def test_same_as_full_attention(
     artifact_options: ArtifactOptions,
 ) -> None:
     case = {"model": model, "mode": mode, "method": method, "store": store, "rest": rest}
-    _check(case, artifact_options)
-
-
-@pytest.mark.parametrize("case", telling_cases(), ids=name_of)
-def test_every_method_in_the_modes_that_tell_most(
-    case: dict[str, Any], artifact_options: ArtifactOptions
-) -> None:
     _check(case, artifact_options)
 
 

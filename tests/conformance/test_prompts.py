@@ -11,16 +11,21 @@ from hf_kvret.layer import prompt_groups
 from hf_kvret.layer.prompt_groups import PromptPass
 from hf_kvret.testing import MODES
 
-from .cases import STORES, check_case
+from .cases import STORES, TELLING_MODES, check_case
 
 RECIPE = {"above": 0, "floor": 0, "exact": 0, "probes": 3}
 # A cap on logits, learned sinks, sliding layers, pictures, latents that heads share.
 MODELS = ("llama", "gemma2", "gpt_oss", "gemma3", "qwen2_vl", "deepseek_v3")
 METHODS = ("paris", "flat", "lrqk", "ctkvr", "h2o")
+# A prompt is read in another way in each of them.
+QUICK = (*TELLING_MODES, "inputs_embeds", "own_position_ids")
 # A token at a time is no group.
-_MODES = [mode for mode in MODES if mode != "prefill_by_token"]
+_OTHERS = [mode for mode in MODES if mode not in (*QUICK, "prefill_by_token")]
 # Models, methods and stores take turns.
-CASES = list(zip(_MODES, cycle(MODELS), cycle(METHODS), cycle(STORES)))
+CASES = [
+    pytest.param(*case, marks=[] if case[0] in QUICK else [pytest.mark.slow])
+    for case in zip((*QUICK, *_OTHERS), cycle(MODELS), cycle(METHODS), cycle(STORES))
+]
 
 
 @pytest.fixture

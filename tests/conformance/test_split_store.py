@@ -42,7 +42,7 @@ def _split_cache(method: str, log: list[PagedStore]) -> type[RetrievalCache]:
     return SplitCache
 
 
-@pytest.mark.allowed(when=can_go_back, apart=[("model", "mode"), ("method", "mode")])
+@pytest.mark.allowed(when=can_go_back, meet=[])
 @pytest.mark.factor("method", METHODS)
 @pytest.mark.factor("mode", (*TELLING_MODES, "prefix_reuse"))
 @pytest.mark.factor("model", MODELS)
