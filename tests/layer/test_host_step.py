@@ -20,6 +20,7 @@ from .driver import ERROR, HEADS, METHODS, Driver, step_by_step
 pytestmark = pytest.mark.skipif(bool(host_step.why_not()), reason="the library is not compiled")
 
 
+@pytest.mark.allowed(meet=[("store", "softcap"), ("store", "sinks"), ("softcap", "sinks")])
 @pytest.mark.factor("method", list(METHODS))
 @pytest.mark.factor("store", ["device", "cpu"])
 @pytest.mark.factor("softcap", [None, 4.0])
@@ -137,6 +138,7 @@ def torch_default(default: torch.dtype | str) -> Iterator[None]:
         torch.set_default_dtype(torch.float32)
 
 
+@pytest.mark.allowed(meet=[("default", "whole")])
 @pytest.mark.factor("method", ["paris", "lrqk", "ctkvr", "h2o"])
 @pytest.mark.factor("default", [torch.float64, "meta"])
 @pytest.mark.factor("whole", [True, False])

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from transformers import PreTrainedModel
 
-from hf_kvret import FlatKVCache
 from hf_kvret.stores import PagedStore, ResidentStore
 from hf_kvret.stores.memory import HostMemory
-from hf_kvret.testing.scenario import prompt
 
 from .rows import CPU, GROUP, HEADS, extend, same_ids
 
@@ -119,17 +114,3 @@ def test_a_buffer_made_in_inference_mode_is_written_to_outside_of_it() -> None:
         _attend_both(pair, same_ids(1, 2, 3))
     _attend_both(pair, same_ids(1, 5, 3))
     assert pair[0].stats()["misses"] == 4 * 2 * HEADS
-
-
-def test_generation_is_the_same_as_with_plain_host_rows(llama: PreTrainedModel) -> None:
-    """With beams, whose sequences are reordered at every step."""
-    options: dict[str, Any] = {"top_k": 8, "sink": 2, "recent": 8, "flush": 8, "dense_below": 0}
-    run = {"max_new_tokens": 12, "min_new_tokens": 12, "num_beams": 3, "do_sample": False}
-    plain, cache = (
-        FlatKVCache(llama.config, store=store, **options) for store in ("host", "resident")
-    )
-    expected = llama.generate(prompt(1, 50), past_key_values=plain, **run)
-    assert torch.equal(llama.generate(prompt(1, 50), past_key_values=cache, **run), expected)
-    for layer in cache.stats()["layers"]:
-        assert layer["hits"] > 0 and layer["misses"] > 0
-        assert layer["hits"] + layer["misses"] == layer["selected"]
