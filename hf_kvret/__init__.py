@@ -10,6 +10,7 @@ from hf_kvret.cache import RetrievalCache
 from hf_kvret.contracts.block import TokenBlock
 from hf_kvret.contracts.index import ColdTokens, Index
 from hf_kvret.generate.attach import attach, restore
+from hf_kvret.generate.conversation import chat
 from hf_kvret.lossless.steps import LosslessSteps
 from hf_kvret.methods.a2ats import A2ATSCache
 from hf_kvret.methods.aqua import AquaKVCache
@@ -52,6 +53,7 @@ __all__ = [
     "TokenBlock",
     "ask",
     "attach",
+    "chat",
     "document_ids",
     "observe",
     "register",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import os
 import threading
 from collections.abc import Iterator
@@ -13,20 +14,20 @@ from typing import Any, ClassVar, NoReturn, Self
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import Cache, DynamicLayer
 
 from hf_kvret.contracts.index import Index
 from hf_kvret.contracts.state import State
 from hf_kvret.contracts.store import FirstRows
-from hf_kvret.layer.hybrid import check_window, new_layer
+from hf_kvret.layer.going_back import CantGoBackError, drop_tokens
+from hf_kvret.layer.hybrid import new_layer
 from hf_kvret.layer.layer import LayerInfo, RetrievalLayer
+from hf_kvret.layer.snapshots import Snapshots
 from hf_kvret.models.compatibility import (
     check_config,
-    head_dims,
-    index_budget,
+    check_options,
     model_layers,
     model_shape,
-    reader_count,
     retrieval_shapes,
 )
 from hf_kvret.models.compiled import not_compiled
@@ -39,6 +40,8 @@ from hf_kvret.saved import persistence
 from hf_kvret.saved.identity import CacheIdentity, check_filler, identity_of
 from hf_kvret.saved.token_record import TokenRecord
 from hf_kvret.stores import DISK, Store, StoreChoice
+
+_log = logging.getLogger(__name__)
 
 
 class RetrievalCache(Cache):
@@ -60,8 +63,10 @@ class RetrievalCache(Cache):
         last_identity: that of the model that was last compared with it.
         tokens: ids of the tokens in it, as far as it saw them.
         model_state: what the model must keep of the conversation in its next pass.
+        snapshots: of layers that can't go back, at some lengths.
         from_shelf: tokens that were found on a shelf; see ``Shelf``.
         shelf_note: what became of the prompt there.
+        went_back: tokens that were dropped where a prompt differed from them.
         rounds: counts of drafts, with ``lossless``.
 
     Raises:
@@ -97,7 +102,9 @@ class RetrievalCache(Cache):
         self.last_identity: CacheIdentity | None = None
         self.tokens = TokenRecord()
         self.model_state = ModelState()
+        self.snapshots = Snapshots()
         self.from_shelf, self.shelf_note = 0, ""
+        self.went_back = 0
         self.rounds = RoundCounts()
         super().__init__(layers=layers)
         self.stack = LayerStack(layers)
@@ -111,27 +118,7 @@ class RetrievalCache(Cache):
         Raises:
             ValueError: options that don't fit this model.
         """
-        for dim in head_dims(config):
-            options.check_head_dim(dim)
-        for rank in {shape.rank for shape in retrieval_shapes(config).values()} - {0}:
-            RetrievalConfig.check_head_dim(options, rank)
-        if options.follows_model and not index_budget(config):
-            raise ValueError(
-                f"{config.model_type} has no indexer of its own that native can follow: take "
-                "another method, as cache_implementation='paris'"
-            )
-        if index_budget(config) and not options.follows_model:
-            raise ValueError(
-                f"{config.model_type} selects by an indexer of its own: take "
-                "cache_implementation='native'"
-            )
-        readers = reader_count(config)
-        if readers and options.learns_from_queries:
-            raise ValueError(
-                f"{readers} layers of {config.model_type} read the keys of another layer with "
-                f"queries of their own, and {cls.__name__} learns from the queries of one layer: "
-                "take cache_implementation='paris', or flat, a2ats or aqua"
-            )
+        check_options(options, config, cls.__name__)
         return options
 
     @classmethod
@@ -158,7 +145,11 @@ class RetrievalCache(Cache):
     @property
     def states(self) -> dict[str, State]:
         """What the cache holds of a conversation beside its layers, by the attribute's name."""
-        return {"tokens": self.tokens, "model_state": self.model_state}
+        return {
+            "tokens": self.tokens,
+            "model_state": self.model_state,
+            "snapshots": self.snapshots,
+        }
 
     @property
     def retrieval_layers(self) -> list[RetrievalLayer]:
@@ -218,6 +209,7 @@ class RetrievalCache(Cache):
             state.reset()
         self.identity = None
         self.from_shelf, self.shelf_note = 0, ""
+        self.went_back = 0
         self.rounds = RoundCounts()
 
     def forget_origin(self) -> None:
@@ -289,21 +281,43 @@ class RetrievalCache(Cache):
         self.stack.note_state(layer_idx, f"recurrent {args}{kwargs.get('state_idx', '')}")
         return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
 
-    def crop(self, tokens_to_remove: int) -> None:
+    def crop(self, tokens_to_remove: int) -> int:
         """Drop the newest tokens of every layer; pass their count as a negative number.
 
+        Where layers can't go back (a recurrent state, a full sliding window), the cache goes back
+        to its newest snapshot at or before that point. Returns how many tokens more were dropped
+        so, which have to be read again; ``generate`` reads what a whole conversation lacks.
+
         After a pass that broke off in the middle, what it left is dropped first: ``crop(0)`` drops
-        that alone. transformers 5.17 passes a tensor while it drafts: lengths made of it would
-        change with it.
+        that alone. transformers 5.17 passes a tensor, which it changes later.
 
         Raises:
-            RuntimeError: a layer that can't go back (a recurrent state, a full sliding window), or
-                another thread is in the middle of a pass. Nothing was dropped.
+            RuntimeError: no snapshot lies that far back, or another thread is in the middle of a
+                pass. Nothing was dropped.
         """
-        self.stack.crop(int(tokens_to_remove))
+        surplus = self._drop(int(tokens_to_remove))
+        if surplus:
+            message = "crop(%d) went back to a snapshot at %d tokens: read %d tokens more again"
+            _log.warning(message, tokens_to_remove, self.get_seq_length(), surplus)
+        return surplus
+
+    def _drop(self, tokens_to_remove: int) -> int:
+        """As ``crop``, without a warning."""
+        surplus = self.stack.crop(tokens_to_remove, self.snapshots)
+        length = self.get_seq_length()
         for state in self.states.values():
-            state.crop(self.get_seq_length())
-        self.from_shelf = min(self.from_shelf, self.get_seq_length())
+            state.crop(length)
+        self.from_shelf = min(self.from_shelf, length)
+        return surplus
+
+    def go_back(self, length: int) -> None:
+        """Drop tokens until at most ``length`` are held: as few as possible, or all."""
+        before, went_back = self.get_seq_length(), self.went_back
+        try:
+            self._drop(min(0, length - before))
+        except CantGoBackError:
+            self.reset()
+        self.went_back = went_back + before - self.get_seq_length()
 
     @property
     def input_ids(self) -> torch.Tensor | None:
@@ -317,7 +331,7 @@ class RetrievalCache(Cache):
 
     def memory(self) -> MemoryReport:
         """Bytes on device and host by part, and those of full attention."""
-        return memory_report(self.layers, self.retrieval_layers)
+        return memory_report(self.layers, self.retrieval_layers, self.snapshots.nbytes())
 
     def why_dense(self) -> str | None:
         """Why nothing was ever retrieved, if the cache is too short for that; else None."""
@@ -326,11 +340,12 @@ class RetrievalCache(Cache):
     def stats(self) -> dict[str, Any]:
         """Counts since the cache was made, forked or reset; see ``cache_stats``.
 
-        And ``from_shelf`` and ``shelf_note``, as the attributes; with ``lossless`` a dict of that
-        name, see ``RoundCounts``.
+        And ``from_shelf``, ``shelf_note`` and ``went_back``, as the attributes; ``snapshots`` with
+        ``lengths`` and ``nbytes``; with ``lossless`` a dict of that name, see ``RoundCounts``.
         """
         stats = cache_stats(self.retrieval_layers, self.name, self._stores, self.why_dense())
-        stats |= {"from_shelf": self.from_shelf, "shelf_note": self.shelf_note}
+        stats |= {name: getattr(self, name) for name in ("from_shelf", "shelf_note", "went_back")}
+        stats["snapshots"] = {"lengths": self.snapshots.lengths, "nbytes": self.snapshots.nbytes()}
         return stats | ({"lossless": asdict(self.rounds)} if self.options.lossless else {})
 
     def fork(self, **changes: Any) -> Self:
@@ -350,7 +365,7 @@ class RetrievalCache(Cache):
         twin.layers = [copy.deepcopy(layer) for layer in self.layers]
         for name, state in self.states.items():
             setattr(twin, name, state.fork())
-        twin.saved_digests, twin.rounds = {}, RoundCounts()
+        twin.saved_digests, twin.rounds, twin.went_back = {}, RoundCounts(), 0
         twin.stack = LayerStack(twin.layers)
         if changes:
             twin.options = options
@@ -480,38 +495,15 @@ class LayerStack:
             self._refuse_pass(fault)
         self._thread = threading.get_ident()
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Drop a broken pass and the newest tokens of every layer, of none where one refuses."""
-        if (fault := self.fault()) is not None:
+    def crop(self, tokens_to_remove: int, snapshots: Snapshots) -> int:
+        """Drop a broken pass and the newest tokens of every layer; see ``drop_tokens``."""
+        fault = self.fault()
+        if fault is not None:
             self._check_thread()
-            self._check_way_back(fault)
-        ours = [layer for layer in reversed(self._layers) if isinstance(layer, RetrievalLayer)]
-        # A pass that broke off in its last layer reached all of them.
-        lengths = [layer.past_len for layer in ours if layer.pending_attention]
-        held = min(lengths + [layer.get_seq_length() for layer in self._attending])
-        for layer in self._attending:
-            check_window(layer, layer.get_seq_length() - held - tokens_to_remove)
-        # A state refuses, or a sliding window that is full: they come first.
-        others = [layer for layer in self._layers if not isinstance(layer, RetrievalLayer)]
-        others.sort(key=lambda layer: type(layer) is DynamicLayer)
-        # Ours from the top: a store may compute rows from those of the layer below.
-        for layer in (*others, *ours):
-            surplus = layer.get_seq_length() - held if layer in self._attending else 0
-            # Layers of transformers that can't go back refuse to drop even no tokens.
-            if (count := tokens_to_remove - surplus) or layer in ours:
-                layer.crop(count)
+        surplus = drop_tokens(self._layers, self._attending, tokens_to_remove, fault, snapshots)
         # Shorter now, the lowest layer may be as long as before a pass that reached it.
         self.forget_pass()
-
-    def _check_way_back(self, fault: str) -> None:
-        """RuntimeError where no layer can tell what it held before a pass that broke off."""
-        why = ""
-        if any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in self._layers):
-            why = "a recurrent state of this model may be ahead, which can't go back"
-        if any(isinstance(layer, RetrievalLayer) and layer.is_torn for layer in self._layers):
-            why = "it broke off while a layer took its tokens in"
-        if why:
-            raise RuntimeError(f"{fault}, and {why}: start with a new cache or cache.reset()")
+        return surplus
 
     def note_state(self, number: int, state: str) -> None:
         """Note a layer's state that is ahead until the lowest attention layer gets the tokens.

@@ -203,17 +203,27 @@ def test_a_signal_tears_no_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(*answers)
 
 
-def test_a_window_that_is_full_and_a_state_do_not_go_back() -> None:
-    for name, message in (("gemma2", "does not track past"), ("qwen3_next", "a recurrent state")):
-        model, cache = _filled(name)
-        _break_off(model, cache, 2)
-        lengths = [layer.get_seq_length() for layer in cache.retrieval_layers]
-        with pytest.raises(RuntimeError, match=message):
-            cache.crop(0)
-        assert [layer.get_seq_length() for layer in cache.retrieval_layers] == lengths
-        cache.reset()
-        with torch.no_grad():
-            model(prompt(1, 60), past_key_values=cache)
+@pytest.mark.parametrize(
+    ("name", "message"), [("gemma2", "does not track past"), ("qwen3_next", "a recurrent state")]
+)
+def test_a_window_that_is_full_and_a_state_go_back_to_a_snapshot_alone(
+    name: str, message: str
+) -> None:
+    model, cache = _filled(name)
+    snapshots = cache.snapshots.fork()
+    cache.snapshots.reset()
+    _break_off(model, cache, 2)
+    lengths = [layer.get_seq_length() for layer in cache.retrieval_layers]
+    with pytest.raises(RuntimeError, match=f"{message}.*there is no snapshot"):
+        cache.crop(0)
+    assert [layer.get_seq_length() for layer in cache.retrieval_layers] == lengths
+    cache.snapshots = snapshots
+    assert cache.crop(0) == 0
+    ids = torch.cat([prompt(1, 60), prompt(1, 5, salt=3)], dim=1)
+    fresh = hf_kvret.ParisKVCache(model.config, **COVERING_OPTIONS)
+    run: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False}
+    answers = [model.generate(ids, past_key_values=one, **run) for one in (cache, fresh)]
+    assert torch.equal(*answers)
 
 
 def test_a_window_that_kept_too_little_is_not_cut_short() -> None:

@@ -126,6 +126,8 @@ def test_what_can_not_go_back_is_taken_whole_or_not(name: str, method: str, shel
     assert found.from_shelf == 130
     answer = model.generate(more, past_key_values=found, **RUN)
     assert torch.equal(answer, model.generate(more, **RUN))
+    assert shelf.put(found, ids, model).tokens == 130
+    found.snapshots.reset()
     with pytest.raises(RuntimeError, match="put it before anything is generated"):
         shelf.put(found, ids, model)
 

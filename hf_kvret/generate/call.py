@@ -27,6 +27,7 @@ from hf_kvret.generate.chunks import chunk_prompt
 from hf_kvret.generate.from_shelf import new_cache
 from hf_kvret.generate.lossless import check_lossless, steps_of
 from hf_kvret.generate.model_state import end_use, keep_prepared, prepare_state
+from hf_kvret.generate.provenance import go_back
 from hf_kvret.generate.requests import Request, current_request, request
 from hf_kvret.layer.hybrid import recording, stop_recording
 from hf_kvret.methods.known import METHODS
@@ -49,6 +50,8 @@ def around_generate(
         cache, past_len = cache_argument(arguments), 0
         call.retrieves = _retrieves(call)
         try:
+            if call.retrieves and cache is not None:
+                go_back(call, cache)
             prepare_state(call)
             if call.retrieves:
                 past_len = 0 if cache is None else cache.get_seq_length()

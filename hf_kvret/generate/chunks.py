@@ -8,6 +8,7 @@ prompt if its generation config has ``prefill_chunk_size``; this module sets it.
 from __future__ import annotations
 
 import logging
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixi
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.generate.requests import Request
 from hf_kvret.layer.layer import RetrievalLayer
+from hf_kvret.layer.snapshots import are_taken
 from hf_kvret.models.exact_chunks import Span, depends_on_length, why_whole
 from hf_kvret.models.versions import CACHE_NAMES, CHUNKS_COUNT_PAST, DummyLayer
 from hf_kvret.options.config import RetrievalConfig
@@ -103,8 +105,8 @@ def chunk_prompt(
     result, assisted decoding, and, with transformers before 5.21, after tokens that are already
     cached. So it does where chunks would give something else than one pass, see ``why_whole``.
     ``"auto"`` never cuts for models with recurrent or convolutional layers, as some of them don't
-    continue from their state. Where the call ``cuts_end``, the last tokens are a chunk of their
-    own, wherever a prompt can be cut at all.
+    continue from their state. Where layers can't go back, or the call ``cuts_end``, chunks end
+    where snapshots are taken.
 
     Raises:
         ValueError: the caller's ``prefill_chunk_size`` cuts a prompt that has to go in one pass.
@@ -145,22 +147,30 @@ def chunk_prompt(
             _log.log(level, message, option, reason)
         generation_config.prefill_chunk_size = size
     chunk = size or length
-    if call.cuts_end and length and not obstacle:
-        generation_config.prefill_chunk_size = _with_end(length, chunk, cache)
-    new_tokens = expected_new_tokens(generation_config, cache.get_seq_length() + length)
+    past = cache.get_seq_length()
+    cuts = call.cuts_end or are_taken(cache.layers, cache.options.snapshots)
+    if length and cuts and not is_assisted(call, generation_config):
+        sizes = [chunk] if obstacle else _sizes(length, chunk, cache)
+        if len(sizes) > 1 and not _why_whole(model, cache, model_kwargs, length, sizes[0]):
+            generation_config.prefill_chunk_size, chunk = sizes, max(sizes)
+        call.points = frozenset(past + end for end in accumulate(sizes))
+    new_tokens = expected_new_tokens(generation_config, past + length)
     cache.expect(length, chunk, new_tokens)
 
 
-def _with_end(length: int, chunk: int, cache: RetrievalCache) -> list[int]:
-    """Sizes of chunks of ``length`` new tokens; the last is as short as it can be and be exact.
+def _sizes(length: int, chunk: int, cache: RetrievalCache) -> list[int]:
+    """Sizes of chunks of ``length`` new tokens, which end where snapshots are to be taken.
 
-    Of a prompt that hardly has a block it is the last token.
+    The last one is as short as it can be and be exact: the next turn may differ from there on. In a
+    prompt that hardly has a block it is the last token.
     """
-    *sizes, last = [min(chunk, length - start) for start in range(0, length, chunk)]
-    end = cache.options.max_draft + 1
-    if last >= 2 * end and cache.get_seq_length() + length - end >= BLOCK:
-        return [*sizes, last - end, end]
-    return [last - 1, 1] if not sizes and last > BLOCK else [*sizes, last]
+    end, past = cache.options.max_draft + 1, cache.get_seq_length()
+    body = length - end
+    if body < end or past + body < BLOCK:
+        return [length - 1, 1] if not past and length > BLOCK else [length]
+    size = fit_chunk(body, min(chunk, cache.options.snapshot_every), cache.options.max_draft)
+    starts = range(0, body, size or body)
+    return [*(min(size or body, body - start) for start in starts), end]
 
 
 def _why_whole(

@@ -12,6 +12,7 @@ import torch
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.generate.chunks import is_assisted
 from hf_kvret.generate.requests import Request
+from hf_kvret.layer.snapshots import are_taken
 from hf_kvret.models.compatibility import check_model
 from hf_kvret.shelf import Shelf
 from hf_kvret.shelf.entry import BLOCK
@@ -89,7 +90,7 @@ def new_cache(
         cache.shelf_note = f"not put: {new} new tokens, fewer than {step}"
         return cache
     shelf.check_writable()
-    call.cuts_end = not can_go_back
+    call.cuts_end = not can_go_back and not are_taken(cache.layers, cache.options.snapshots)
     call.keep_prompt = _Prompt(shelf, cache, call, ids).keep_prompt
     return cache
 

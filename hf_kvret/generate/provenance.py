@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.generate.model_state import add_hooks
-from hf_kvret.generate.requests import Request, is_using
+from hf_kvret.generate.requests import Request, call_using, check_free
+from hf_kvret.layer.hybrid import foreign_layers_of
 from hf_kvret.models.compiled import not_compiled
 from hf_kvret.models.versions import (
     CACHE_NAME,
@@ -66,6 +67,23 @@ def check_origin(
         record.passes.append(InputDigest.of(inputs, cache_len, first + prompt.shape[1], first))
 
 
+def go_back(call: Request, cache: RetrievalCache) -> None:
+    """Drop what ``cache`` holds beside the prompt of ``call``, where its options say so.
+
+    The last token of a prompt is read in any case. RuntimeError where another call has the cache.
+    """
+    ids, mask, cache_len = call.prompt_ids(), call.mask(None), cache.get_seq_length()
+    if cache.options.on_divergence != "crop" or ids is None or not cache_len:
+        return
+    if not isinstance(mask, torch.Tensor):
+        mask = torch.ones_like(ids)
+    if mask.shape != ids.shape or call.arguments.get(EMBEDDINGS) is not None:
+        return
+    check_free(call, cache)
+    difference = cache.tokens.difference(ids, mask, cache_len)
+    cache.go_back(min(ids.shape[1] - 1, cache_len if difference is None else difference[1]))
+
+
 def watch(model: PreTrainedModel) -> None:
     """Have the passes of ``model`` recorded in their caches. Doing it twice is harmless."""
     # Adapters of PEFT call the decoder past the model's hooks.
@@ -113,7 +131,7 @@ def _begin(
     if is_step and record.checked_owner() is module:
         return
     is_known = cache.last_identity is not None and newest_identity(module) is cache.last_identity
-    if not (is_known and (is_step or is_using(cache))):
+    if not (is_known and (is_step or call_using(cache))):
         cache.check_model(module)
     record.checked_owner = weakref.ref(module)
 
@@ -136,6 +154,11 @@ def _end(
         return
     record.owner = None
     start, end, tokens = record.start, cache.get_seq_length(), _tokens(args, kwargs)
+    call = None if end - start == 1 else call_using(cache)
+    is_point = end - start > cache.options.max_draft if call is None else end in call.points
+    if output is not None and is_point:
+        foreign = foreign_layers_of(cache.layers)
+        cache.snapshots.take(end, foreign, cache.options.snapshots)
     # Where counts differ, the model adds tokens of its own.
     if output is None or tokens is None or tokens.shape[1] != end - start:
         return
@@ -144,7 +167,7 @@ def _end(
     if len(record.pending) > _MOST_PENDING:
         record.write_pending()
     # `generate` recorded all of them at once.
-    inputs = _other_inputs(kwargs) if end - start > 1 and not is_using(cache) else {}
+    inputs = _other_inputs(kwargs) if end - start > 1 and call is None else {}
     if inputs:
         record.passes.append(InputDigest.of(inputs, start, end, start))
 

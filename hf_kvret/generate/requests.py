@@ -31,6 +31,7 @@ class Request:
         prepared_state: what ``generate`` had the model keep for the first pass; empty after that.
         keep_prompt: called before each pass, and when the call ends, also where it fails.
         cuts_end: the last tokens of the prompt are read in a pass of their own.
+        points: lengths of the cache at which a snapshot is taken.
         retrieves: it asks for a retrieval cache, as far as its arguments tell.
         thread: that it runs in.
         text_len: ids of a sequence, as ``generate`` counts them, at its newest pass.
@@ -49,6 +50,7 @@ class Request:
     prepared_state: dict[str, Any] = field(default_factory=dict)
     keep_prompt: Callable[[], None] = lambda: None
     cuts_end: bool = False
+    points: frozenset[int] = frozenset()
     retrieves: bool = False
     thread: int = field(default_factory=threading.get_ident)
     text_len: int = 0
@@ -132,17 +134,19 @@ def request(model: PreTrainedModel, arguments: dict[str, Any]) -> Iterator[Reque
 
 
 def take_cache(call: Request, cache: RetrievalCache) -> None:
-    """Have ``call`` own ``cache`` until it is over.
-
-    RuntimeError where a call in another thread does.
-    """
+    """Have ``call`` own ``cache`` until it is over; errors as of ``check_free``."""
     with _lock:
-        if any(one.cache is cache and one.thread != call.thread for one in _running):
-            raise RuntimeError(
-                "another thread is in a call of generate with this cache: a cache serves one call "
-                "at a time. Give each call a cache of its own (cache.fork() shares what is held)"
-            )
+        check_free(call, cache)
         call.cache = cache
+
+
+def check_free(call: Request, cache: RetrievalCache) -> None:
+    """RuntimeError where a call in another thread than that of ``call`` owns ``cache``."""
+    if any(one.cache is cache and one.thread != call.thread for one in tuple(_running)):
+        raise RuntimeError(
+            "another thread is in a call of generate with this cache: a cache serves one call "
+            "at a time. Give each call a cache of its own (cache.fork() shares what is held)"
+        )
 
 
 def current_request(model: PreTrainedModel) -> Request:
@@ -156,8 +160,9 @@ def current_request(model: PreTrainedModel) -> Request:
         return next(calls, None) or Request(model, {})
 
 
-def is_using(cache: RetrievalCache) -> bool:
-    """Whether a running call of ``generate`` in this thread uses ``cache``."""
+def call_using(cache: RetrievalCache) -> Request | None:
+    """The running call of ``generate`` in this thread that uses ``cache``; None without one."""
     thread = threading.get_ident()
     with _lock:
-        return any(one.thread == thread and one.cache is cache for one in _running)
+        calls = (one for one in reversed(_running) if one.thread == thread)
+        return next((one for one in calls if one.cache is cache), None)

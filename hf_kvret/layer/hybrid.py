@@ -45,12 +45,6 @@ class HybridLayer(RetrievalLayer):
         """Whether the states can go back, too."""
         return self.linear.is_croppable
 
-    def crop(self, tokens_to_remove: int | torch.Tensor) -> None:
-        """Drop the newest tokens; RuntimeError where states can't go back, before any change."""
-        if int(tokens_to_remove):
-            self.linear.crop(int(tokens_to_remove))
-        super().crop(tokens_to_remove)
-
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Row b of the batch becomes the old row ``beam_idx[b]``."""
         self.linear.reorder_cache(beam_idx)
@@ -101,19 +95,26 @@ def stop_recording(layers: Sequence[Any], but: Sequence[Any]) -> None:
         layer.record_past = False
 
 
-def check_window(layer: Any, count: int) -> None:
-    """RuntimeError where ``layer`` is a sliding window without tokens before its newest ``count``.
+def records_past(layer: Any) -> bool:
+    """Whether a layer with a state keeps the past that it can go back in, as it does for drafts."""
+    return bool(getattr(layer, "record_past", False)) and layer.is_croppable
 
-    transformers, which keeps some of them while it drafts, would cut it short without a word.
+
+def window_obstacle(layer: Any, length: int) -> str | None:
+    """Why ``layer`` can't go back to ``length`` tokens; None where it can, or has no window.
+
+    transformers, which keeps some rows before a window while it drafts, would cut one short without
+    a word.
     """
-    if not isinstance(layer, DynamicSlidingWindowLayer) or layer.keys is None or not count:
-        return
-    left = min(layer.sliding_window - 1, layer.get_seq_length() - count)
-    if layer.keys.shape[-2] < left + count:
-        raise RuntimeError(
-            f"a sliding window of {layer.sliding_window} does not track past states for {count} "
-            "tokens, so it can't go back: start with a new cache or cache.reset()"
-        )
+    if not isinstance(layer, DynamicSlidingWindowLayer) or layer.keys is None:
+        return None
+    count, left = layer.get_seq_length() - length, min(layer.sliding_window - 1, length)
+    if count <= 0 or layer.keys.shape[-2] >= left + count:
+        return None
+    return (
+        f"a sliding window of {layer.sliding_window} does not track past states for {count} "
+        "tokens, so it can't go back"
+    )
 
 
 def new_layer(stock: Any, *arguments: Any) -> RetrievalLayer:

@@ -411,15 +411,9 @@ class RetrievalLayer(CacheLayerMixin):
         tokens_to_remove = int(tokens_to_remove)
         # Tokens of a pass that broke off before attention were never taken in.
         self.pending_attention = False
-        if tokens_to_remove > 0:
-            raise ValueError(
-                f"crop({tokens_to_remove}): pass the number of tokens to drop as a negative "
-                "number, as in crop(-3)"
-            )
+        check_count(tokens_to_remove, 0 if self.kv is None else self.kv.length)
         if self.kv is None or tokens_to_remove == 0:
             return
-        if -tokens_to_remove > self.kv.length:
-            raise ValueError(f"crop({tokens_to_remove}): only {self.kv.length} tokens held")
         self.edited()
         self.kv.crop(self.kv.length + tokens_to_remove)
         self.prompt_end = 0
@@ -568,3 +562,14 @@ def _new_store(make_store: MakeStore, below: RetrievalLayer | None, first: First
 def _store_of(layer: RetrievalLayer | None) -> Store | None:
     """The store of a layer; None where there is no layer, or where it is empty."""
     return None if layer is None or layer.kv is None else layer.kv.store
+
+
+def check_count(tokens_to_remove: int, held: int) -> None:
+    """ValueError for a count of tokens to drop that is positive, or larger than what is held."""
+    if tokens_to_remove > 0:
+        raise ValueError(
+            f"crop({tokens_to_remove}): pass the number of tokens to drop as a negative "
+            "number, as in crop(-3)"
+        )
+    if -tokens_to_remove > held:
+        raise ValueError(f"crop({tokens_to_remove}): only {held} tokens held")

@@ -15,6 +15,7 @@ from transformers.cache_utils import (
 )
 
 from hf_kvret.models.versions import INDEXED_MODELS_CACHE_LATENTS
+from hf_kvret.options.config import RetrievalConfig
 from hf_kvret_model_patches.decoders import decoder_of
 
 # By model type, why a retrieval cache can't serve it where configuration and classes do not say it.
@@ -348,3 +349,28 @@ def one_or_all(values: list) -> Any:
 
 def _layers_differ(text: PreTrainedConfig) -> bool:
     return getattr(text, "is_heterogeneous", False)
+
+
+def check_options(options: RetrievalConfig, config: PreTrainedConfig, owner: str) -> None:
+    """ValueError for options of a cache of class ``owner`` that don't fit a model."""
+    for dim in head_dims(config):
+        options.check_head_dim(dim)
+    for rank in {shape.rank for shape in retrieval_shapes(config).values()} - {0}:
+        RetrievalConfig.check_head_dim(options, rank)
+    if options.follows_model and not index_budget(config):
+        raise ValueError(
+            f"{config.model_type} has no indexer of its own that native can follow: take "
+            "another method, as cache_implementation='paris'"
+        )
+    if index_budget(config) and not options.follows_model:
+        raise ValueError(
+            f"{config.model_type} selects by an indexer of its own: take "
+            "cache_implementation='native'"
+        )
+    readers = reader_count(config)
+    if readers and options.learns_from_queries:
+        raise ValueError(
+            f"{readers} layers of {config.model_type} read the keys of another layer with "
+            f"queries of their own, and {owner} learns from the queries of one layer: "
+            "take cache_implementation='paris', or flat, a2ats or aqua"
+        )

@@ -29,6 +29,7 @@ class MemoryReport:
         store_host: cold rows in host memory.
         other_layers: sliding, linear and other layers that keep their own cache.
         full_attention: keys and values of the same tokens without retrieval, in all layers.
+        snapshots: of layers that can't go back, in host memory.
     """
 
     window: int
@@ -38,6 +39,7 @@ class MemoryReport:
     store_host: int
     other_layers: int
     full_attention: int
+    snapshots: int = 0
 
     @property
     def device(self) -> int:
@@ -47,7 +49,7 @@ class MemoryReport:
     @property
     def host(self) -> int:
         """All bytes in host memory."""
-        return self.store_host
+        return self.store_host + self.snapshots
 
     def __str__(self) -> str:
         def mib(count: int) -> str:
@@ -61,8 +63,10 @@ class MemoryReport:
         )
 
 
-def memory_report(layers: list[Any], retrieval: list[RetrievalLayer]) -> MemoryReport:
-    """The report over all ``layers``, of which ``retrieval`` are ours."""
+def memory_report(
+    layers: list[Any], retrieval: list[RetrievalLayer], snapshots: int = 0
+) -> MemoryReport:
+    """The report over all ``layers``, of which ``retrieval`` are ours, and bytes of snapshots."""
     window = index = shared = device = host = full = 0
     for layer in retrieval:
         kv = layer.kv
@@ -84,7 +88,7 @@ def memory_report(layers: list[Any], retrieval: list[RetrievalLayer]) -> MemoryR
         heads = kv.window.keys.shape[1]
         full += kv.batch_size * kv.length * heads * _row_bytes(layer) + indexer_nbytes(layer)
     other = sum(_tensor_bytes(vars(part)) for part in foreign_layers_of(layers).values())
-    return MemoryReport(window, index, shared, device, host, other, full + other)
+    return MemoryReport(window, index, shared, device, host, other, full + other, snapshots)
 
 
 def cache_stats(

@@ -56,6 +56,13 @@ class RetrievalConfig:
             ``False``: it never does.
         lossless: answers are full attention's own. Every pass attends to all tokens, and
             ``generate`` retrieves only to draft tokens, which one such pass verifies.
+        snapshots: at most so many copies of states that can't go back (recurrent ones, sliding
+            windows). A conversation whose earlier text changed goes back to one of them.
+        snapshot_every: ``generate`` takes one after so many tokens of a long prompt, and near the
+            end of every prompt.
+        on_divergence: what ``generate`` does with a filled cache whose tokens differ from the
+            prompt. ``"error"``: it raises. ``"crop"``: it drops them, and reads the rest of the
+            prompt.
     """
 
     # Whether any length of context leads to retrieval.
@@ -105,6 +112,9 @@ class RetrievalConfig:
     track_recall: bool = option(False, FLAG)
     graph: Literal["auto", False] = option("auto", OneOf("auto", False))
     lossless: bool = option(False, FLAG)
+    snapshots: int = option(4, integer(0, "copies"))
+    snapshot_every: int = option(4096, integer(64, "tokens"))
+    on_divergence: Literal["error", "crop"] = option("error", OneOf("error", "crop"))
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -321,7 +331,7 @@ _BUDGETS: tuple[tuple[float, int], ...] = (
 _STORE_OPTIONS = {"store", "slots", "device_budget", "disk"}
 _CALL_OPTIONS = {
     *("max_draft", "flush", "track_recall", "prefill_chunk", "graph", "lossless"),
-    *("rest", "prompt"),
+    *("rest", "prompt", "snapshots", "snapshot_every", "on_divergence"),
 }
 LOAD_OPTIONS = frozenset({"top_k", *_CALL_OPTIONS, *_STORE_OPTIONS})
 """Options that a load may change: they don't affect what is held."""

@@ -19,11 +19,11 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_kvret.contracts.state import Tensors
+from hf_kvret.layer import foreign_layers
 from hf_kvret.layer.hybrid import foreign_layers_of
 from hf_kvret.layer.layer import RetrievalLayer
 from hf_kvret.models.ranks import part_of
 from hf_kvret.options.config import RetrievalConfig, check_load, with_companions
-from hf_kvret.saved import foreign_layers
 from hf_kvret.saved.description import (
     DESCRIPTION,
     STEM,
@@ -86,6 +86,7 @@ def _write(cache: FilledCache, replacement: Replacement) -> dict[str, Any]:
         "identity": None if cache.identity is None else dataclasses.asdict(cache.identity),
         "tokens": {"passes": cache.tokens.passes} if saved["tokens"] else None,
         "layers": layers,
+        "snapshots": cache.snapshots.described(),
         "files": writer.files,
         "tensors": writer.checksums,
     }
@@ -175,9 +176,12 @@ def _fill(
     if (fault := cache.stack.fault()) is not None:
         raise ValueError(f"{directory} is damaged: {fault}; save the cache again")
     for name, state in cache.states.items():
-        state.load_state_dict(tensors.with_prefix(f"{name}."), device)
+        if state is not cache.snapshots:
+            state.load_state_dict(tensors.with_prefix(f"{name}."), device)
     if content["tokens"] is not None:
         cache.tokens.passes = [InputDigest(*one) for one in content["tokens"]["passes"]]
+    # Caches that were saved before there were snapshots have none.
+    cache.snapshots.load(content.get("snapshots", ()), tensors.with_prefix("snapshots."))
     identity = content["identity"]
     cache.identity = None if identity is None else CacheIdentity(**identity)
     if cache.get_seq_length() and identity is None:

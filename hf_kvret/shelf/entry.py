@@ -47,10 +47,11 @@ class ShelfEntry:
         used: when it was last put, found or loaded, in seconds since the epoch.
         key: hash of what a request must have in common with it, besides tokens.
         chain: hashes of its tokens up to the end of each block of 64, and of all of them.
-        can_crop: whether a part of its tokens can be taken.
+        can_crop: whether any part of its tokens can be taken.
         title: that its owner gave it.
         model: where the model was loaded from.
         dtype: of the model, as ``bfloat16``.
+        points: numbers of its first tokens that can be taken, where not any can.
     """
 
     name: str
@@ -64,6 +65,13 @@ class ShelfEntry:
     title: str
     model: str
     dtype: str
+    points: tuple[int, ...] = ()
+
+    def usable(self, common: int) -> int:
+        """How many of its first ``common`` tokens can be taken."""
+        if self.can_crop or common == self.tokens:
+            return common
+        return max((point for point in self.points if point <= common), default=0)
 
     def common(self, ids: torch.Tensor, chain: tuple[str, ...]) -> int:
         """How many of the first tokens of ``ids [T]`` it has: all of its own, or whole blocks.
@@ -119,7 +127,8 @@ def read_entry(path: Path) -> ShelfEntry | None:
         if content["version"] != VERSION or content["checksum"] != checksum(content):
             raise ValueError(f"{DESCRIPTION} is damaged, or of another version")
         sizes = {one.name: one.stat().st_size for one in files}
-        facts = content["entry"] | {"chain": tuple(content["entry"]["chain"])}
+        facts = content["entry"]
+        facts |= {name: tuple(facts.get(name, ())) for name in ("chain", "points")}
         used = (path / DESCRIPTION).stat().st_mtime
         entry = ShelfEntry(name=path.name, nbytes=sum(sizes.values()), used=used, **facts)
         is_named = entry.name == name_of(entry.key, entry.tokens, entry.chain)

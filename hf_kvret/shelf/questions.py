@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -126,21 +127,9 @@ def ask(
             "positions (max_position_embeddings): ask about a part of the document"
         )
     # A fork serves layers that can't go back, too.
-    usual: dict[str, Any] = {"past_key_values": cache.fork()}
-    # Without a mask generate would mask padding tokens that a document contains.
-    usual["attention_mask"] = torch.ones_like(prompt)
-    # The model's own stop strings need it.
-    usual["tokenizer"] = tokenizer
-    plain, dropped = plain_generation_config(model)
-    own = options.get("generation_config")
-    if dropped := [name for name in dropped if getattr(own, name, None) is None]:
-        # An argument of the call is the only thing that the model's defaults give way to.
-        usual |= {name: getattr(plain, name) for name in dropped}
-        _log.warning("left out of the model's generation_config: %s", ", ".join(dropped))
-    if "generation_config" not in options:
-        usual |= {"max_new_tokens": 512, "do_sample": False}
+    usual = {"past_key_values": cache.fork(), "max_new_tokens": 512, "do_sample": False}
+    options = answer_options(model, tokenizer, prompt, options, usual)
     generate: Any = model.generate
-    options = {**usual, **options}
     if is_table and options.get("max_new_tokens"):
         # The last one of an answer takes no position.
         room = most - prompt.shape[1] + 1
@@ -148,6 +137,37 @@ def ask(
     result = generate(prompt, **options)
     tokens = getattr(result, "sequences", result)[0, prompt.shape[1] :]
     return str(tokenizer.decode(tokens, skip_special_tokens=True)).strip()
+
+
+def answer_options(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: torch.Tensor,
+    options: Mapping[str, Any],
+    usual: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Arguments of ``generate`` for one answer to ``prompt [1, T]``.
+
+    What the model's author set, and a cache of ours contradicts, is left out, with a warning.
+
+    Args:
+        model: that answers.
+        tokenizer: of the model; its own stop strings need it.
+        prompt: all of it is text, also where it has ids of padding.
+        options: the caller's.
+        usual: what holds where ``options`` don't say; a ``generation_config`` says it all but the
+            cache.
+    """
+    arguments: dict[str, Any] = {"attention_mask": torch.ones_like(prompt), "tokenizer": tokenizer}
+    plain, dropped = plain_generation_config(model)
+    own = options.get("generation_config")
+    if dropped := [name for name in dropped if getattr(own, name, None) is None]:
+        # An argument of the call is the only thing that the model's defaults give way to.
+        arguments |= {name: getattr(plain, name) for name in dropped}
+        _log.warning("left out of the model's generation_config: %s", ", ".join(dropped))
+    if own is not None:
+        usual = {"past_key_values": usual["past_key_values"]}
+    return {**arguments, **usual, **options}
 
 
 def positions(model: PreTrainedModel) -> tuple[int, bool]:

@@ -133,13 +133,13 @@ class Shelf:
         changes |= {name: options[name] for name in named if name in options}
         entries = [one for one in self.entries() if one.key == key]
         candidates = [
-            (min(one.common(ids, chain), len(ids) - 1), one)
+            (one.usable(min(one.common(ids, chain), len(ids) - 1)), one)
             for one in entries
             if one.name not in self._damaged
         ]
-        for common, entry in sorted(candidates, key=lambda pair: pair[0], reverse=True):
-            if common < BLOCK or (common < entry.tokens and not entry.can_crop):
-                continue
+        for usable, entry in sorted(candidates, key=lambda pair: pair[0], reverse=True):
+            if usable < BLOCK:
+                break
             path = self.folder / entry.name
             try:
                 cache = cls.from_pretrained(
@@ -151,9 +151,9 @@ class Shelf:
                     _log.warning("%s is left out (shelf.remove takes it away): %s", path, error)
                     self._damaged.add(entry.name)
                 continue
-            if common < entry.tokens:
-                cache.crop(common - entry.tokens)
-            cache.from_shelf = common
+            if usable < entry.tokens:
+                cache.crop(usable - entry.tokens)
+            cache.from_shelf = usable
             self._use(entry)
             return cache
         return None
@@ -240,6 +240,7 @@ class Shelf:
         entry = ShelfEntry(
             *(name, cache.name, len(ids), memory.device + memory.host, time.time(), key, chain),
             *(can_crop(cache), title, _place_of(model), str(model.dtype).removeprefix("torch.")),
+            tuple(cache.snapshots.lengths),
         )
         with self._unfinished() as path:
             cache.save_pretrained(path, model=model)
@@ -325,7 +326,8 @@ class Shelf:
             if entry.name == new.name:
                 continue
             begins_new = entry.tokens < len(ids) and entry.common(ids, new.chain) == entry.tokens
-            is_part = begins_new and new.can_crop and entry.key == new.key and not entry.title
+            has_it = begins_new and new.usable(entry.tokens) == entry.tokens
+            is_part = has_it and entry.key == new.key and not entry.title
             # Once an entry doesn't fit, it leaves, and so do all that were used before it.
             is_full = is_full or (not is_part and size + entry.nbytes > most)
             if is_part or is_full:
@@ -443,7 +445,8 @@ def _without_newest(cache: RetrievalCache, surplus: int) -> RetrievalCache:
     if not surplus:
         return twin
     try:
-        twin.crop(-surplus)
+        if twin.crop(-surplus):
+            why = "no snapshot was taken at the end of the prompt"
     except RuntimeError as error:
         why = str(error)
     if cache.options.evicts_by:

@@ -68,10 +68,11 @@ def test_states_follow_their_rows(filled: Filled) -> None:
 
 def test_a_crop_is_refused_before_anything_is_dropped(filled: Filled) -> None:
     model, cache, mask = filled
-    expected = step(model, cache.fork(), mask)
-    with pytest.raises(RuntimeError, match="does not track past states"):
-        cache.crop(-2)
-    assert torch.equal(step(model, cache, mask), expected)
+    expected, twin = step(model, cache.fork(), mask), cache.fork()
+    twin.snapshots.reset()
+    with pytest.raises(RuntimeError, match=r"a recurrent state .* there is no snapshot"):
+        twin.crop(-2)
+    assert torch.equal(step(model, twin, mask), expected)
 
 
 def test_reports_count_states(filled: Filled) -> None:

@@ -137,13 +137,19 @@ def test_auto_reads_in_chunks_what_no_pass_affords(
     assert lengths == [256, 256, 256, 188]
 
 
-def test_auto_leaves_recurrent_layers_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [({"snapshots": 0}, [300]), ({}, [293, 7]), ({"snapshot_every": 100}, [100, 100, 93, 7])],
+)
+def test_auto_cuts_recurrent_layers_at_snapshots_alone(
+    options: dict[str, Any], expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = MODELS["lfm2"].build()
     monkeypatch.setattr(chunks, "CHUNK_BYTES", 1)
     with passes_of(model) as lengths:
-        cache = FlatKVCache(model.config, **COVERING_OPTIONS)
+        cache = FlatKVCache(model.config, **COVERING_OPTIONS, **options)
         model.generate(prompt(1, 300), past_key_values=cache, max_new_tokens=1)
-    assert lengths == [300]
+    assert lengths == expected
 
 
 def test_embeddings_go_in_one_pass(llama: PreTrainedModel) -> None:

@@ -105,7 +105,8 @@ def _difference(ours: Any, own: Any) -> float:
 
 
 def _cache(model: PreTrainedModel, chunk: int = CHUNK) -> FlatKVCache:
-    return FlatKVCache(model.config, **COVERING_OPTIONS, prefill_chunk=chunk)
+    options = {"prefill_chunk": chunk, "snapshots": 0}
+    return FlatKVCache(model.config, **COVERING_OPTIONS, **options)
 
 
 @pytest.mark.parametrize(

@@ -141,7 +141,7 @@ def test_a_loaded_cache_goes_on_with_the_same_tokens(
     assert torch.equal(_continue(model, loaded), expected)
     assert torch.equal(_continue(model, cache), expected), "saving leaves a cache as it was"
     assert all(layer["selected"] > 0 for layer in loaded.stats()["layers"])
-    assert (loaded.memory().host > 0) == (store == "host")
+    assert (loaded.memory().store_host > 0) == (store == "host")
 
 
 def test_a_cache_without_tokens_or_without_cold_ones_comes_back(

@@ -48,6 +48,11 @@ _LAYERS = {
 }
 
 
+def is_known(layer: Any) -> bool:
+    """Whether this version knows all that a layer of transformers holds."""
+    return type(layer) in _LAYERS and not vars(layer).keys() - _SAVED - _MADE
+
+
 def layer_state(layer: Any) -> tuple[Tensors, dict[str, Any]]:
     """Tensors of a layer on the CPU, and its plain values, by name.
 
@@ -55,7 +60,7 @@ def layer_state(layer: Any) -> tuple[Tensors, dict[str, Any]]:
         TypeError: a layer, or an attribute of it, that is not known.
     """
     unknown = vars(layer).keys() - _SAVED - _MADE
-    if type(layer) not in _LAYERS or unknown:
+    if not is_known(layer):
         what = f"the attribute {min(unknown)} of a" if unknown else "a cache layer of type"
         raise TypeError(
             f"cannot save {what} {type(layer).__name__}, which this hf_kvret does not know: "

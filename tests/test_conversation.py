@@ -1,0 +1,235 @@
+"""Conversations whose earlier text changes: snapshots, ``on_divergence`` and ``hf_kvret.chat``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+import hf_kvret
+from hf_kvret import ParisKVCache, RetrievalCache, Shelf
+from hf_kvret.testing import COVERING_OPTIONS
+from hf_kvret.testing.conformance import ALL_MODELS
+from hf_kvret.testing.scenario import prompt, ragged
+
+RUN: dict[str, Any] = {"max_new_tokens": 9, "do_sample": False}
+# Layers with states, convolutions or sliding windows.
+HYBRIDS = (
+    *("gemma3", "qwen3_next", "lfm2", "falcon_h1", "kimi_linear", "zamba2", "zaya", "gpt_oss"),
+    *("bailing_hybrid", "gemma4"),
+)
+# Of earlier answers it shows no more than what comes behind six words of thought.
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}> {% if m.role == 'assistant' %}"
+    "{{ m.content.split(' ')[6:] | join(' ') }}{% else %}{{ m.content }}{% endif %} {% endfor %}"
+    "{% if add_generation_prompt %}<assistant> <think>{% endif %}"
+)
+
+
+@pytest.fixture
+def tokenizer() -> PreTrainedTokenizerFast:
+    """A word is a token; the first ones are those of the template."""
+    marks = ["<pad>", "<system>", "<user>", "<assistant>", "<think>"]
+    words = marks + [f"w{number}" for number in range(len(marks), 128)]
+    vocabulary = {word: number for number, word in enumerate(words)}
+    words_alone = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    words_alone.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    made = PreTrainedTokenizerFast(tokenizer_object=words_alone)
+    made.chat_template = TEMPLATE
+    return made
+
+
+def _said(turn: int) -> str:
+    ids = prompt(1, 150 if turn == 0 else 15, salt=turn)[0]
+    return " ".join(f"w{max(5, int(number))}" for number in ids)
+
+
+def _fresh(model: Any, tokenizer: Any, messages: list[dict[str, Any]]) -> str:
+    """What the model answers to a conversation that it reads from its beginning."""
+    inputs = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    ids = inputs["input_ids"]
+    answer = model.generate(ids, attention_mask=torch.ones_like(ids), **RUN)
+    return str(tokenizer.decode(answer[0, ids.shape[1] :], skip_special_tokens=True)).strip()
+
+
+def _saved(cache: RetrievalCache, model: Any, folder: Path) -> RetrievalCache:
+    cache.save_pretrained(folder / "saved")
+    return type(cache).from_pretrained(folder / "saved", model.config, model=model)
+
+
+# What becomes of the cache between two turns.
+WAYS: dict[str, Callable[..., RetrievalCache]] = {
+    "kept": lambda cache, *_: cache,
+    "forked": lambda cache, *_: cache.fork(),
+    "saved": _saved,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "way", "turns"),
+    [
+        ("llama", "kept", 3),
+        ("gemma3", "kept", 4),
+        ("qwen3_next", "forked", 4),
+        ("lfm2", "saved", 4),
+        *[pytest.param(name, way, 8, marks=pytest.mark.slow) for name in HYBRIDS for way in WAYS],
+    ],
+)
+def test_a_chat_that_strips_thoughts_reads_what_is_new(
+    name: str, way: str, turns: int, tokenizer: Any, tmp_path: Path
+) -> None:
+    model: Any = ALL_MODELS[name].build()
+    talk = hf_kvret.chat(model, tokenizer, cache_config=COVERING_OPTIONS, system="w9 w8 w7")
+    for turn in range(turns):
+        held = talk.cache.get_seq_length()
+        talk.cache = WAYS[way](talk.cache, model, tmp_path / str(turn))
+        back = talk.cache.went_back
+        messages = [*talk.messages, {"role": "user", "content": _said(turn)}]
+        expected = _fresh(model, tokenizer, messages)
+        assert talk.send(_said(turn), **RUN) == expected
+        assert talk.messages == [*messages, {"role": "assistant", "content": expected}]
+        # The answer, and of the prompt what a short pass reads (max_draft=6), are read again.
+        assert talk.cache.went_back - back <= (0 if turn == 0 else len(expected.split()) + 7)
+        assert held == 0 or talk.cache.went_back > back
+    snapshots = talk.cache.stats()["snapshots"]
+    assert len(snapshots["lengths"]) == (0 if name == "llama" else 4)
+    assert talk.cache.memory().snapshots == snapshots["nbytes"]
+
+
+def test_an_interrupt_leaves_the_conversation_as_it_was(tokenizer: Any) -> None:
+    class Stops:
+        """A streamer that a user stops at the fourth token."""
+
+        count = 0
+
+        def put(self, _: Any) -> None:
+            self.count += 1
+            if self.count == 4:
+                raise KeyboardInterrupt
+
+        def end(self) -> None:
+            """Nothing."""
+
+    model: Any = ALL_MODELS["qwen3_next"].build()
+    talk = hf_kvret.chat(model, tokenizer, "flat", cache_config=COVERING_OPTIONS)
+    first = talk.send(_said(0), **RUN)
+    before = list(talk.messages)
+    with pytest.raises(KeyboardInterrupt):
+        talk.send(_said(1), streamer=Stops(), **RUN)
+    assert talk.messages == before and first
+    expected = _fresh(model, tokenizer, [*before, {"role": "user", "content": _said(2)}])
+    assert talk.send(_said(2), **RUN) == expected
+
+
+def test_an_edit_far_back_reads_what_it_must(tokenizer: Any) -> None:
+    model: Any = ALL_MODELS["lfm2"].build()
+    options = {**COVERING_OPTIONS, "snapshot_every": 64}
+    talk = hf_kvret.chat(model, tokenizer, cache_config=options)
+    talk.send(_said(0), **RUN)
+    lengths = talk.cache.snapshots.lengths
+    assert lengths[:2] == [64, 128]
+    # Behind the second snapshot, and before the first.
+    for cut, kept in ((140, 128), (40, 0)):
+        held = talk.cache.get_seq_length()
+        words = _said(0).split()[:cut]
+        talk.messages = [{"role": "user", "content": " ".join(words)}]
+        expected = _fresh(model, tokenizer, [*talk.messages, {"role": "user", "content": "w77"}])
+        back = talk.cache.went_back
+        assert talk.send("w77", **RUN) == expected
+        assert talk.cache.went_back - back == held - kept
+
+
+def test_a_batch_goes_back_to_what_all_rows_share() -> None:
+    model: Any = ALL_MODELS["gemma3"].build()
+    ids, mask = ragged((120, 90))
+    cache = ParisKVCache(model.config, on_divergence="crop", **COVERING_OPTIONS)
+    model.generate(ids, attention_mask=mask, past_key_values=cache, **RUN)
+    other = ids.clone()
+    other[1, -3:] = torch.tensor([5, 6, 5])
+    answers = [
+        model.generate(other, attention_mask=mask, past_key_values=one, **RUN)
+        for one in (cache, None)
+    ]
+    assert torch.equal(*answers)
+    assert cache.went_back == 8 + 7
+    longer = torch.cat([ids, prompt(2, 20)], dim=1)
+    seen = torch.nn.functional.pad(mask, (0, 20), value=1)
+    with pytest.raises(ValueError, match="differs from the tokens in past_key_values"):
+        model.generate(
+            longer, attention_mask=seen, past_key_values=cache.fork(on_divergence="error"), **RUN
+        )
+
+
+def test_a_crop_says_what_is_to_be_read_again(caplog: pytest.LogCaptureFixture) -> None:
+    model: Any = ALL_MODELS["falcon_h1"].build()
+    cache = ParisKVCache(model.config, **COVERING_OPTIONS)
+    ids = prompt(1, 150)
+    model.generate(ids, past_key_values=cache, **RUN)
+    assert cache.snapshots.lengths == [143, 150]
+    assert cache.crop(-4) == 4 and cache.get_seq_length() == 150
+    assert "read 4 tokens more again" in caplog.text
+    # A reorder goes through snapshots, too.
+    cache.batch_repeat_interleave(2)
+    assert cache.crop(-2) == 5
+    both = model.generate(ids.repeat(2, 1), past_key_values=cache, **RUN)
+    assert torch.equal(both[1], model.generate(ids, **RUN)[0])
+    cache.snapshots.crop(143)
+    with pytest.raises(RuntimeError, match="oldest snapshot has 143 tokens: start with a new"):
+        cache.crop(100 - cache.get_seq_length())
+    cache.reset()
+    assert cache.stats()["snapshots"] == {"lengths": [], "nbytes": 0}
+
+
+def test_snapshots_are_bounded_and_far_from_each_other() -> None:
+    model: Any = ALL_MODELS["qwen3_next"].build()
+    hf_kvret.attach(model)
+    cache = ParisKVCache(model.config, snapshots=5, **COVERING_OPTIONS)
+    largest = 0
+    with torch.no_grad():
+        for turn in range(40):
+            model(prompt(1, 10, salt=turn), past_key_values=cache, logits_to_keep=1)
+            largest = max(largest, cache.snapshots.nbytes())
+    lengths = cache.snapshots.lengths
+    assert len(lengths) == 5 and lengths[-2:] == [390, 400]
+    assert max(b - a for a, b in zip([0, *lengths], lengths, strict=False)) < 300
+    assert largest == cache.snapshots.nbytes()
+    none = ParisKVCache(model.config, snapshots=0, **COVERING_OPTIONS)
+    model.generate(prompt(1, 100), past_key_values=none, **RUN)
+    assert not none.snapshots.lengths
+
+
+def test_a_shelf_gives_the_part_of_a_hybrid_that_a_prompt_shares(tmp_path: Path) -> None:
+    model: Any = ALL_MODELS["qwen3_next"].build()
+    options = {**COVERING_OPTIONS, "shelf": str(tmp_path), "shelf_step": 1, "snapshot_every": 64}
+    ids = prompt(1, 300)
+    other = torch.cat([ids[:, :200], prompt(1, 30, salt=2)], dim=1)
+    for asked, found in ((ids, 0), (other, 192), (ids, 293)):
+        result = model.generate(
+            asked,
+            cache_implementation="paris",
+            cache_config=options,
+            return_dict_in_generate=True,
+            **RUN,
+        )
+        assert torch.equal(result.sequences, model.generate(asked, **RUN))
+        assert result.past_key_values.stats()["from_shelf"] == found
+    assert {entry.points for entry in Shelf(tmp_path).entries()}
+
+
+def test_bad_chats_are_refused(tokenizer: Any) -> None:
+    model: Any = ALL_MODELS["llama"].build()
+    with pytest.raises(ValueError, match="'pariss': choose one of"):
+        hf_kvret.chat(model, tokenizer, "pariss")
+    talk = hf_kvret.chat(model, tokenizer)
+    with pytest.raises(ValueError, match="one answer of one beam"):
+        talk.send("w9", num_beams=2)
+    tokenizer.chat_template = None
+    with pytest.raises(ValueError, match="has no chat template"):
+        hf_kvret.chat(model, tokenizer)
