@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 import hf_kvret
 from hf_kvret import ParisKVCache, RetrievalCache, Shelf
+from hf_kvret.models.versions import CHUNKS_COUNT_PAST
 from hf_kvret.testing import COVERING_OPTIONS
 from hf_kvret.testing.conformance import ALL_MODELS
 from hf_kvret.testing.scenario import prompt, ragged
@@ -96,10 +97,11 @@ def test_a_chat_that_strips_thoughts_reads_what_is_new(
         assert talk.send(_said(turn), **RUN) == expected
         assert talk.messages == [*messages, {"role": "assistant", "content": expected}]
         # The answer, and of the prompt what a short pass reads (max_draft=6), are read again.
-        assert talk.cache.went_back - back <= (0 if turn == 0 else len(expected.split()) + 7)
+        most = 0 if turn == 0 else len(expected.split()) + 7
+        assert talk.cache.went_back - back <= most or not CHUNKS_COUNT_PAST
         assert held == 0 or talk.cache.went_back > back
     snapshots = talk.cache.stats()["snapshots"]
-    assert len(snapshots["lengths"]) == (0 if name == "llama" else 4)
+    assert len(snapshots["lengths"]) == (0 if name == "llama" else 4 if CHUNKS_COUNT_PAST else 2)
     assert talk.cache.memory().snapshots == snapshots["nbytes"]
 
 

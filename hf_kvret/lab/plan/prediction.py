@@ -22,6 +22,7 @@ from hf_kvret.lab.bench.filling import attend, update_indexer
 from hf_kvret.lab.bench.floors import held_bytes, layer_floor
 from hf_kvret.lab.evaluate.caches import CacheChoice
 from hf_kvret.layer.layer import RetrievalLayer
+from hf_kvret.layer.snapshots import is_stuck
 from hf_kvret.models.compatibility import layer_shape
 from hf_kvret.models.versions import DummyLayer
 from hf_kvret.observe.observers import counters_of
@@ -80,7 +81,7 @@ class CacheBytes:
         window: sink and recent tokens, and all tokens of layers without a store.
         index: on the device.
         store_device: cold rows and page tables on the device.
-        store_host: the same in host memory.
+        store_host: the same in host memory, and snapshots of layers that can't go back.
         shared: one copy for all sequences, on the device.
         read_device: bytes that a step reads in device memory, weights left out.
         read_bus: bytes that a step reads over the bus.
@@ -242,7 +243,12 @@ class Predictor:
             nbytes = memory_report([layer], []).other_layers
             # A static layer counts its tokens in a tensor, and attends to its whole buffer.
             read = None if isinstance(layer, StaticLayer) else held_bytes(layer)
-            return CacheBytes(window=nbytes, read_device=nbytes if read is None else read)
+            copies = options.snapshots if options is not None and is_stuck(layer) else 0
+            return CacheBytes(
+                window=nbytes,
+                store_host=copies * nbytes,
+                read_device=nbytes if read is None else read,
+            )
         report, floor = memory_report([layer], [layer]), layer_floor(layer)
         assert options is not None, "retrieval caches have some"
         near, far = floor.device_bytes, floor.host_bytes

@@ -65,7 +65,7 @@ def test_bytes_are_those_of_a_filled_cache(name: str, tiny: PreTrainedModel) -> 
 
 @pytest.mark.parametrize("name", ["gemma3", "gemma4"])
 def test_layers_that_slide_keep_what_they_keep(name: str) -> None:
-    check(MODELS[name].build(), "flat:store=host" + SHORT, 200)
+    check(MODELS[name].build(), "flat:store=host:snapshots=1" + SHORT, 200)
 
 
 @pytest.mark.parametrize("name", ["latent", "flat:store=host" + SHORT])
