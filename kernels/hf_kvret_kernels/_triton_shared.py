@@ -142,16 +142,10 @@ def load_rows(
 
 @triton.jit
 def products(
-    left_rows,
-    left_mask,
-    right_rows,
-    right_mask,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    left_rows, left_mask, right_rows, right_mask,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
-):
+):  # fmt: skip
     """``[M, N]`` fp32 of rows of D contiguous numbers at ``left_rows [M]`` and ``right_rows [N]``.
 
     0 for rows outside the masks. Tensor cores multiply fp32 in three parts, as good as fp32.
@@ -353,17 +347,10 @@ def load_ids(ids_row, indices, inside, stride, tokens):
 
 @triton.jit
 def row_pointers(
-    ids,
-    id_mask,
-    kv_head,
-    table_row,
-    page_address,
+    ids, id_mask, kv_head, table_row, page_address,
     stride_table,
-    PAGE_LEN: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ALIGN: tl.constexpr,
-    DTYPE: tl.constexpr,
-):
+    PAGE_LEN: tl.constexpr, WIDTH: tl.constexpr, ALIGN: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
     """Pointers ``[K, 1]`` to the rows that ``ids [K]`` name; meaningless outside ``id_mask``.
 
     Args:
@@ -383,19 +370,11 @@ def row_pointers(
 
 @triton.jit
 def side_pointers(
-    ids,
-    id_mask,
-    kv_head,
-    table_row,
-    page_address,
+    ids, id_mask, kv_head, table_row, page_address,
     stride_table,
-    PAGE_LEN: tl.constexpr,
-    DK: tl.constexpr,
-    DV: tl.constexpr,
-    KEY_ALIGN: tl.constexpr,
-    VALUE_ALIGN: tl.constexpr,
-    DTYPE: tl.constexpr,
-):
+    PAGE_LEN: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, KEY_ALIGN: tl.constexpr,
+    VALUE_ALIGN: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
     """``row_pointers`` of rows whose sides lie apart: ``[K, 1]`` to keys, ``[K, 1]`` to values.
 
     KEY_ALIGN and VALUE_ALIGN are ``PagedRows.side_alignments``.
@@ -412,18 +391,9 @@ def side_pointers(
 
 @triton.jit
 def load_partials(
-    outs,
-    lses,
-    rows,
-    row_mask,
-    splits,
-    first,
-    last,
-    DV: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    CACHE: tl.constexpr,
-):
+    outs, lses, rows, row_mask, splits, first, last,
+    DV: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_DV: tl.constexpr, CACHE: tl.constexpr,
+):  # fmt: skip
     """``(logs [S, R, 1], means [S, R, Dv])`` of chunks ``first .. last``, at most BLOCK_S of them.
 
     Args:
@@ -472,19 +442,9 @@ def merge_some(logs, means, peak, mass, total):
 
 @triton.jit
 def merge_all(
-    outs,
-    lses,
-    rows,
-    row_mask,
-    splits,
-    peak,
-    mass,
-    total,
-    DV: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    CACHE: tl.constexpr,
-):
+    outs, lses, rows, row_mask, splits, peak, mass, total,
+    DV: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_DV: tl.constexpr, CACHE: tl.constexpr,
+):  # fmt: skip
     """All chunks of ``rows`` into a running merge; arguments as of ``load_partials``."""
     for first in range(0, splits, BLOCK_S):
         logs, means = load_partials(

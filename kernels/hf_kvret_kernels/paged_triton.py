@@ -25,35 +25,14 @@ _ROW_DTYPES = {**TL_DTYPES, torch.uint8: tl.uint8}
 
 @triton.jit(do_not_specialize=["heads", "queries", "count", "tokens", *CHANGING_STRIDES])
 def _gather_kernel(
-    ids_ptr,
-    table,
-    page_address,
-    keys,
-    values,
-    stride_ids_b,
-    stride_ids_h,
-    stride_ids_q,
-    stride_ids_k,
-    stride_table_b,
-    stride_table,
-    heads,
-    queries,
-    count,
-    tokens,
-    SHARE: tl.constexpr,
-    PAGE_LEN: tl.constexpr,
-    DK: tl.constexpr,
-    DV: tl.constexpr,
-    WIDTH: tl.constexpr,
-    VALUE_START: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_DK: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    ALIGN: tl.constexpr,
-    VALUE_ALIGN: tl.constexpr,
-    APART: tl.constexpr,
+    ids_ptr, table, page_address, keys, values,
+    stride_ids_b, stride_ids_h, stride_ids_q, stride_ids_k, stride_table_b, stride_table,
+    heads, queries, count, tokens,
+    SHARE: tl.constexpr, PAGE_LEN: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    WIDTH: tl.constexpr, VALUE_START: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_DK: tl.constexpr,
+    BLOCK_DV: tl.constexpr, ALIGN: tl.constexpr, VALUE_ALIGN: tl.constexpr, APART: tl.constexpr,
     DTYPE: tl.constexpr,
-):
+):  # fmt: skip
     index = tl.program_id(0).to(tl.int64)
     b, h, q = selection_index(index, heads, queries)
     columns = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
@@ -133,20 +112,11 @@ _WORDS = {4: (torch.int32, tl.int32), 2: (torch.int16, tl.int16), 1: (torch.int8
 
 @triton.jit(do_not_specialize=["stride_table_b", "first", "columns", "work"])
 def _copy_kernel(
-    table,
-    page_address,
-    out,
-    stride_table_b,
-    stride_table,
-    heads,
-    first,
-    columns,
-    work,
-    WORDS: tl.constexpr,
-    TILE: tl.constexpr,
-    ALIGN: tl.constexpr,
-    DTYPE: tl.constexpr,
-):
+    table, page_address, out,
+    stride_table_b, stride_table,
+    heads, first, columns, work,
+    WORDS: tl.constexpr, TILE: tl.constexpr, ALIGN: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
     tiles = tl.cdiv(WORDS, TILE)
     offsets = tl.arange(0, TILE)
     for index in range(tl.program_id(0), work, tl.num_programs(0)):

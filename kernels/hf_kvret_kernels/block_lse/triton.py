@@ -23,31 +23,11 @@ from hf_kvret_kernels._triton_shared import (
 
 @triton.jit(do_not_specialize=["queries", "tokens", "blocks"])
 def _block_lse_kernel(
-    query,
-    key,
-    positions,
-    valid,
-    lse,
-    strides,
-    heads,
-    queries,
-    tokens,
-    blocks,
-    inner,
-    outer,
-    G: tl.constexpr,
-    DK: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    MAIN: tl.constexpr,
-    BLOCK_DK: tl.constexpr,
-    REST: tl.constexpr,
-    KEY_ROW: tl.constexpr,
-    VALID_STRIDE: tl.constexpr,
-    VALID: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    DOT_DTYPE: tl.constexpr,
-):
+    query, key, positions, valid, lse, strides, heads, queries, tokens, blocks, inner, outer,
+    G: tl.constexpr, DK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    MAIN: tl.constexpr, BLOCK_DK: tl.constexpr, REST: tl.constexpr, KEY_ROW: tl.constexpr,
+    VALID_STRIDE: tl.constexpr, VALID: tl.constexpr, SOFTCAP: tl.constexpr, DOT_DTYPE: tl.constexpr,
+):  # fmt: skip
     block = tl.program_id(0)
     b = (tl.program_id(1) // heads).to(tl.int64)
     h = (tl.program_id(1) % heads).to(tl.int64)

@@ -125,40 +125,13 @@ def _write_relevance(
 
 @triton.jit(do_not_specialize=["centroids", "row_blocks", "key_blocks", "start", "chunk"])
 def _relevance_kernel(
-    query_ptr,
-    key_ptr,
-    lse_ptr,
-    found_ptr,
-    valid_ptr,
-    valid_stride_b,
-    valid_stride_n,
-    query_stride_b,
-    query_stride_h,
-    query_stride_c,
-    query_stride_g,
-    key_stride_b,
-    key_stride_h,
-    key_stride_n,
-    lse_stride_h,
-    found_stride_h,
-    found_stride_c,
-    heads,
-    centroids,
-    row_blocks,
-    key_blocks,
-    start,
-    chunk,
-    inner,
-    outer,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    HAS_LSE: tl.constexpr,
-    DOT_DTYPE: tl.constexpr,
-):
+    query_ptr, key_ptr, lse_ptr, found_ptr, valid_ptr,
+    valid_stride_b, valid_stride_n, query_stride_b, query_stride_h, query_stride_c, query_stride_g,
+    key_stride_b, key_stride_h, key_stride_n, lse_stride_h, found_stride_h, found_stride_c,
+    heads, centroids, row_blocks, key_blocks, start, chunk, inner, outer,
+    G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, HAS_LSE: tl.constexpr, DOT_DTYPE: tl.constexpr,
+):  # fmt: skip
     """The largest ``score - lse`` of G queries, for a block of centroids and one of keys."""
     pair = tl.program_id(0) // key_blocks
     index = (pair // row_blocks).to(tl.int64)
@@ -243,35 +216,13 @@ def denominators(
 
 @triton.jit(do_not_specialize=["rows", "tiles", "start", "chunk", "split_len"])
 def _denominators_kernel(
-    query_ptr,
-    key_ptr,
-    sums_ptr,
-    valid_ptr,
-    valid_stride_b,
-    valid_stride_n,
-    query_stride_b,
-    query_stride_h,
-    query_stride_c,
-    query_stride_g,
-    key_stride_b,
-    key_stride_h,
-    key_stride_n,
-    heads,
-    rows,
-    tiles,
-    start,
-    chunk,
-    split_len,
-    inner,
-    outer,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    DOT_DTYPE: tl.constexpr,
-):
+    query_ptr, key_ptr, sums_ptr, valid_ptr,
+    valid_stride_b, valid_stride_n, query_stride_b, query_stride_h, query_stride_c, query_stride_g,
+    key_stride_b, key_stride_h, key_stride_n,
+    heads, rows, tiles, start, chunk, split_len, inner, outer,
+    G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, DOT_DTYPE: tl.constexpr,
+):  # fmt: skip
     """The log-sum-exp of a tile of queries, rows ``c * G + g``, over a part of a chunk of keys."""
     index = (tl.program_id(0) // tiles).to(tl.int64)
     b, h = index // heads, index % heads
@@ -396,30 +347,13 @@ def unite(ids: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
 
 @triton.jit(do_not_specialize=["queries", "length", "blocks"])
 def _similarity_kernel(
-    query_ptr,
-    centroids_ptr,
-    norms_ptr,
-    inverse_ptr,
-    cosines_ptr,
-    stride_b,
-    stride_h,
-    stride_c,
-    stride_g,
-    inverse_stride_b,
-    inverse_stride_h,
-    inverse_stride_c,
+    query_ptr, centroids_ptr, norms_ptr, inverse_ptr, cosines_ptr,
+    stride_b, stride_h, stride_c, stride_g, inverse_stride_b, inverse_stride_h, inverse_stride_c,
     inverse_stride_g,
-    heads,
-    queries,
-    length,
-    blocks,
-    G: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    DOT_DTYPE: tl.constexpr,
-):
+    heads, queries, length, blocks,
+    G: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_C: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, DOT_DTYPE: tl.constexpr,
+):  # fmt: skip
     """The largest cosine of the group, for a block of centroids of one head and all queries."""
     index = (tl.program_id(0) // blocks).to(tl.int64)
     b, h = index // heads, index % heads
@@ -457,26 +391,12 @@ def _similarity_kernel(
 
 @triton.jit(do_not_specialize=["list_count", "lists", "blocks"])
 def _take_kernel(
-    low_ptr,
-    high_ptr,
-    index_ptr,
-    ids_ptr,
-    low_stride_b,
-    low_stride_h,
-    low_stride_m,
-    low_stride_r,
-    high_stride_b,
-    high_stride_h,
-    high_stride_m,
-    high_stride_r,
-    heads,
-    list_count,
-    lists,
-    rho,
-    blocks,
-    HAS_HIGH: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    low_ptr, high_ptr, index_ptr, ids_ptr,
+    low_stride_b, low_stride_h, low_stride_m, low_stride_r, high_stride_b, high_stride_h,
+    high_stride_m, high_stride_r,
+    heads, list_count, lists, rho, blocks,
+    HAS_HIGH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Unpack a chunk of one of ``lists`` lists; ``list_count`` are requested for each head."""
     row = (tl.program_id(0) // blocks).to(tl.int64)
     indices = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
@@ -495,18 +415,11 @@ def _take_kernel(
 
 @triton.jit(do_not_specialize=["first", "queries", "count", "length", "blocks"])
 def _mark_kernel(
-    ids_ptr,
-    valid_ptr,
-    marks_ptr,
-    valid_stride_b,
-    valid_stride_n,
-    first,
-    queries,
-    count,
-    length,
-    blocks,
+    ids_ptr, valid_ptr, marks_ptr,
+    valid_stride_b, valid_stride_n,
+    first, queries, count, length, blocks,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     """The earliest place of each valid token that is named; rows of marks start at ``first``."""
     row = (tl.program_id(0) // blocks).to(tl.int64)
     indices = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)

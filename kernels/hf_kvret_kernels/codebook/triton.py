@@ -112,27 +112,12 @@ def encode(
 
 @triton.jit(do_not_specialize=["length", "blocks", "splits", "steps"])
 def _encode_kernel(
-    x_ptr,
-    codebook_ptr,
-    norms_ptr,
-    best_ptr,
-    codes_ptr,
-    heads,
-    length,
-    codewords,
-    blocks,
-    splits,
+    x_ptr, codebook_ptr, norms_ptr, best_ptr, codes_ptr, heads, length, codewords, blocks, splits,
     steps,
-    stride_b,
-    stride_h,
-    stride_n,
-    PARTIAL: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    DOT_DTYPE: tl.constexpr,
-):
+    stride_b, stride_h, stride_n,
+    PARTIAL: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_C: tl.constexpr, DOT_DTYPE: tl.constexpr,
+):  # fmt: skip
     """A block of tokens of one head against ``steps`` tiles of codewords.
 
     Each lane keeps the best of the codewords that it saw, the earlier one of equals; they are
@@ -226,20 +211,10 @@ def score_table(query: torch.Tensor, codebook: torch.Tensor, softcap: float | No
 
 @triton.jit(do_not_specialize=["readers"])
 def _table_kernel(
-    query_ptr,
-    codebook_ptr,
-    table_ptr,
-    heads,
-    codewords,
-    readers,
-    inner,
-    outer,
-    SOFTCAP: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    query_ptr, codebook_ptr, table_ptr, heads, codewords, readers, inner, outer,
+    SOFTCAP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_C: tl.constexpr,
-):
+):  # fmt: skip
     """A tile of the queries that read one codebook, against a tile of its codewords."""
     index = tl.program_id(2).to(tl.int64)
     ids = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -348,21 +323,10 @@ def lookup(table: torch.Tensor, codes: torch.Tensor, valid: torch.Tensor | None)
 
 @triton.jit
 def _valid_codes(
-    codes_ptr,
-    valid_ptr,
-    index,
-    tokens,
-    heads,
-    length,
-    codewords,
-    stride_b,
-    stride_h,
-    stride_n,
-    valid_stride_b,
-    valid_stride_n,
-    VALID_UNIT: tl.constexpr,
-    HAS_VALID: tl.constexpr,
-):
+    codes_ptr, valid_ptr, index, tokens, heads, length, codewords,
+    stride_b, stride_h, stride_n, valid_stride_b, valid_stride_n,
+    VALID_UNIT: tl.constexpr, HAS_VALID: tl.constexpr,
+):  # fmt: skip
     """``(codes, code_mask)`` of a block; False where no token is valid or has a codeword."""
     b, h = index // heads, index % heads
     token_mask = tokens < length
@@ -379,22 +343,10 @@ def _valid_codes(
 
 @triton.jit(do_not_specialize=["length", "blocks", "stride_b", "stride_h", "valid_stride_b"])
 def _count_kernel(
-    codes_ptr,
-    valid_ptr,
-    counts_ptr,
-    heads,
-    length,
-    codewords,
-    blocks,
-    stride_b,
-    stride_h,
-    stride_n,
-    valid_stride_b,
-    valid_stride_n,
-    VALID_UNIT: tl.constexpr,
-    HAS_VALID: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    codes_ptr, valid_ptr, counts_ptr, heads, length, codewords, blocks,
+    stride_b, stride_h, stride_n, valid_stride_b, valid_stride_n,
+    VALID_UNIT: tl.constexpr, HAS_VALID: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     index = (tl.program_id(0) // blocks).to(tl.int64)
     tokens = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     codes, code_mask = _valid_codes(
@@ -437,24 +389,10 @@ def _denominator_kernel(table_ptr, counts_ptr, lse_ptr, readers, codewords, BLOC
     do_not_specialize=["length", "blocks", "readers", "stride_b", "stride_h", "valid_stride_b"]
 )
 def _lookup_kernel(
-    table_ptr,
-    codes_ptr,
-    valid_ptr,
-    scores_ptr,
-    heads,
-    length,
-    codewords,
-    blocks,
-    readers,
-    stride_b,
-    stride_h,
-    stride_n,
-    valid_stride_b,
-    valid_stride_n,
-    VALID_UNIT: tl.constexpr,
-    HAS_VALID: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    table_ptr, codes_ptr, valid_ptr, scores_ptr, heads, length, codewords, blocks, readers,
+    stride_b, stride_h, stride_n, valid_stride_b, valid_stride_n,
+    VALID_UNIT: tl.constexpr, HAS_VALID: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """A block of tokens of one head; its readers are the queries of its query heads, in order."""
     index = (tl.program_id(0) // blocks).to(tl.int64)
     tokens = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

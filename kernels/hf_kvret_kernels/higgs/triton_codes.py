@@ -59,17 +59,10 @@ def higgs_encode(
 
 @triton.jit
 def _store_groups(
-    codes_ptr,
-    codes,
-    index,
-    inside,
-    row_groups,
-    ROWS: tl.constexpr,
-    NUMBERS: tl.constexpr,
-    CODE_BITS: tl.constexpr,
-    PER_WORD: tl.constexpr,
+    codes_ptr, codes, index, inside, row_groups,
+    ROWS: tl.constexpr, NUMBERS: tl.constexpr, CODE_BITS: tl.constexpr, PER_WORD: tl.constexpr,
     PLANES: tl.constexpr,
-):
+):  # fmt: skip
     """Store ``codes [ROWS, NUMBERS]`` of the groups that are numbered ``index [ROWS]``."""
     WORDS: tl.constexpr = NUMBERS // PER_WORD
     row, offset = index // row_groups, index % row_groups
@@ -83,23 +76,10 @@ def _store_groups(
 
 @triton.jit(do_not_specialize=["groups"])
 def _higgs_kernel(
-    x_ptr,
-    signs_ptr,
-    merits_ptr,
-    codes_ptr,
-    scales_ptr,
-    groups,
-    row_groups,
-    factor,
-    half_max,
-    POINTS: tl.constexpr,
-    GROUP: tl.constexpr,
-    LOG_GROUP: tl.constexpr,
-    BLOCK: tl.constexpr,
-    CODE_BITS: tl.constexpr,
-    PER_WORD: tl.constexpr,
-    PLANES: tl.constexpr,
-):
+    x_ptr, signs_ptr, merits_ptr, codes_ptr, scales_ptr, groups, row_groups, factor, half_max,
+    POINTS: tl.constexpr, GROUP: tl.constexpr, LOG_GROUP: tl.constexpr, BLOCK: tl.constexpr,
+    CODE_BITS: tl.constexpr, PER_WORD: tl.constexpr, PLANES: tl.constexpr,
+):  # fmt: skip
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = index < groups
     columns = tl.arange(0, GROUP)[None, :]
@@ -181,25 +161,11 @@ def decode(
 
 @triton.jit(do_not_specialize=["groups"])
 def _decode_kernel(
-    codes_ptr,
-    scales_ptr,
-    signs_ptr,
-    grid_ptr,
-    out_ptr,
-    groups,
-    row_groups,
-    row_words,
-    codes_stride,
-    scales_stride,
-    factor,
-    GROUP: tl.constexpr,
-    LOG_GROUP: tl.constexpr,
-    BLOCK: tl.constexpr,
-    CODE_BITS: tl.constexpr,
-    PER_WORD: tl.constexpr,
-    PLANES: tl.constexpr,
-    EVEN: tl.constexpr,
-):
+    codes_ptr, scales_ptr, signs_ptr, grid_ptr, out_ptr, groups, row_groups, row_words,
+    codes_stride, scales_stride, factor,
+    GROUP: tl.constexpr, LOG_GROUP: tl.constexpr, BLOCK: tl.constexpr, CODE_BITS: tl.constexpr,
+    PER_WORD: tl.constexpr, PLANES: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
     GROUP_WORDS: tl.constexpr = GROUP // (2 * PER_WORD)
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = index < groups
@@ -228,16 +194,10 @@ def load_words(bytes_ptr, mask, plane_stride, PLANES: tl.constexpr):
 
 @triton.jit
 def store_codes(
-    bytes_ptr,
-    codes,
-    mask,
-    plane_stride,
-    ROWS: tl.constexpr,
-    NUMBERS: tl.constexpr,
-    CODE_BITS: tl.constexpr,
-    PER_WORD: tl.constexpr,
+    bytes_ptr, codes, mask, plane_stride,
+    ROWS: tl.constexpr, NUMBERS: tl.constexpr, CODE_BITS: tl.constexpr, PER_WORD: tl.constexpr,
     PLANES: tl.constexpr,
-):
+):  # fmt: skip
     """Pack ``codes [ROWS, NUMBERS]`` int32; lowest bytes go to ``bytes_ptr``, one for each word."""
     parts = tl.reshape(codes, (ROWS, NUMBERS // PER_WORD, PER_WORD))
     shifts = CODE_BITS * tl.arange(0, PER_WORD)
@@ -284,17 +244,10 @@ def _points_of(codes, grid_ptr, PAIR: tl.constexpr, ROWS: tl.constexpr, NUMBERS:
 
 @triton.jit
 def load_points(
-    codes_ptr,
-    rows_mask,
-    plane_stride,
-    grid_ptr,
-    PAIR: tl.constexpr,
-    ROWS: tl.constexpr,
-    NUMBERS: tl.constexpr,
-    CODE_BITS: tl.constexpr,
-    PER_WORD: tl.constexpr,
-    PLANES: tl.constexpr,
-):
+    codes_ptr, rows_mask, plane_stride, grid_ptr,
+    PAIR: tl.constexpr, ROWS: tl.constexpr, NUMBERS: tl.constexpr, CODE_BITS: tl.constexpr,
+    PER_WORD: tl.constexpr, PLANES: tl.constexpr,
+):  # fmt: skip
     """``[ROWS, NUMBERS]`` of PAIR: coded numbers that nobody has scaled yet.
 
     Arguments as of ``load_numbers`` and ``_points_of``; rows outside ``rows_mask`` hold some point.
@@ -308,20 +261,10 @@ def load_points(
 
 @triton.jit
 def load_numbers(
-    codes_ptr,
-    scales_ptr,
-    rows_mask,
-    plane_stride,
-    grid_ptr,
-    GROUPS: tl.constexpr,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_GROUPS: tl.constexpr,
-    CODE_BITS: tl.constexpr,
-    PER_WORD: tl.constexpr,
-    PLANES: tl.constexpr,
-    EVEN: tl.constexpr,
-):
+    codes_ptr, scales_ptr, rows_mask, plane_stride, grid_ptr,
+    GROUPS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK_GROUPS: tl.constexpr,
+    CODE_BITS: tl.constexpr, PER_WORD: tl.constexpr, PLANES: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
     """fp32 ``[ROWS, BLOCK_GROUPS * GROUP]``: coded numbers, which are transformed still.
 
     Those beyond GROUPS groups and outside ``rows_mask`` are 0.
@@ -347,15 +290,10 @@ def load_numbers(
 
 @triton.jit
 def transform_groups(
-    x,
-    signs,
-    factor,
-    ROWS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    GROUP: tl.constexpr,
-    LOG_GROUP: tl.constexpr,
+    x, signs, factor,
+    ROWS: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, LOG_GROUP: tl.constexpr,
     BACK: tl.constexpr,
-):
+):  # fmt: skip
     """Signed orthonormal Hadamard transform of each group of ``x [ROWS, GROUPS * GROUP]``."""
     if not BACK:
         x = x * signs
@@ -369,22 +307,11 @@ def transform_groups(
 
 @triton.jit
 def load_side(
-    codes,
-    scales,
-    id_mask,
-    grid_ptr,
-    BYTES: tl.constexpr,
-    GROUPS: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_GROUPS: tl.constexpr,
-    CODE_BITS: tl.constexpr,
-    PER_WORD: tl.constexpr,
-    PLANES: tl.constexpr,
-    EVEN: tl.constexpr,
-    PAIR: tl.constexpr,
-    ONE_GROUP: tl.constexpr,
-):
+    codes, scales, id_mask, grid_ptr,
+    BYTES: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_GROUPS: tl.constexpr, CODE_BITS: tl.constexpr, PER_WORD: tl.constexpr,
+    PLANES: tl.constexpr, EVEN: tl.constexpr, PAIR: tl.constexpr, ONE_GROUP: tl.constexpr,
+):  # fmt: skip
     """Keys or values ``[K, BLOCK_GROUPS * GROUP]``, and factors ``[1, K]`` that they still lack.
 
     A scale of a whole row is such a factor: it is cheaper in the products than in each number.

@@ -52,20 +52,10 @@ def merge_partials(
 
 @triton.jit(do_not_specialize=["splits", "queries"])
 def _merge_kernel(
-    outs,
-    lses,
-    splits,
-    sinks_ptr,
-    out_ptr,
-    lse_ptr,
-    heads,
-    queries,
-    HAS_SINKS: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    DV: tl.constexpr,
+    outs, lses, splits, sinks_ptr, out_ptr, lse_ptr, heads, queries,
+    HAS_SINKS: tl.constexpr, PARTS: tl.constexpr, BLOCKS: tl.constexpr, DV: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     """One query of a head.
 
     ``outs`` and ``lses`` are tuples of PARTS pointers, ``splits`` says in how many chunks each part

@@ -187,29 +187,12 @@ def bonus(
 
 @triton.jit
 def _bonus_kernel(
-    query_ptr,
-    signs_ptr,
-    counts_ptr,
-    planes_ptr,
-    points_ptr,
-    histogram_ptr,
-    tickets_ptr,
-    queries,
-    head_dim,
-    scale,
-    ROTATE: tl.constexpr,
-    TABLES: tl.constexpr,
-    WORDS: tl.constexpr,
-    PER_WORD: tl.constexpr,
-    SHARES: tl.constexpr,
-    M: tl.constexpr,
-    SUBSPACES: tl.constexpr,
-    FIRST: tl.constexpr,
-    DIM: tl.constexpr,
-    STRIDE: tl.constexpr,
-    PART: tl.constexpr,
-    LOG_DIM: tl.constexpr,
-):
+    query_ptr, signs_ptr, counts_ptr, planes_ptr, points_ptr, histogram_ptr, tickets_ptr, queries,
+    head_dim, scale,
+    ROTATE: tl.constexpr, TABLES: tl.constexpr, WORDS: tl.constexpr, PER_WORD: tl.constexpr,
+    SHARES: tl.constexpr, M: tl.constexpr, SUBSPACES: tl.constexpr, FIRST: tl.constexpr,
+    DIM: tl.constexpr, STRIDE: tl.constexpr, PART: tl.constexpr, LOG_DIM: tl.constexpr,
+):  # fmt: skip
     """PART subspaces of one table: their centroids are sorted by similarity.
 
     They are of the block of DIM elements from FIRST on, which is rotated by itself.
@@ -387,36 +370,13 @@ def collide(
 
 @triton.jit(do_not_specialize=["length", "stride", "count", "valid_stride_b"])
 def _collide_kernel(
-    sign_ptr,
-    words_ptr,
-    valid_ptr,
-    scores_ptr,
-    histogram_ptr,
-    tickets_ptr,
-    reaching_ptr,
-    plan_ptr,
-    before_ptr,
-    length,
-    stride,
-    heads,
-    queries,
-    count,
-    sign_stride_b,
-    sign_stride_h,
-    valid_stride_b,
-    valid_stride_n,
-    VALID_UNIT: tl.constexpr,
-    HAS_VALID: tl.constexpr,
-    WORDS: tl.constexpr,
-    PER_WORD: tl.constexpr,
-    BINS: tl.constexpr,
-    M: tl.constexpr,
-    BYTES: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    ALIGN: tl.constexpr,
-):
+    sign_ptr, words_ptr, valid_ptr, scores_ptr, histogram_ptr, tickets_ptr, reaching_ptr, plan_ptr,
+    before_ptr, length, stride, heads, queries, count,
+    sign_stride_b, sign_stride_h, valid_stride_b, valid_stride_n,
+    VALID_UNIT: tl.constexpr, HAS_VALID: tl.constexpr, WORDS: tl.constexpr, PER_WORD: tl.constexpr,
+    BINS: tl.constexpr, M: tl.constexpr, BYTES: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
     """A block of tokens for one query; a word of four bytes holds the points of four tables."""
     OF_BYTE: tl.constexpr = 8 // M << M
     ENTRIES: tl.constexpr = BYTES * OF_BYTE
@@ -495,15 +455,9 @@ def _add_points(
 
 @triton.jit
 def _plan(
-    histogram_ptr,
-    reaching_ptr,
-    plan_ptr,
-    before_ptr,
-    blocks,
-    count,
-    BINS: tl.constexpr,
-    BLOCKS: tl.constexpr,
-):
+    histogram_ptr, reaching_ptr, plan_ptr, before_ptr, blocks, count,
+    BINS: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
     """What is taken of a row, from what all its blocks have counted: ``plan`` and ``before``."""
     bins = tl.arange(0, BINS)
     bin_counts = tl.load(histogram_ptr + bins, cache_modifier=".cg")
@@ -549,15 +503,9 @@ def compact(collisions: Collisions, count: int) -> torch.Tensor:
 
 @triton.jit(do_not_specialize=["stride", "count"])
 def _compact_kernel(
-    scores_ptr,
-    plan_ptr,
-    before_ptr,
-    ids_ptr,
-    stride,
-    count,
-    BLOCK: tl.constexpr,
-    ALIGN: tl.constexpr,
-):
+    scores_ptr, plan_ptr, before_ptr, ids_ptr, stride, count,
+    BLOCK: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
     """Positions of the taken tokens of a block, behind those of the blocks before it."""
     row = tl.program_id(1).to(tl.int64)
     block, blocks = tl.program_id(0), tl.num_programs(0)
@@ -661,39 +609,14 @@ def rerank(
 
 @triton.jit(do_not_specialize=["count", "tokens"])
 def _rerank_kernel(
-    q_ptr,
-    sign_ptr,
-    magnitude_ptr,
-    weight_ptr,
-    ids_ptr,
-    levels_ptr,
-    offset_ptr,
-    scores_ptr,
-    sums_ptr,
-    inner,
-    outer,
-    count,
-    tokens,
-    heads,
-    queries,
-    sign_stride_b,
-    sign_stride_h,
-    magnitude_stride_b,
-    magnitude_stride_h,
-    weight_stride_b,
+    q_ptr, sign_ptr, magnitude_ptr, weight_ptr, ids_ptr, levels_ptr, offset_ptr, scores_ptr,
+    sums_ptr, inner, outer, count, tokens, heads, queries,
+    sign_stride_b, sign_stride_h, magnitude_stride_b, magnitude_stride_h, weight_stride_b,
     weight_stride_h,
-    IN_WORDS: tl.constexpr,
-    HAS_OFFSET: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    TABLES: tl.constexpr,
-    M: tl.constexpr,
-    LEVELS: tl.constexpr,
-    ROWS: tl.constexpr,
-    BYTES: tl.constexpr,
-    CHUNK: tl.constexpr,
-    INNER: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    IN_WORDS: tl.constexpr, HAS_OFFSET: tl.constexpr, SOFTCAP: tl.constexpr, TABLES: tl.constexpr,
+    M: tl.constexpr, LEVELS: tl.constexpr, ROWS: tl.constexpr, BYTES: tl.constexpr,
+    CHUNK: tl.constexpr, INNER: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """A block of candidates: four queries after each other, and for these chunk after chunk."""
     DIM: tl.constexpr = 8 * BYTES
     SHAPE: tl.constexpr = (BLOCK, CHUNK // INNER, INNER)
@@ -785,17 +708,9 @@ def _rerank_kernel(
 
 @triton.jit
 def _load_codes(
-    sign_ptr,
-    magnitude_ptr,
-    weight_ptr,
-    rows,
-    indices,
-    start,
-    IN_WORDS: tl.constexpr,
-    M: tl.constexpr,
-    BYTES: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
+    sign_ptr, magnitude_ptr, weight_ptr, rows, indices, start,
+    IN_WORDS: tl.constexpr, M: tl.constexpr, BYTES: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
     """``(byte, word, low, high)``: CHUNK sign bytes of each of ``rows``, from ``start`` on.
 
     A word has the eight levels of a byte, three bits each. A byte covers one subspace or two, each

@@ -85,21 +85,12 @@ def encode(
 
 @triton.jit
 def _rotate_kernel(
-    x_ptr,
-    signs_ptr,
-    out_ptr,
-    length,
-    head_dim,
-    x_stride,
+    x_ptr, signs_ptr, out_ptr, length, head_dim, x_stride,
     x_stride_d,
     scale,
-    FIRST: tl.constexpr,
-    WHOLE: tl.constexpr,
-    STRIDE: tl.constexpr,
-    DIM: tl.constexpr,
-    LOG_DIM: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    FIRST: tl.constexpr, WHOLE: tl.constexpr, STRIDE: tl.constexpr, DIM: tl.constexpr,
+    LOG_DIM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """DIM elements of a block, from FIRST on, of WHOLE of a rotated vector."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[:, None]
     indices = FIRST + tl.arange(0, DIM)[None, :]
@@ -121,37 +112,15 @@ def source_columns(indices, WHOLE: tl.constexpr, STRIDE: tl.constexpr):
 
 @triton.jit
 def _encode_kernel(
-    keys_ptr,
-    signs_ptr,
-    levels_ptr,
-    mean_ptr,
-    sign_ptr,
-    magnitude_ptr,
-    weight_ptr,
-    length,
-    heads,
+    keys_ptr, signs_ptr, levels_ptr, mean_ptr, sign_ptr, magnitude_ptr, weight_ptr, length, heads,
     head_dim,
-    keys_stride_b,
-    keys_stride_h,
-    keys_stride_n,
-    keys_stride_d,
-    sign_stride_b,
-    sign_stride_h,
-    magnitude_stride_b,
-    magnitude_stride_h,
-    weight_stride_b,
-    weight_stride_h,
+    keys_stride_b, keys_stride_h, keys_stride_n, keys_stride_d, sign_stride_b, sign_stride_h,
+    magnitude_stride_b, magnitude_stride_h, weight_stride_b, weight_stride_h,
     scale,
-    HAS_MEAN: tl.constexpr,
-    M: tl.constexpr,
-    LEVELS: tl.constexpr,
-    FIRST: tl.constexpr,
-    WHOLE: tl.constexpr,
-    STRIDE: tl.constexpr,
-    DIM: tl.constexpr,
-    LOG_DIM: tl.constexpr,
+    HAS_MEAN: tl.constexpr, M: tl.constexpr, LEVELS: tl.constexpr, FIRST: tl.constexpr,
+    WHOLE: tl.constexpr, STRIDE: tl.constexpr, DIM: tl.constexpr, LOG_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     """DIM elements of a block, from FIRST on, of WHOLE of the codes of a block of tokens."""
     BYTES: tl.constexpr = DIM // 8
     SUBSPACES: tl.constexpr = DIM // M
@@ -230,20 +199,10 @@ def count_centroids(sign: torch.Tensor, m: int, valid: torch.Tensor | None) -> t
 
 @triton.jit(do_not_specialize=["length", "valid_stride_b"])
 def _count_kernel(
-    sign_ptr,
-    valid_ptr,
-    counts_ptr,
-    length,
-    heads,
-    sign_stride_b,
-    sign_stride_h,
-    valid_stride_b,
-    valid_stride_n,
-    HAS_VALID: tl.constexpr,
-    M: tl.constexpr,
-    BYTES: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    sign_ptr, valid_ptr, counts_ptr, length, heads,
+    sign_stride_b, sign_stride_h, valid_stride_b, valid_stride_n,
+    HAS_VALID: tl.constexpr, M: tl.constexpr, BYTES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """One byte column of a block of tokens: one or two subspaces."""
     CENTROIDS: tl.constexpr = 1 << M
     b = (tl.program_id(1) // heads).to(tl.int64)

@@ -37,38 +37,14 @@ from hf_kvret_kernels.merge.triton import merge_partials
 
 @triton.jit(do_not_specialize=["queries", "tokens", "causal_offset", "split_len"])
 def _attend_kernel(
-    query,
-    key,
-    value,
-    valid,
-    out,
-    lse,
-    strides,
-    heads,
-    queries,
-    tokens,
-    causal_offset,
-    split_len,
-    inner,
-    outer,
-    STRIDES: tl.constexpr,
-    G: tl.constexpr,
-    DK: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    MAIN: tl.constexpr,
-    BLOCK_DK: tl.constexpr,
-    REST: tl.constexpr,
-    IN_KEY: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    ONCE: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    VALID: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    DTYPE: tl.constexpr,
+    query, key, value, valid, out, lse, strides, heads, queries, tokens, causal_offset, split_len,
+    inner, outer,
+    STRIDES: tl.constexpr, G: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MAIN: tl.constexpr, BLOCK_DK: tl.constexpr,
+    REST: tl.constexpr, IN_KEY: tl.constexpr, BLOCK_DV: tl.constexpr, ONCE: tl.constexpr,
+    CAUSAL: tl.constexpr, VALID: tl.constexpr, SOFTCAP: tl.constexpr, DTYPE: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
-):
+):  # fmt: skip
     # With causal attention the last rows have the most to do: they start first.
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     b = (tl.program_id(1) // heads).to(tl.int64)
@@ -343,13 +319,9 @@ def rule(rows: int, columns: int, itemsize: int, shared_bytes: int) -> PromptCho
 
 @triton.jit
 def _load_rest(
-    rows,
-    row_mask,
-    DK: tl.constexpr,
-    MAIN: tl.constexpr,
-    REST: tl.constexpr,
-    MASK_ROWS: tl.constexpr,
-):
+    rows, row_mask,
+    DK: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, MASK_ROWS: tl.constexpr,
+):  # fmt: skip
     """``[rows, REST]``: what of ``rows [rows, 1]`` of DK numbers comes after the first MAIN."""
     columns = tl.arange(0, REST)
     return load_rows(rows + MAIN + columns[None, :], row_mask, columns, DK - MAIN, REST, MASK_ROWS)
@@ -357,36 +329,13 @@ def _load_rest(
 
 @triton.jit
 def _visit_keys(
-    acc,
-    peak,
-    total,
-    q,
-    q_rest,
-    q_index,
-    key,
-    value,
-    valid,
-    first,
-    last,
-    causal_offset,
-    inner,
+    acc, peak, total, q, q_rest, q_index, key, value, valid, first, last, causal_offset, inner,
     outer,
-    STRIDES: tl.constexpr,
-    DK: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    MAIN: tl.constexpr,
-    BLOCK_DK: tl.constexpr,
-    REST: tl.constexpr,
-    IN_KEY: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    VALID: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    MASKED: tl.constexpr,
-    DTYPE: tl.constexpr,
-    DOT_DTYPE: tl.constexpr,
-):
+    STRIDES: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr,
+    MAIN: tl.constexpr, BLOCK_DK: tl.constexpr, REST: tl.constexpr, IN_KEY: tl.constexpr,
+    BLOCK_DV: tl.constexpr, CAUSAL: tl.constexpr, VALID: tl.constexpr, SOFTCAP: tl.constexpr,
+    MASKED: tl.constexpr, DTYPE: tl.constexpr, DOT_DTYPE: tl.constexpr,
+):  # fmt: skip
     """Keys ``first .. last`` into the running softmax; unless MASKED, all rows see all of them.
 
     Args:
@@ -432,32 +381,12 @@ def _visit_keys(
 
 @triton.jit
 def _visit_once(
-    q_rows,
-    real,
-    q_index,
-    key,
-    value,
-    valid,
-    first,
-    last,
-    causal_offset,
-    inner,
-    outer,
-    STRIDES: tl.constexpr,
-    DK: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    MAIN: tl.constexpr,
-    BLOCK_DK: tl.constexpr,
-    REST: tl.constexpr,
-    IN_KEY: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    VALID: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    DTYPE: tl.constexpr,
-    DOT_DTYPE: tl.constexpr,
-):
+    q_rows, real, q_index, key, value, valid, first, last, causal_offset, inner, outer,
+    STRIDES: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr,
+    MAIN: tl.constexpr, BLOCK_DK: tl.constexpr, REST: tl.constexpr, IN_KEY: tl.constexpr,
+    BLOCK_DV: tl.constexpr, CAUSAL: tl.constexpr, VALID: tl.constexpr, SOFTCAP: tl.constexpr,
+    DTYPE: tl.constexpr, DOT_DTYPE: tl.constexpr,
+):  # fmt: skip
     """Keys ``first .. last``, at most BLOCK_N, into a new running softmax.
 
     All loads are under way before one is waited for, so none goes by the mask.
@@ -505,39 +434,14 @@ def _visit_once(
 
 @triton.jit
 def attend_tile(
-    query,
-    key,
-    value,
-    valid,
-    strides,
-    b,
-    h,
-    block,
-    split,
-    queries,
-    tokens,
-    causal_offset,
-    split_len,
-    inner,
-    outer,
-    STRIDES: tl.constexpr,
-    G: tl.constexpr,
-    DK: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    MAIN: tl.constexpr,
-    BLOCK_DK: tl.constexpr,
-    REST: tl.constexpr,
-    IN_KEY: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    ONCE: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    VALID: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    DTYPE: tl.constexpr,
+    query, key, value, valid, strides, b, h, block, split, queries, tokens, causal_offset,
+    split_len, inner, outer,
+    STRIDES: tl.constexpr, G: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MAIN: tl.constexpr, BLOCK_DK: tl.constexpr,
+    REST: tl.constexpr, IN_KEY: tl.constexpr, BLOCK_DV: tl.constexpr, ONCE: tl.constexpr,
+    CAUSAL: tl.constexpr, VALID: tl.constexpr, SOFTCAP: tl.constexpr, DTYPE: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
-):
+):  # fmt: skip
     """The running softmax of a tile of query rows over a chunk of the keys.
 
     ``(acc [BLOCK_M, BLOCK_DV], peak [BLOCK_M], total [BLOCK_M])``, for ``finish_softmax``.

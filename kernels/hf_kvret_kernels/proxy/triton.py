@@ -167,14 +167,10 @@ def _top_bits(x, BITS: tl.constexpr):
 
 @triton.jit
 def _dots(
-    proxies,
-    query,
-    DOT_DTYPE: tl.constexpr,
-    COPIES: tl.constexpr,
-    BITS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    proxies, query,
+    DOT_DTYPE: tl.constexpr, COPIES: tl.constexpr, BITS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-):
+):  # fmt: skip
     """``[M, N]`` inner products of ``proxies [N, R]`` and fp32 ``query``, as good as fp32.
 
     A cast of the query to the proxies' dtype would cost digits, and fp32 without tensor cores would
@@ -202,37 +198,15 @@ def _dots(
 
 @triton.jit(do_not_specialize=_CHANGING)
 def _scores_kernel(
-    query_ptr,
-    rows_ptr,
-    valid_ptr,
-    offset_ptr,
-    scores_ptr,
-    sums_ptr,
-    length,
-    chunks,
-    readers,
-    rows_stride_b,
-    rows_stride_f,
-    valid_stride_b,
-    valid_stride_n,
+    query_ptr, rows_ptr, valid_ptr, offset_ptr, scores_ptr, sums_ptr, length, chunks, readers,
+    rows_stride_b, rows_stride_f, valid_stride_b, valid_stride_n,
     VALID_UNIT: tl.constexpr,
-    inner,
-    outer,
-    SOFTCAP: tl.constexpr,
-    HAS_VALID: tl.constexpr,
-    HAS_OFFSET: tl.constexpr,
-    GROUPED: tl.constexpr,
-    DOT_DTYPE: tl.constexpr,
-    COPIES: tl.constexpr,
-    BITS: tl.constexpr,
-    ALIGN: tl.constexpr,
-    UNIT: tl.constexpr,
-    R: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    inner, outer,
+    SOFTCAP: tl.constexpr, HAS_VALID: tl.constexpr, HAS_OFFSET: tl.constexpr, GROUPED: tl.constexpr,
+    DOT_DTYPE: tl.constexpr, COPIES: tl.constexpr, BITS: tl.constexpr, ALIGN: tl.constexpr,
+    UNIT: tl.constexpr, R: tl.constexpr, CHUNK: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """A block of tokens of one set; its readers are the queries of its query heads, in order.
 
     Rows of scores are a multiple of UNIT numbers apart; what lies between two is written, too, so

@@ -120,18 +120,9 @@ def _chunk_kernel(scores_ptr, sums_ptr, length, chunks, chunk_len, BLOCK: tl.con
 
 @triton.jit(do_not_specialize=_CHANGING)
 def _share_kernel(
-    scores_ptr,
-    sums_ptr,
-    best_ptr,
-    length,
-    blocks,
-    chunks,
-    queries,
-    stride,
-    G: tl.constexpr,
-    BLOCK: tl.constexpr,
-    CHUNKS: tl.constexpr,
-):
+    scores_ptr, sums_ptr, best_ptr, length, blocks, chunks, queries, stride,
+    G: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
     """The largest ``score - lse`` of G query heads, for a block of tokens and one query."""
     row = (tl.program_id(0) // blocks).to(tl.int64)
     tokens = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)

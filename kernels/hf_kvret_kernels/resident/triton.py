@@ -99,26 +99,11 @@ def _block(size: int) -> int:
 
 @triton.jit(do_not_specialize=["heads", "count", "tokens", "slots"])
 def _assign_kernel(
-    ids_ptr,
-    table_ptr,
-    token_ptr,
-    stamp_ptr,
-    clock_ptr,
-    victims_ptr,
-    places_ptr,
-    fetched_ptr,
-    stride_ids_b,
-    stride_ids_h,
-    stride_ids_r,
-    stride_table_b,
-    stride_table_h,
-    heads,
-    count,
-    tokens,
-    slots,
-    BLOCK_R: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-):
+    ids_ptr, table_ptr, token_ptr, stamp_ptr, clock_ptr, victims_ptr, places_ptr, fetched_ptr,
+    stride_ids_b, stride_ids_h, stride_ids_r, stride_table_b, stride_table_h,
+    heads, count, tokens, slots,
+    BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
     """One row of slots."""
     row = tl.program_id(0).to(tl.int64)
     b, h = row // heads, row % heads
@@ -226,30 +211,13 @@ def _count_up_to(stamp_ptr, limit, slots, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["heads", "count", "tokens", "slots"])
 def _fetch_kernel(
-    ids_ptr,
-    fetched_ptr,
-    table,
-    page_address,
-    buffer,
-    stride_ids_b,
-    stride_ids_h,
-    stride_ids_r,
-    stride_fetched_b,
-    stride_fetched_h,
-    stride_fetched_r,
-    stride_table_b,
-    stride_table,
-    heads,
-    count,
-    tokens,
-    slots,
-    PAGE_LEN: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-    ALIGN: tl.constexpr,
-    DTYPE: tl.constexpr,
-):
+    ids_ptr, fetched_ptr, table, page_address, buffer,
+    stride_ids_b, stride_ids_h, stride_ids_r, stride_fetched_b, stride_fetched_h, stride_fetched_r,
+    stride_table_b, stride_table,
+    heads, count, tokens, slots,
+    PAGE_LEN: tl.constexpr, WIDTH: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr,
+    ALIGN: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
     """A few requests of one row of slots; whole rows are copied."""
     row = tl.program_id(0).to(tl.int64)
     b, h = row // heads, row % heads

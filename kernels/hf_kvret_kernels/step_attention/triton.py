@@ -56,54 +56,16 @@ _IDS = 512
     ]
 )
 def _finish_kernel(
-    query,
-    key,
-    value,
-    valid,
-    other_outs,
-    other_lses,
-    outs,
-    lses,
-    tickets,
-    sinks_ptr,
-    ids_ptr,
-    selected_ptr,
-    out_ptr,
-    lse_ptr,
-    strides,
-    heads,
-    queries,
-    tokens,
-    causal_offset,
-    split_len,
-    inner,
-    outer,
-    other_splits,
-    share,
-    count,
-    HAS_SINKS: tl.constexpr,
-    ROWS: tl.constexpr,
-    OTHERS: tl.constexpr,
-    OWN: tl.constexpr,
-    IDS: tl.constexpr,
-    STRIDES: tl.constexpr,
-    G: tl.constexpr,
-    DK: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    MAIN: tl.constexpr,
-    BLOCK_DK: tl.constexpr,
-    REST: tl.constexpr,
-    IN_KEY: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    ONCE: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    VALID: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    DTYPE: tl.constexpr,
+    query, key, value, valid, other_outs, other_lses, outs, lses, tickets, sinks_ptr, ids_ptr,
+    selected_ptr, out_ptr, lse_ptr, strides, heads, queries, tokens, causal_offset, split_len,
+    inner, outer, other_splits, share, count,
+    HAS_SINKS: tl.constexpr, ROWS: tl.constexpr, OTHERS: tl.constexpr, OWN: tl.constexpr,
+    IDS: tl.constexpr, STRIDES: tl.constexpr, G: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MAIN: tl.constexpr, BLOCK_DK: tl.constexpr,
+    REST: tl.constexpr, IN_KEY: tl.constexpr, BLOCK_DV: tl.constexpr, ONCE: tl.constexpr,
+    CAUSAL: tl.constexpr, VALID: tl.constexpr, SOFTCAP: tl.constexpr, DTYPE: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
-):
+):  # fmt: skip
     """A tile of query rows, ROWS of which are real, and a chunk of the keys and of the others."""
     block, pair, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     splits = tl.num_programs(2)
@@ -157,16 +119,9 @@ def _finish_kernel(
 
 @triton.jit
 def _union(
-    near,
-    near_peak,
-    near_mass,
-    peak,
-    mass,
-    total,
-    ROWS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-):
+    near, near_peak, near_mass, peak, mass, total,
+    ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr,
+):  # fmt: skip
     """``(mean [BLOCK_M, Dv], lse [BLOCK_M, 1])`` of two sets of tokens.
 
     ``near [BLOCK_M, Dv]`` and ``near_mass [BLOCK_M]`` are sums relative to ``near_peak``, a natural
@@ -188,21 +143,10 @@ def _union(
 
 @triton.jit
 def _merge_own(
-    outs,
-    lses,
-    sinks_ptr,
-    out_ptr,
-    lse_ptr,
-    rows,
-    row_mask,
-    query_heads,
-    splits,
-    HAS_SINKS: tl.constexpr,
-    OWN: tl.constexpr,
-    DV: tl.constexpr,
-    ROWS: tl.constexpr,
+    outs, lses, sinks_ptr, out_ptr, lse_ptr, rows, row_mask, query_heads, splits,
+    HAS_SINKS: tl.constexpr, OWN: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_DV: tl.constexpr,
-):
+):  # fmt: skip
     """All programs' chunks of the queries at ``rows``, and learned sinks, merged."""
     peak, mass, total = empty_merge(ROWS, BLOCK_DV)
     peak, mass, total = merge_all(

@@ -338,29 +338,12 @@ def _threshold(order, target):
 
 @triton.jit(do_not_specialize=_CHANGING)
 def _best_kernel(
-    scores_ptr,
-    sums_ptr,
-    ids_ptr,
-    out_ptr,
-    orders_ptr,
-    places_ptr,
-    tickets_ptr,
-    stride_b,
-    stride_h,
-    stride_q,
-    stride_g,
-    stride_n,
-    heads,
-    queries,
-    length,
-    chunks,
-    count,
-    HAS_IDS: tl.constexpr,
-    G: tl.constexpr,
-    BLOCK: tl.constexpr,
-    LAST: tl.constexpr,
+    scores_ptr, sums_ptr, ids_ptr, out_ptr, orders_ptr, places_ptr, tickets_ptr,
+    stride_b, stride_h, stride_q, stride_g, stride_n,
+    heads, queries, length, chunks, count,
+    HAS_IDS: tl.constexpr, G: tl.constexpr, BLOCK: tl.constexpr, LAST: tl.constexpr,
     CHUNKS: tl.constexpr,
-):
+):  # fmt: skip
     """A block of the candidates of one selection, scored by G query heads."""
     row = tl.program_id(0).to(tl.int64)
     block, blocks = tl.program_id(1), tl.num_programs(1)
@@ -398,15 +381,9 @@ def _best_kernel(
 
 @triton.jit
 def _choose_among(
-    orders_ptr,
-    places_ptr,
-    ids_ptr,
-    out_ptr,
-    number,
-    count,
-    HAS_IDS: tl.constexpr,
-    LAST: tl.constexpr,
-):
+    orders_ptr, places_ptr, ids_ptr, out_ptr, number, count,
+    HAS_IDS: tl.constexpr, LAST: tl.constexpr,
+):  # fmt: skip
     """The best of a row among the ``number`` that its blocks have chosen, LAST at most."""
     rivals = tl.arange(0, LAST)
     inside = rivals < number
@@ -438,31 +415,12 @@ def _load_orders(orders_ptr, row, indices, units, UNIT: tl.constexpr):
 
 @triton.jit(do_not_specialize=_CHANGING)
 def _count_kernel(
-    scores_ptr,
-    sums_ptr,
-    orders_ptr,
-    counters_ptr,
-    plan_ptr,
-    stride_b,
-    stride_h,
-    stride_q,
-    stride_g,
-    stride_n,
-    sum_stride_b,
-    sum_stride_h,
-    sum_stride_q,
+    scores_ptr, sums_ptr, orders_ptr, counters_ptr, plan_ptr,
+    stride_b, stride_h, stride_q, stride_g, stride_n, sum_stride_b, sum_stride_h, sum_stride_q,
     sum_stride_g,
-    heads,
-    queries,
-    length,
-    units,
-    chunks,
-    count,
-    G: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    UNIT: tl.constexpr,
-):
+    heads, queries, length, units, chunks, count,
+    G: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
     """Orders of a block of a row, and how many lie in each bin."""
     row = tl.program_id(0).to(tl.int64)
     b, h, q = row // queries // heads, row // queries % heads, row % queries
@@ -507,17 +465,9 @@ def _count_kernel(
 
 @triton.jit(do_not_specialize=_CHANGING)
 def _border_kernel(
-    orders_ptr,
-    border_ptr,
-    counters_ptr,
-    plan_ptr,
-    before_ptr,
-    length,
-    units,
-    BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr,
-    UNIT: tl.constexpr,
-):
+    orders_ptr, border_ptr, counters_ptr, plan_ptr, before_ptr, length, units,
+    BLOCK: tl.constexpr, CHUNK: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
     """Places of a block in the threshold's bin, and how many of it lie above."""
     row = tl.program_id(0).to(tl.int64)
     block, blocks = tl.program_id(1), tl.num_programs(1)
@@ -549,16 +499,9 @@ def _border_kernel(
 
 @triton.jit
 def _settle(
-    orders_ptr,
-    border_ptr,
-    number,
-    plan_ptr,
-    before_ptr,
-    blocks,
-    length,
-    BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
+    orders_ptr, border_ptr, number, plan_ptr, before_ptr, blocks, length,
+    BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
     """The threshold of a row, the last place that is taken on it, and what each block is behind.
 
     ``number`` places lie in the threshold's bin; the plan has how many of them are taken.
@@ -636,18 +579,9 @@ def _highest(
 
 @triton.jit(do_not_specialize=_CHANGING)
 def _compact_kernel(
-    orders_ptr,
-    plan_ptr,
-    before_ptr,
-    ids_ptr,
-    out_ptr,
-    length,
-    units,
-    count,
-    HAS_IDS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    UNIT: tl.constexpr,
-):
+    orders_ptr, plan_ptr, before_ptr, ids_ptr, out_ptr, length, units, count,
+    HAS_IDS: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
     """Places of a block that are taken, behind those of the blocks before it."""
     row = tl.program_id(0).to(tl.int64)
     block, blocks = tl.program_id(1), tl.num_programs(1)
