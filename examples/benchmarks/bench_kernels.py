@@ -36,10 +36,11 @@ from kernel_clock import (
 from kernel_work import NEEDS, count, method_shape
 
 from hf_kvret.lab.bench.timing import describe, measure_bandwidth
-from hf_kvret.lab.evaluate.measurement import Progress, Row
+from hf_kvret.lab.evaluate.measurement import Row
 from hf_kvret.lab.program import common_options as common
 from hf_kvret.lab.program.arguments import DTYPES, check_device, known_names, names
 from hf_kvret.lab.program.options import option
+from hf_kvret.lab.program.progress import tqdm
 from hf_kvret.lab.program.scripts import run_script
 from hf_kvret.lab.report.plots import plot_groups
 from hf_kvret.lab.report.results import Cell, Results
@@ -146,7 +147,7 @@ class Kernels(TimedTogether):
         return CacheFlush(torch.device(self.device))
 
     @torch.inference_mode()
-    def rows(self, group: Sequence[Cell], progress: Progress) -> list[Row]:
+    def rows(self, group: Sequence[Cell], bar: tqdm) -> list[Row]:
         """The ways of one operation and size."""
         name, device = group[0]["op"], torch.device(self.device)
         op, needs = OPS[name], NEEDS[name]

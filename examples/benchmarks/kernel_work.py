@@ -57,10 +57,8 @@ SIZES: dict[str, Callable[[KernelShape], int]] = {
     "coded": lambda s: s.codec.code_bytes(s.head_dim) + s.codec.scale_bytes(s.head_dim),
     # Bytes of a number: of the model's, or of a dtype.
     "x": lambda s: s.dtype.itemsize,
-    "f32": lambda s: 4,
-    "i32": lambda s: 4,
-    "bf16": lambda s: 2,
-    "i16": lambda s: 2,
+    **dict.fromkeys(("f32", "i32"), lambda s: 4),
+    **dict.fromkeys(("bf16", "i16"), lambda s: 2),
 }
 """What ``count`` and ``describe`` know, by a letter or a word."""
 

@@ -18,7 +18,7 @@ from hf_kvret.lab.bench.model_measurement import ModelMeasurement
 from hf_kvret.lab.bench.passes import Decode, Prefill
 from hf_kvret.lab.bench.shapes import Shape, load_shape, random_model, weight_bytes
 from hf_kvret.lab.bench.timing import Bandwidth, measure_bandwidth
-from hf_kvret.lab.evaluate.measurement import Progress, Row
+from hf_kvret.lab.evaluate.measurement import Row
 from hf_kvret.lab.program.arguments import DTYPES, length
 from hf_kvret.lab.program.progress import tqdm
 from hf_kvret.lab.report.results import Cell
@@ -117,7 +117,7 @@ class Bench:
         with TemporaryDirectory() as folder:
             choices = measurement.choices.values()
             make_stand_ins([self.subject.model], choices, Path(folder), _SEED, **few)
-            return measurement.rows([cell], Progress(tqdm(disable=True)))[0]
+            return measurement.rows([cell], tqdm(disable=True))[0]
 
 
 def cells_of(stage: Stage, dry: bool) -> list[Cell]:

@@ -37,11 +37,13 @@ from hf_kvret.lab.bench.shapes import (
     weight_bytes,
 )
 from hf_kvret.lab.bench.timing import Bandwidth, describe, measure_bandwidth, quartiles
-from hf_kvret.lab.evaluate.measurement import CacheMeasurement, Progress, Row, attempt
+from hf_kvret.lab.evaluate.caches import CacheChoice
+from hf_kvret.lab.evaluate.measurement import CacheMeasurement, Row, attempt
 from hf_kvret.lab.evaluate.reader import Usage
 from hf_kvret.lab.program import common_options as common
 from hf_kvret.lab.program.arguments import DTYPES, lengths, whole_number
 from hf_kvret.lab.program.options import option
+from hf_kvret.lab.program.progress import tqdm
 from hf_kvret.lab.report.results import Cell, Results, why_missing
 from hf_kvret.models.compatibility import is_latent
 
@@ -97,7 +99,8 @@ class ModelMeasurement(CacheMeasurement):
         60.0, "take fewer decode steps in a turn where --steps of them would take longer"
     )
 
-    choose = staticmethod(choose_bench_cache)
+    def choose(self, text: str) -> CacheChoice:
+        return choose_bench_cache(text, self.retrieval, self.device)
 
     @cached_property
     def whole(self) -> Shape:
@@ -199,21 +202,21 @@ class ModelMeasurement(CacheMeasurement):
                 group = list(of_size)
                 yield from ([cell] for cell in group) if self.rounds == 1 else (group,)
 
-    def rows(self, group: Sequence[Cell], progress: Progress) -> list[Row]:
+    def rows(self, group: Sequence[Cell], bar: tqdm) -> list[Row]:
         """A cell that runs out of memory, or whose cache is wrong, has a row that says so."""
-        rows = [self.check_row(cell, progress) for cell in group]
+        rows = [self.check_row(cell, bar) for cell in group]
         samples: list[dict[int, list[Any]]] = [{} for _ in group]
         share = 1 / (self.rounds * len(self.subjects))
         for number in range(self.rounds):
             for cell, row, by_layers in zip(group, rows, samples, strict=True):
                 for subject in self.subjects:
                     size = f"{cell['context']} x {cell['batch']}"
-                    progress.say(f"{cell['cache']} {size}, round {number + 1}")
+                    bar.set_postfix_str(f"{cell['cache']} {size}, round {number + 1}")
                     if why_missing(row) is None:
                         sample, why = attempt(partial(self.once, self.turn(cell, subject)))
                         by_layers.setdefault(subject.layers, []).append(sample)
                         row.update(why)
-                    progress.advance(share)
+                    bar.update(share)
         return [
             row if why_missing(row) else row | self.row(cell, by_layers)
             for cell, row, by_layers in zip(group, rows, samples, strict=True)
@@ -258,7 +261,7 @@ class ModelMeasurement(CacheMeasurement):
             for name in self.choices
         }
 
-    def check_row(self, cell: Cell, progress: Progress) -> Row:
+    def check_row(self, cell: Cell, bar: tqdm) -> Row:
         """How a cell's cache is filled, and the result of its check or why it can't be measured."""
         fill = self.fill_of(cell)
         row: Row = {"fill": fill, **self._layers}
@@ -266,7 +269,7 @@ class ModelMeasurement(CacheMeasurement):
         short = shortage(self.subjects[0].model, choice, cell["batch"], cell["context"])
         if short is not None:
             return row | {"out_of_memory": short}
-        progress.say(f"{cell['cache']}: check")
+        bar.set_postfix_str(f"{cell['cache']}: check")
         result, why = attempt(lambda: self.checker.check(choice, *size, fill))
         return row | {"check": result} | why
 

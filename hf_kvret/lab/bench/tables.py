@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from hf_kvret.lab.evaluate.measurement import Row
-from hf_kvret.lab.report.plots import plot_lines
+from hf_kvret.lab.report.plots import plot_lines, series
 from hf_kvret.lab.report.results import Cell, Results
 from hf_kvret.lab.report.tables import Columns, table_of
 
@@ -116,18 +116,6 @@ def _described(results: Results, table: str) -> str:
         f"Measured: {setup['layers']} of {setup['of_layers']} layers of {setup['shape']} with "
         f'{head}. Columns that begin with "scaled" are estimates for all of them.\n\n{table}'
     )
-
-
-def series(
-    points: Iterable[tuple[str, float, float]],
-) -> dict[str, tuple[list[float], list[float]]]:
-    """Lines for ``plot_lines`` of points ``(name, x, y)``."""
-    lines: dict[str, tuple[list[float], list[float]]] = {}
-    for name, x, y in points:
-        xs, ys = lines.setdefault(name, ([], []))
-        xs.append(x)
-        ys.append(y)
-    return lines
 
 
 def plot_contexts(path: Path, results: Results, title: str) -> None:

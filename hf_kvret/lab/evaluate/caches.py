@@ -121,17 +121,14 @@ def choose_cache(
 
 
 def choose_caches(
-    texts: list[str],
-    defaults: dict[str, Any] | None = None,
-    device: str = "cpu",
-    choose: Callable[..., CacheChoice] = choose_cache,
+    texts: list[str], choose: Callable[[str], CacheChoice] = choose_cache
 ) -> dict[str, CacheChoice]:
     """``choose`` for each of ``texts``; ValueError for none or for the same one twice."""
     if not texts:
         raise ValueError(f"no cache named: choose among {', '.join(known_caches())}")
     if len(set(texts)) < len(texts):
         raise ValueError(f"the same cache twice in {', '.join(texts)}: name each once")
-    return {text: choose(text, defaults, device) for text in texts}
+    return {text: choose(text) for text in texts}
 
 
 def artifact_sha256(choice: CacheChoice, config: PreTrainedConfig) -> str | None:

@@ -17,7 +17,7 @@ from hf_kvret.cache import RetrievalCache
 from hf_kvret.generate.attach import attach
 from hf_kvret.lab.evaluate.bundled import load_bundled_model
 from hf_kvret.lab.evaluate.caches import CacheChoice, artifact_sha256
-from hf_kvret.lab.evaluate.measurement import CacheMeasurement, Progress, Row
+from hf_kvret.lab.evaluate.measurement import CacheMeasurement, Row
 from hf_kvret.lab.evaluate.needles import NeedleLanguage
 from hf_kvret.lab.evaluate.reader import LayerRecall, Reader, UsageSum, mean_recall
 from hf_kvret.lab.program.arguments import DTYPES, length
@@ -100,7 +100,7 @@ class Demo(CacheMeasurement):
     def cells(self) -> list[Cell]:
         return [{"cache": name} for name in self.choices]
 
-    def rows(self, group: Sequence[Cell], progress: Progress) -> list[Row]:
+    def rows(self, group: Sequence[Cell], bar: tqdm) -> list[Row]:
         """A row for each cache: its answers, bytes and reads.
 
         ``right_ratio`` is the share of questions answered with exactly the needle's value;
@@ -109,7 +109,7 @@ class Demo(CacheMeasurement):
         ``recall`` the share of the exact top-k that was selected and ``mass`` that of the cold
         attention on it, means over layers, None for caches that don't retrieve.
         """
-        return [self._ask_all(self.choices[cell["cache"]], progress) for cell in group]
+        return [self._ask_all(self.choices[cell["cache"]], bar) for cell in group]
 
     @cached_property
     def _model(self) -> Any:
@@ -136,7 +136,7 @@ class Demo(CacheMeasurement):
         language = NeedleLanguage()
         return self.context + language.question_len + language.value_len
 
-    def _ask_all(self, choice: CacheChoice, progress: Progress) -> Row:
+    def _ask_all(self, choice: CacheChoice, bar: tqdm) -> Row:
         tokens, prompts, answers = self._document
         again = prompts[: self.recall_questions]
         step = 1 / (len(prompts) + len(again))
@@ -157,7 +157,7 @@ class Demo(CacheMeasurement):
             }
             seconds.append(turn.seconds)
             used.add(turn)
-            progress.advance(step)
+            bar.update(step)
         usage = reader.usage()
         recall = mean_recall(_recall(reader, again, answers.shape[1]))
         return {

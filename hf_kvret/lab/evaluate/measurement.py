@@ -123,8 +123,8 @@ class Measurement(ABC):
             yield [cell]
 
     @abstractmethod
-    def rows(self, group: Sequence[Cell], progress: Progress) -> Sequence[Row]:
-        """The row of each cell of a group.
+    def rows(self, group: Sequence[Cell], bar: tqdm) -> Sequence[Row]:
+        """The row of each cell of a group; ``bar`` is that of all cells, and counts them.
 
         Raises:
             CheckFailed: the cells get no rows, are named at the end, and are tried the next time.
@@ -177,10 +177,11 @@ class CacheMeasurement(Measurement):
     @cached_property
     def choices(self) -> dict[str, CacheChoice]:
         """The caches that are compared, by name; ValueError for one that can't be."""
-        return choose_caches(self.cache_names(), self.retrieval, self.device, self.choose)
+        return choose_caches(self.cache_names(), self.choose)
 
-    choose = staticmethod(choose_cache)
-    """Makes the choice of a name."""
+    def choose(self, text: str) -> CacheChoice:
+        """The cache that ``text`` names."""
+        return choose_cache(text, self.retrieval, self.device)
 
     def cache_names(self) -> list[str]:
         """What ``caches`` names."""
@@ -188,21 +189,6 @@ class CacheMeasurement(Measurement):
 
     def check(self) -> None:
         check_device(self.device)
-
-
-class Progress:
-    """How far a group is, on the bar of all cells."""
-
-    def __init__(self, bar: Any) -> None:
-        self._bar = bar
-
-    def say(self, text: str) -> None:
-        """Show what is being done now."""
-        self._bar.set_postfix_str(text)
-
-    def advance(self, cells: float) -> None:
-        """Move by a number of cells, or by a part of one."""
-        self._bar.update(cells)
 
 
 def measure(measurement: Measurement, results: Results) -> list[tuple[Cell, str]]:
@@ -229,7 +215,7 @@ def measure(measurement: Measurement, results: Results) -> list[tuple[Cell, str]
     ) as bar:
         for group in chain(first, groups):
             bar.set_postfix_str(" ".join(map(str, group[0].values())))
-            rows, why = attempt(partial(measurement.rows, group, Progress(bar)))
+            rows, why = attempt(partial(measurement.rows, group, bar))
             if rows is None:
                 failed += [(cell, *why.values()) for cell in group]
             else:

@@ -11,13 +11,14 @@ from typing import Any, ClassVar
 
 from hf_kvret.lab.evaluate.bundled import default_model
 from hf_kvret.lab.evaluate.caches import CacheChoice, artifact_sha256, known_caches
-from hf_kvret.lab.evaluate.measurement import CacheMeasurement, Progress, Row
+from hf_kvret.lab.evaluate.measurement import CacheMeasurement, Row
 from hf_kvret.lab.evaluate.reader import Reader
 from hf_kvret.lab.evaluate.subject import Subject, load_subject, model_folder
 from hf_kvret.lab.evaluate.texts import describe_file
 from hf_kvret.lab.program.arguments import DTYPES
 from hf_kvret.lab.program.common_options import device_map_option
 from hf_kvret.lab.program.options import option
+from hf_kvret.lab.program.progress import tqdm
 from hf_kvret.lab.report.results import Cell, Results
 from hf_kvret.registry import registered_methods
 
@@ -113,7 +114,7 @@ class Task(CacheMeasurement):
         self.check_cells(self.waiting(results))
         yield from super().plan(results)
 
-    def rows(self, group: Sequence[Cell], progress: Progress) -> list[Row]:
+    def rows(self, group: Sequence[Cell], bar: tqdm) -> list[Row]:
         return [self.run(cell, self.choices[cell["cache"]]) for cell in group]
 
     @abstractmethod

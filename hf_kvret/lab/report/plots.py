@@ -70,6 +70,18 @@ def plot_lines(
     _save_with_legend(figure, path, beside=many)
 
 
+def series(
+    points: Iterable[tuple[str, float, float]],
+) -> dict[str, tuple[list[float], list[float]]]:
+    """Lines for ``plot_lines`` of points ``(name, x, y)``."""
+    lines: dict[str, tuple[list[float], list[float]]] = {}
+    for name, x, y in points:
+        xs, ys = lines.setdefault(name, ([], []))
+        xs.append(x)
+        ys.append(y)
+    return lines
+
+
 def plot_groups(
     path: Path,
     groups: Sequence[str],

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 
 from hf_kvret.lab.evaluate.caches import artifact_sha256
-from hf_kvret.lab.evaluate.measurement import Measurement, Progress, Row, attempt
+from hf_kvret.lab.evaluate.measurement import Measurement, Row, attempt
 from hf_kvret.lab.evaluate.reader import Reader, check_positions
 from hf_kvret.lab.evaluate.subject import Subject, load_subject
 from hf_kvret.lab.evaluate.texts import describe_file, read_text, token_ids
@@ -179,7 +179,7 @@ class Tune(Measurement):
             return None
         return artifact_sha256(self.variants[cache].base, self.subject.model.config)
 
-    def rows(self, group: Sequence[Cell], progress: Progress) -> list[Row]:
+    def rows(self, group: Sequence[Cell], bar: tqdm) -> list[Row]:
         """See ``Walker.row``; variants have their method and configuration too.
 
         The row of a cache that does not fit into memory says so.

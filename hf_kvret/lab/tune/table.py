@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_kvret.lab.bench.tables import series
-from hf_kvret.lab.report.plots import plot_lines
+from hf_kvret.lab.report.plots import plot_lines, series
 from hf_kvret.lab.report.results import Results
 from hf_kvret.lab.report.tables import markdown_table
 from hf_kvret.lab.tune.selection import FULL, Measured, choose, collect, finalists, front

@@ -15,13 +15,13 @@ from hf_kvret.lab.evaluate.measurement import (
     CheckFailed,
     Measurement,
     Outputs,
-    Progress,
     Row,
     measure,
     out_of_memory,
     run_measurement,
 )
 from hf_kvret.lab.program.options import option
+from hf_kvret.lab.program.progress import tqdm
 from hf_kvret.lab.report.results import Cell, Results
 from hf_kvret.lab.report.tables import table_of
 
@@ -50,7 +50,7 @@ class Squares(Measurement):
     def cells(self) -> list[Cell]:
         return [{"cache": f"of {number}", "number": number} for number in range(self.most)]
 
-    def rows(self, group: Sequence[Cell], progress: Progress) -> list[Row]:
+    def rows(self, group: Sequence[Cell], bar: tqdm) -> list[Row]:
         self.events.append("+".join(str(cell["number"]) for cell in group))
         for cell in group:
             if cell["number"] in self.raises:

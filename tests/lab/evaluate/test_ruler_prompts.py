@@ -178,7 +178,7 @@ def test_gold_documents_are_in_the_context_and_start_over_where_they_dont_fill_i
     for length in (2048, 16_384):
         for index, sample in enumerate(make(task, length, 2)):
             shown = re.split(r"(?:\n\n)?Document \d+:\n", sample.context)[1:]
-            assert {documents[i] for i in questions[index].gold} <= set(shown) <= set(documents)
+            assert set(questions[index].gold) <= set(shown) <= set(documents)
             assert len(set(shown)) == min(len(shown), len(documents))
             assert sample.outputs == questions[index].outputs
             assert questions[index].query in sample.question
@@ -207,13 +207,16 @@ def test_questions_come_with_all_documents_once_each(tmp_path: Path) -> None:
     path.write_text(json.dumps({"data": [{"paragraphs": [zebra, apple]}, {"paragraphs": [melon]}]}))
     questions, documents = read_questions("squad", path)
     assert documents == ["Apple text.", "Melon text.", "Zebra text."]
-    assert questions == [("Q0?", ("a", "b"), [2], [0]), ("Q2?", ("c",), [0], [2])]
+    assert questions == [
+        ("Q0?", ("a", "b"), ["Zebra text."], ["Apple text."]),
+        ("Q2?", ("c",), ["Apple text."], ["Zebra text."]),
+    ]
     two = {"question": "Q0?", "answer": "a", "context": [["B", ["x.", " y."]], ["A", ["z."]]]}
     one = {"question": "Q1?", "answer": "b", "context": [["A", ["z."]]]}
     path.write_text(json.dumps([two, one]))
     questions, documents = read_questions("hotpot", path)
     assert documents == ["A\nz.", "B\nx. y."]
-    assert questions == [("Q0?", ("a",), [1, 0], []), ("Q1?", ("b",), [0], [])]
+    assert questions == [("Q0?", ("a",), documents[::-1], []), ("Q1?", ("b",), documents[:1], [])]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import re
 import string
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from itertools import pairwise
@@ -329,19 +329,15 @@ class CodedText(Prompts):
 
 
 class Question(NamedTuple):
-    """A question, its right answers, and indices of documents.
+    """A question, its right answers, and documents.
 
     The ``gold`` ones must be in the context, the ``related`` ones are of the same article.
     """
 
     query: str
     outputs: tuple[str, ...]
-    gold: list[int]
-    related: list[int]
-
-
-# Gold documents, related ones, and the questions about them with their answers.
-_Passage = tuple[list[str], list[str], list[tuple[str, tuple[str, ...]]]]
+    gold: list[str]
+    related: list[str]
 
 
 def read_questions(option: str, path: Path) -> tuple[list[Question], list[str]]:
@@ -358,41 +354,38 @@ def read_questions(option: str, path: Path) -> tuple[list[Question], list[str]]:
     """
     parse, name = _PARSERS[option]
     try:
-        passages = list(parse(json.loads(path.read_text(encoding="utf-8"))))
+        questions, documents = parse(json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"--{option} {path} is not in {name}'s JSON format ({error!r}): give its own file"
         ) from error
-    documents = sorted({text for gold, _, _ in passages for text in gold})
-    number = {text: i for i, text in enumerate(documents)}
-    questions = [
-        Question(query, outputs, [number[x] for x in gold], [number[x] for x in related])
-        for gold, related, items in passages
-        for query, outputs in items
-    ]
     if not questions:
         raise ValueError(f"--{option} {path} has no answerable question: give {name}'s own file")
+    return questions, sorted(documents)
+
+
+def _squad(content: Any) -> tuple[list[Question], set[str]]:
+    """Answerable questions of each paragraph, and the other paragraphs of its article."""
+    questions, documents = list[Question](), set[str]()
+    for article in content["data"]:
+        texts = [paragraph["context"] for paragraph in article["paragraphs"]]
+        documents.update(texts)
+        for paragraph, text in zip(article["paragraphs"], texts, strict=True):
+            related = [other for other in texts if other != text]
+            for item in paragraph["qas"]:
+                if not item.get("is_impossible", False):
+                    outputs = tuple(answer["text"] for answer in item["answers"])
+                    questions.append(Question(item["question"], outputs, [text], related))
     return questions, documents
 
 
-def _squad(content: Any) -> Iterator[_Passage]:
-    """Answerable questions of each paragraph, and the other paragraphs of its article."""
-    for article in content["data"]:
-        texts = [paragraph["context"] for paragraph in article["paragraphs"]]
-        for paragraph, text in zip(article["paragraphs"], texts, strict=True):
-            questions = [
-                (item["question"], tuple(answer["text"] for answer in item["answers"]))
-                for item in paragraph["qas"]
-                if not item.get("is_impossible", False)
-            ]
-            yield [text], [other for other in texts if other != text], questions
-
-
-def _hotpot(content: Any) -> Iterator[_Passage]:
+def _hotpot(content: Any) -> tuple[list[Question], set[str]]:
     """Each question with the ten paragraphs that the file gives with it, all of them gold."""
+    questions = []
     for item in content:
         gold = [f"{title}\n{''.join(sentences)}" for title, sentences in item["context"]]
-        yield gold, [], [(item["question"], (item["answer"],))]
+        questions.append(Question(item["question"], (item["answer"],), gold, []))
+    return questions, {text for one in questions for text in one.gold}
 
 
 _PARSERS = {"squad": (_squad, "SQuAD"), "hotpot": (_hotpot, "HotpotQA")}
@@ -415,13 +408,14 @@ class Documents(Prompts):
             )
         question, count = self._questions[index], len(self._documents)
         ranked = [*question.gold, *rng.sample(question.related, len(question.related))]
-        others = [i for i in range(count) if i not in ranked]
+        first = set(ranked)
+        others = [text for text in self._documents if text not in first]
         ranked += rng.sample(others, len(others))
         # All of them over and over, where they don't fill the size.
-        indices = [ranked[i % count] for i in range(max(size, len(question.gold)))]
-        rng.shuffle(indices)
-        texts = (f"Document {i}:\n{self._documents[j]}" for i, j in enumerate(indices, start=1))
-        return filled("qa", "\n\n".join(texts), question.outputs, query=question.query)
+        texts = [ranked[i % count] for i in range(max(size, len(question.gold)))]
+        rng.shuffle(texts)
+        shown = (f"Document {i}:\n{text}" for i, text in enumerate(texts, start=1))
+        return filled("qa", "\n\n".join(shown), question.outputs, query=question.query)
 
 
 # By the beginning of a task's name.

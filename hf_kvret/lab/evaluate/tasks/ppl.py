@@ -18,7 +18,7 @@ from hf_kvret.lab.program.arguments import share
 from hf_kvret.lab.program.common_options import context_option, count_option, text_option
 from hf_kvret.lab.program.options import option
 from hf_kvret.lab.program.progress import tqdm
-from hf_kvret.lab.report.plots import plot_lines
+from hf_kvret.lab.report.plots import plot_lines, series
 from hf_kvret.lab.report.results import Cell, Results
 from hf_kvret.lab.report.tables import Columns, or_dash, over_full, table_of, with_step
 
@@ -120,14 +120,9 @@ class Perplexity(Task):
 
     @classmethod
     def plot(cls, path: Path, results: Results) -> None:
-        lines: dict[str, tuple[list[float], list[float]]] = {}
-        for cell, row in results:
-            xs, ys = lines.setdefault(cell["cache"], ([], []))
-            xs.append(cell["length"])
-            ys.append(row["ppl"])
-        plot_lines(
-            path, lines, title=results.setup["text"], x="window, tokens", y="perplexity", log_x=True
-        )
+        lines = series((cell["cache"], cell["length"], row["ppl"]) for cell, row in results)
+        title, x = results.setup["text"], "window, tokens"
+        plot_lines(path, lines, title=title, x=x, y="perplexity", log_x=True)
 
 
 def _cache_bytes(row: dict[str, Any]) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +11,6 @@ from typing import Any, ClassVar
 import torch
 
 from hf_kvret.lab.evaluate.caches import CacheChoice
-from hf_kvret.lab.evaluate.measurement import Row
 from hf_kvret.lab.evaluate.needles import end_tokens
 from hf_kvret.lab.evaluate.reader import Reader, UsageSum, begin, check_positions
 from hf_kvret.lab.evaluate.ruler.prompts import TASKS, Sample, generate, sample_score
@@ -122,26 +120,27 @@ class Ruler(Task):
 
         The mean is ``-`` while a task is missing, as means of different tasks mislead.
         """
-        rows: dict[tuple[int, str, str], dict[str, Row]] = defaultdict(dict)
-        for cell, row in results:
-            rows[cell["length"], cell["questions"], cell["cache"]][cell["task"]] = row
-        caches = dict.fromkeys(cache for _, _, cache in rows)
-        settings = sorted({(n, questions) for n, questions, _ in rows})
-        columns = [(*setting, cache) for setting in settings for cache in caches]
+        settings = sorted({(cell["length"], cell["questions"]) for cell, _ in results})
+        caches = dict.fromkeys(cell["cache"] for cell, _ in results)
+        columns: list[Cell] = [
+            {"cache": cache, "length": n, "questions": q} for n, q in settings for cache in caches
+        ]
         tasks = _tasks_of(results)
 
-        def score(column: tuple[int, str, str], *names: str) -> str:
-            scores = [rows[column][name]["score"] for name in names if name in rows[column]]
-            return mean_or_dash(scores if len(scores) == len(names) else [], ".1f")
+        def numbers(column: Cell, name: str, some: Sequence[str]) -> list[float]:
+            rows = (results.find(column | {"task": task}) for task in some)
+            return [row[name] for row in rows if row is not None and row[name] is not None]
 
-        def read(column: tuple[int, str, str]) -> str:
-            ratios = [rows[column][name]["read_ratio"] for name in tasks if name in rows[column]]
-            return mean_or_dash([ratio for ratio in ratios if ratio is not None], ".2%")
+        def score(column: Cell, *some: str) -> str:
+            scores = numbers(column, "score", some)
+            return mean_or_dash(scores if len(scores) == len(some) else [], ".1f")
 
         lines = [[task, *(score(column, task) for column in columns)] for task in tasks]
         lines.append(["mean", *(score(column, *tasks) for column in columns)])
-        lines.append(["cold rows read", *map(read, columns)])
-        return markdown_table(["task", *(f"{cache}, {n} {q}" for n, q, cache in columns)], lines)
+        read = (numbers(column, "read_ratio", tasks) for column in columns)
+        lines.append(["cold rows read", *(mean_or_dash(ratios, ".2%") for ratios in read)])
+        header = (f"{one['cache']}, {one['length']} {one['questions']}" for one in columns)
+        return markdown_table(["task", *header], lines)
 
     @classmethod
     def plot(cls, path: Path, results: Results) -> None:
