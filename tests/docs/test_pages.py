@@ -33,8 +33,7 @@ from hf_kvret.testing import MODELS
 from .pages import DOCS, PAGES, README, ROOT, blocks, name, prose, table
 
 FIRST_STEPS = DOCS / "tutorials" / "first-steps.md"
-# Run with their commands in tests/lab/calibrate/test_tutorial_calibration.py and in
-# tests/examples/hub, where there is a hub, and in tests/commands/test_tutorial_documents.py.
+# Run with their commands in test_tutorials.py and in tests/examples/hub, where there is a hub.
 ELSEWHERE = (
     FIRST_STEPS,
     *(DOCS / "tutorials" / f"{page}.md" for page in ("calibrate-share-load", "two-bits")),

@@ -15,11 +15,11 @@ from types import ModuleType
 import pytest
 
 import hf_kvret
+from hf_kvret.options.prompt import PromptRecipe
 
-from .pages import DOCS, ROOT, SITE, site_tool
+from .pages import DOCS, README, ROOT, SITE, site_tool
 
-messages = site_tool("messages")
-links = site_tool("links")
+links, messages, options, prose = map(site_tool, ("links", "messages", "options", "prose"))
 CONFIG = tomllib.loads((SITE / "zensical.toml").read_text(encoding="utf-8"))["project"]
 
 
@@ -118,3 +118,67 @@ def test_faults_of_a_built_site_are_seen(tmp_path: Path, link: str, fault: str |
     (tmp_path / "index.html").write_text(f'<p id="top">{link}')
     faults = links.faults(tmp_path, links.read(tmp_path))
     assert faults == [] if fault is None else fault in faults[0]
+
+
+def test_pages_have_the_tables_that_the_tool_writes() -> None:
+    pages = {DOCS / "methods" / f"{method}.md" for method in hf_kvret.registered_methods()}
+    parts = options.parts()
+    assert set(parts) == pages | {DOCS / "options.md"}
+    for page, tables in parts.items():
+        text = page.read_text(encoding="utf-8")
+        assert text == options.written(text, tables), f"{page}: run python docs/site/options.py"
+
+
+def test_every_option_has_a_meaning_in_plain_english() -> None:
+    methods = (cls.Config for cls in hf_kvret.registered_methods().values())
+    for config in (hf_kvret.RetrievalConfig, PromptRecipe, *methods):
+        texts = options.meanings(config)
+        assert set(texts) == set(options.names_of(config))
+        assert prose.faults(options.table(config, texts, config())) == []
+
+
+def test_a_part_takes_its_place_and_a_page_without_one_is_refused() -> None:
+    place = f"{options.BEGIN}\nold\n{options.END}"
+    page = options.written(f"# Title\n\n{place}\n\nText.\n\n{place}\n", ["one", "two"])
+    assert "old" not in page
+    assert page.index("one") < page.index("Text.") < page.index("two")
+    with pytest.raises(ValueError, match="0 places for 1 tables"):
+        options.written("# Title\n", ["one"])
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("It takes " + "a " * 27 + "step.\n", []),
+        ("It takes " + "a " * 28 + "step.\n", ["31 words, at most 30"]),
+        ("It takes `a b c d` " + "a " * 26 + "step.\n", []),
+        ("One [two three](http://x) " + "a " * 28 + "b.\n", ["32 words, at most 30"]),
+        ("A very long way.\n", ["'very': nothing: leave it out"]),
+        ("`very = 1` is code.\n\n```python\nvery = 1\n```\n\n    very = 1\n", []),
+        ("What it reads is exact.\n", ["begins with 'What it': begin with the subject"]),
+        ("## What it reads\n\n| what it reads | why |\n|---|---|\n| a | What is it? |\n", []),
+        ("Of these two are kept.\n", ["begins with 'Of these': begin with the subject"]),
+        ("<!-- made by `x`, from here -->\nA very long way.\n<!-- made by `x`, to here -->\n", []),
+    ],
+)
+def test_faults_of_a_page_are_seen(text: str, expected: list[str]) -> None:
+    assert [one.what for one in prose.faults(text)] == expected
+
+
+def test_a_sentence_ends_with_its_paragraph_cell_or_item() -> None:
+    text = "# A\n\nOne goes\non. Two ends\n\n- three\n- four\n\n| a. b | c |\n|---|---|\n"
+    starts = [(line, sentence) for line, sentence in prose.sentences(text)]
+    assert starts[:5] == [(1, "A"), (3, "One goes on."), (4, "Two ends"), (6, "three"), (7, "four")]
+    assert [sentence for _, sentence in starts[5:7]] == ["a. b", "c"]
+
+
+def test_a_line_is_named_where_its_sentence_begins() -> None:
+    text = "Good.\n\nIt is\nobviously so. It is\nvery good.\n"
+    assert [one.line for one in prose.faults(text)] == [3, 4]
+
+
+def test_no_page_has_a_fault() -> None:
+    pages = prose.pages()
+    assert README in pages and len(pages) > 80
+    faults = {page: prose.faults(page.read_text(encoding="utf-8")) for page in pages}
+    assert not {page: some for page, some in faults.items() if some}

@@ -54,30 +54,28 @@ def test_text_is_taken_as_it_is_but_for_line_ends() -> None:
 
 def test_pieces_of_a_tokenizer_are_the_text(english: Subject) -> None:
     """Also where a character takes several tokens; special names in a document are text."""
-    subject = english
-    language = language_of(subject, plain=False)
+    language = language_of(english, plain=False)
     text = "The naïve 🦉 says </s> twice:\n</s>"
     tokens = language.document(text)
-    assert tokens.ids[0] == subject.model.config.bos_token_id
+    assert tokens.ids[0] == english.model.config.bos_token_id
     assert "".join(tokens.texts[1:]) == text
     assert "" in tokens.texts
-    assert subject.model.config.eos_token_id not in tokens.ids
-    assert subject.model.config.eos_token_id in language.stop
+    assert english.model.config.eos_token_id not in tokens.ids
+    assert english.model.config.eos_token_id in language.stop
     assert "".join(language.answer(tokens.ids[1:])) == text
     assert language.answer(tokens.ids[1:6])[:1] == ["The"]
 
 
 def test_a_chat_template_goes_around_document_and_question(english: Subject) -> None:
-    subject = english
-    assert subject.tokenizer is not None
-    subject.tokenizer.chat_template = (
+    assert english.tokenizer is not None
+    english.tokenizer.chat_template = (
         "{% for one in messages %}<s>user: {{ one.content }}</s>{% endfor %}"
         "{% if add_generation_prompt %}bot:{% endif %}"
     )
-    chat, plain = (language_of(subject, plain=plain) for plain in (False, True))
+    chat, plain = (language_of(english, plain=plain) for plain in (False, True))
     tokens = chat.document("A text.") + chat.question("Why?")
     assert "".join(tokens.texts) == "<s>user: A text.\n\nWhy?</s>bot:"
-    assert subject.model.config.eos_token_id in tokens.ids
+    assert english.model.config.eos_token_id in tokens.ids
     assert "".join(plain.question("Why?").texts) == "\n\nWhy?"
 
 
@@ -150,31 +148,23 @@ def subject() -> Subject:
     return load_subject("needle")
 
 
-def desk_of(subject: Subject, **limits: int) -> Desk:
-    return Desk(subject, Choices(top_k="8", limits=Limits(**{"answer": 4, **limits})))
+def desk_of(subject: Subject, shelf: Path | None = None, **limits: int) -> Desk:
+    return Desk(subject, Choices(top_k="8", limits=Limits(**{"answer": 4, **limits}), shelf=shelf))
 
 
-def answered(subject: Subject, method: str = "flat", rows: str = "8") -> Session:
-    """A session with an answer about ``TEXT``."""
-    session = Session(desk_of(subject))
-    list(session.read(session.desk.of_text(TEXT), method))
+def answered(
+    desk: Desk, method: str = "flat", rows: str = "8", text: str = TEXT
+) -> tuple[list[str], Session, Any]:
+    """What is said while a text is read, the session, and its answer about the text."""
+    session = Session(desk)
+    said = list(session.read(desk.of_text(text), method))
     list(session.ask(QUESTION, method, rows))
-    return session
-
-
-@pytest.fixture(scope="module")
-def session(subject: Subject) -> Session:
-    """With an answer; tests only look at it."""
-    return answered(subject)
-
-
-def answer_of(session: Session) -> Answer:
     assert session.answer is not None
-    return session.answer
+    return said, session, session.answer
 
 
-def test_a_needle_is_found_and_its_tokens_are_the_strongest(session: Session) -> None:
-    answer = answer_of(session)
+def test_a_needle_is_found_and_its_tokens_are_the_strongest(subject: Subject) -> None:
+    _, _, answer = answered(desk_of(subject))
     assert answer.text.split() == VALUE.split()
     value = answer.all_texts.index(" v7")
     for (text, tokens), slot in zip(answer.words, (value, value + 1), strict=True):
@@ -187,7 +177,7 @@ def test_shares_are_those_of_attention_as_the_model_computes_it() -> None:
     """With a budget that covers everything; the model alone, by its own eager attention."""
     plain = load_bundled_model()
     plain.set_attn_implementation("eager")
-    answer = answer_of(answered(load_subject("needle"), "paris", "10000"))
+    _, _, answer = answered(desk_of(load_subject("needle")), "paris", "10000")
     ids = torch.tensor([answer.prompt.ids + answer.ids[:-1]])
     with torch.inference_mode():
         attentions = plain(ids, output_attentions=True).attentions
@@ -206,12 +196,8 @@ def test_shares_are_those_of_attention_as_the_model_computes_it() -> None:
 
 @pytest.mark.parametrize("method", CACHES)
 def test_every_cache_that_is_offered_answers(subject: Subject, method: str) -> None:
-    session = Session(desk_of(subject))
-    document = session.desk.of_text(TEXT)
-    messages = list(session.read(document, method))
-    assert f"{len(document.tokens)} tokens read into {method} in" in messages[-1]
-    list(session.ask(QUESTION, method, "0.5"))
-    answer = answer_of(session)
+    messages, _, answer = answered(desk_of(subject), method, "0.5")
+    assert f"446 tokens read into {method} in" in messages[-1]
     assert answer.text.split() == VALUE.split()
     assert answer.exact == answer.text
     assert 0.5 < answer.read_ratio < 0.75
@@ -221,31 +207,21 @@ def test_every_cache_that_is_offered_answers(subject: Subject, method: str) -> N
 
 
 def test_full_attentions_answer_is_beside_one_that_retrieved_too_little(subject: Subject) -> None:
-    answer = answer_of(answered(subject, "ctkvr", "1"))
+    _, _, answer = answered(desk_of(subject), "ctkvr", "1")
     assert answer.exact is not None
     assert answer.exact.split() == VALUE.split()
     assert answer.text != answer.exact
 
 
-def shelved(subject: Subject, folder: Path, method: str = "flat") -> tuple[list[str], list[int]]:
-    """What another run of the app says while it reads ``TEXT``, and its answer."""
-    desk = Desk(subject, Choices(top_k="8", limits=Limits(answer=4), shelf=folder))
-    session = Session(desk)
-    messages = list(session.read(desk.of_text(TEXT), method))
-    list(session.ask(QUESTION, method, "8"))
-    return messages, answer_of(session).ids
-
-
 def test_what_another_run_has_read_comes_from_the_shelf(
     subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    method = "paris"
-    messages, expected = shelved(subject, tmp_path, method)
+    messages, _, expected = answered(desk_of(subject, tmp_path), "paris")
     assert messages[-2].endswith("putting them on the shelf ...") and messages[-1].endswith(" s.")
     monkeypatch.delattr(Reading, "read")
-    messages, ids = shelved(subject, tmp_path, method)
-    assert messages[1:] == [f"the text: 446 tokens in {method}, from the shelf."]
-    assert ids == expected
+    messages, _, answer = answered(desk_of(subject, tmp_path), "paris")
+    assert messages[1:] == ["the text: 446 tokens in paris, from the shelf."]
+    assert answer.ids == expected.ids
 
 
 def test_the_environment_opens_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,10 +234,7 @@ def test_the_environment_opens_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_short_document_says_that_nothing_was_retrieved(subject: Subject) -> None:
-    session = Session(desk_of(subject))
-    list(session.read(session.desk.of_text("n1 n2 n3"), "paris"))
-    list(session.ask(QUESTION, "paris", "8"))
-    answer = answer_of(session)
+    _, session, answer = answered(desk_of(subject), "paris", text="n1 n2 n3")
     assert answer.heads == {}
     assert answer.read_ratio == 1.0
     assert "fit into the window" in numbers_html(answer)

@@ -9,6 +9,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from hf_kvret.lab.evaluate.subject import Subject, load_subject
+
 WORDS = (
     "One of the special magic numbers for quiet-river is: 4821. The grass is green. The sky is "
     "blue. Here we go. What is the answer? Question: Answer: according to the text above, there "
@@ -60,3 +62,9 @@ def tiny_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lines = [f"{number}. {WORDS[number % 40 :][:120]}" for number in range(120)]
     path.write_text("\n".join(lines), encoding="utf-8")
     return path
+
+
+@pytest.fixture(scope="session")
+def subject(tiny_model_dir: Path) -> Subject:
+    """The tiny model with its tokenizer, which tests only read."""
+    return load_subject(str(tiny_model_dir))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 import pytest
 from ablation import needle_tokens
 
-from hf_kvret.lab.evaluate.measurement import fill_parser
 from hf_kvret.lab.program.scripts import (
     SCRIPTS,
     command_line,
@@ -24,25 +22,17 @@ RESULTS = ROOT / "docs" / "results"
 PAGES = {"eval aqua-ablation": "aqua_ablation", "eval assumptions": "assumptions"}
 
 
-@pytest.mark.parametrize("title", PAGES)
-def test_a_study_is_named_as_its_results_are_and_describes_itself(title: str) -> None:
+@pytest.mark.parametrize("title", SCRIPTS)
+def test_every_script_describes_itself_and_has_a_smallest_run(title: str) -> None:
     study = load_measurement(title)
     assert study.title() == title
     text = sys.modules[study.__module__].__doc__
     assert text and f"{command_line(title)} " in text
-    parser = argparse.ArgumentParser()
-    fill_parser(parser, study)
+    parser = script_parser(study)
     for action in parser._actions:
         assert action.help, action.option_strings
-    assert parser.get_default("caches") in (study.method, None)
-
-
-@pytest.mark.parametrize("title", SCRIPTS)
-def test_every_script_is_there_and_has_a_smallest_run(title: str) -> None:
-    study = load_measurement(title)
-    assert study.title() == title
     words = study.smallest.split()
-    assert words and vars(script_parser(study).parse_args(["--smallest", *words]))["smallest"]
+    assert words and parser.parse_args(["--smallest", *words]).smallest
 
 
 @pytest.mark.parametrize(

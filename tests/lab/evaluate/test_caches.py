@@ -104,12 +104,13 @@ def test_quantized_rows_take_few_bytes_and_stay_close(
     name: str, most: float, subject: Subject, text: torch.Tensor
 ) -> None:
     full, reader = (
-        Reader(subject.model, choose_cache(cache), len(text)) for cache in ("full", name)
+        Reader(subject.model, choose_cache(cache), len(text) + 200) for cache in ("full", name)
     )
     expected, got = full.prefill(text[:-1]), reader.prefill(text[:-1])
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
     usage = reader.usage()
     assert 0.1 < usage.device_bytes / usage.full_bytes < most
+    check_forks(reader, text)
     expected, got = full.feed(text[-1:]), reader.feed(text[-1:])
     assert not torch.equal(got, expected)
     assert torch.cosine_similarity(got, expected).item() > 0.9
@@ -119,26 +120,22 @@ def test_quantized_rows_take_few_bytes_and_stay_close(
 def test_a_press_leaves_its_share_of_rows(
     name: str, left: float, subject: Subject, text: torch.Tensor
 ) -> None:
-    reader = Reader(subject.model, choose_cache(name), len(text) + 10)
+    reader = Reader(subject.model, choose_cache(name), len(text) + 200)
     reader.prefill(text)
     usage = reader.usage()
     assert usage.device_bytes / usage.full_bytes == pytest.approx(left, abs=0.01)
     assert usage.read_ratio == pytest.approx(left, abs=0.01)
+    check_forks(reader, text)
     # Later tokens keep their true positions and are not pressed.
     reader.feed(text[:10])
     assert reader.length == 610
     assert reader.cache.get_seq_length() == pytest.approx(left * 600 + 10, abs=6)
 
 
-@pytest.mark.parametrize(("name", "_"), [*QUANTIZED, *PRESSED])
-def test_forks_of_opponents_leave_each_other_alone(
-    name: str, _: float, subject: Subject, text: torch.Tensor
-) -> None:
-    reader = Reader(subject.model, choose_cache(name), len(text) + 200)
-    reader.prefill(text)
+def check_forks(reader: Reader, text: torch.Tensor) -> None:
+    """Forks go the same way, whatever another one does."""
     first, again = reader.fork(), reader.fork()
     given = first.answer(first.feed(text[:3]), 6)
     # More than a residual window, so that a quantized cache folds it in.
     reader.fork().feed(text[:150])
     assert again.answer(again.feed(text[:3]), 6) == given
-    assert reader.answer(reader.feed(text[:3]), 6) == given

@@ -14,7 +14,6 @@ from hf_kvret.lab.evaluate.needles import (
     NeedleLanguage,
     TextHaystack,
     Wording,
-    choose_wording,
     magic_wording,
     token_wording,
 )
@@ -44,13 +43,6 @@ def test_a_needle_goes_behind_a_sentence_and_not_inside_a_number(subject: Subjec
     assert hay.index(tokens, 100) == len(tokens)
     # Never ahead of the depth.
     assert all(hay.index(tokens, d) <= len(tokens) * d / 100 for d in (10, 33.3, 50, 99))
-
-
-def test_a_model_is_asked_in_text_where_it_has_a_tokenizer(
-    needle: Subject, subject: Subject
-) -> None:
-    assert choose_wording(needle, "niah", None, 8).heads == ([LANGUAGE.bos], [LANGUAGE.bos])
-    assert choose_wording(subject, "niah", None, 8).answer_len == 8
 
 
 def _total(wording: Wording, document: Document) -> int:

@@ -93,15 +93,6 @@ def test_a_question_comes_in_the_passes_of_generate(
     assert answer == given[0, 110:].tolist()
 
 
-@pytest.mark.parametrize("name", ["ctkvr", "lrqk", "lrqk:factors=als", "h2o"])
-def test_methods_that_learn_from_queries_take_one_token_a_step(name: str, subject: Subject) -> None:
-    reader = Reader(subject.model, choose_cache(name), 8)
-    reader.check_step(1)
-    with pytest.raises(ValueError, match=rf"--step 2: {name} learns from queries.* --step 1"):
-        reader.check_step(2)
-    Reader(subject.model, choose_cache("paris"), 8).check_step(2)
-
-
 def test_usage_counts_bytes_and_rows(subject: Subject, text: torch.Tensor) -> None:
     row = 2 * 2 * 64 * 4  # keys and values, 2 heads, 64 dims, fp32
     full = Reader(subject.model, choose_cache("full"), len(text))

@@ -1,4 +1,4 @@
-"""``hf-kvret report``: pages with table, picture and command, and clear errors."""
+"""Result files and their pages: finished cells stay, places are tried, tables, plain pictures."""
 
 from __future__ import annotations
 
@@ -11,9 +11,101 @@ import pytest
 from hf_kvret.lab.bench.parser import MEASUREMENTS as BENCH
 from hf_kvret.lab.evaluate.tasks import TASKS
 from hf_kvret.lab.program.scripts import SCRIPTS, load_measurement
+from hf_kvret.lab.report import plots
+from hf_kvret.lab.report.outputs import check_file, check_folder, check_picture
+from hf_kvret.lab.report.plots import count_label, plot_heat_maps, plot_lines
 from hf_kvret.lab.report.report import listed_pages, shown_tables, write_report
-from hf_kvret.lab.report.results import Results
+from hf_kvret.lab.report.results import Results, is_results, read_results
 from hf_kvret.lab.tune.command import Tune
+
+CELL = {"cache": "full", "length": 64}
+
+
+def test_finished_cells_are_found_again(tmp_path: Path) -> None:
+    file = tmp_path / "deep" / "results.json"
+    first = Results("eval x", {"seed": 1, "lengths": (1, 2)}, file)
+    assert first.find(CELL) is None and len(first) == 0
+    first.add(CELL, {"score": 1.5})
+    again = Results("eval x", {"lengths": (1, 2), "seed": 1}, file)
+    assert again.find({"length": 64, "cache": "full"}) == {"score": 1.5}
+    again.add(CELL | {"length": 128}, {"score": None})
+    content = json.loads(file.read_text())
+    assert [entry["cell"]["length"] for entry in content["cells"]] == [64, 128]
+    assert len(content["environments"]) == 1
+    assert {"command", "processor", "versions"} <= content["environments"][0].keys()
+    # A cell that somebody took out is measured again.
+    del content["cells"][1]
+    file.write_text(json.dumps(content))
+    assert len(Results("eval x", {"seed": 1, "lengths": [1, 2]}, file)) == 1
+    assert [path.name for path in file.parent.iterdir()] == ["results.json"]
+
+
+def test_another_setup_task_or_file_is_refused_and_nothing_is_lost(tmp_path: Path) -> None:
+    file = tmp_path / "results.json"
+    Results("eval x", {"seed": 1}, file).add(CELL, {"score": 1})
+    before = file.read_bytes()
+    with pytest.raises(ValueError, match=r"seed was 1, now 2.*give another --json"):
+        Results("eval x", {"seed": 2}, file)
+    with pytest.raises(ValueError, match="holds results of 'eval x', not of 'eval y'"):
+        Results("eval y", {"seed": 1}, file)
+    assert file.read_bytes() == before
+    with pytest.raises(FileNotFoundError, match="no file"):
+        read_results(tmp_path / "none.json")
+    for content in ("{", "[1]", '{"name": "demo"}', '{"format": 2, "cells": []}'):
+        file.write_text(content)
+        with pytest.raises(ValueError, match="no result file that this version"):
+            Results("eval x", {}, file)
+        assert file.read_text() == content
+
+
+def test_of_two_processes_that_write_one_file_none_drops_what_the_other_finished(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "results.json"
+    one, other = (Results("eval x", {}, file) for _ in range(2))
+    one.add(CELL, {"score": 1})
+    before = file.read_bytes()
+    with pytest.raises(ValueError, match="another process writes its results"):
+        other.add({"cache": "other"}, {"score": 2})
+    assert file.read_bytes() == before
+    one.add({"cache": "third"}, {"score": 3})
+    assert len(Results.load(file)) == 2
+
+
+def test_published_results_are_read_as_they_are() -> None:
+    cells = 0
+    for path in sorted(PUBLISHED.rglob("*.json")):
+        if is_results(path):
+            before = json.loads(path.read_text())
+            results = Results.load(path)
+            assert [one for one, _ in results] == [entry["cell"] for entry in before["cells"]]
+            cells += len(results)
+    assert cells > 500
+
+
+def test_places_that_cant_be_written_are_refused_and_trials_leave_no_file(tmp_path: Path) -> None:
+    check_file("--json", tmp_path / "a" / "b.json")
+    check_folder("--out", tmp_path / "c")
+    check_picture(tmp_path / "x.PNG")
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"--json .* is a folder: give a file in it"):
+        check_file("--json", tmp_path)
+    with pytest.raises(ValueError, match="--out: no file can be written to"):
+        check_folder("--out", tmp_path / "file")
+    with pytest.raises(ValueError, match=r"must end in \.png, \.svg, \.pdf"):
+        check_picture(tmp_path / "a.gif")
+
+
+def test_a_command_tries_its_outputs_before_the_work(
+    tmp_path: Path, program: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = "hf_kvret.lab.evaluate.measurement.Results"
+    monkeypatch.setattr(begun, lambda *given: pytest.fail("work has begun"))
+    (tmp_path / "file").write_text("")
+    (line,) = program("demo", "--json", tmp_path / "file" / "x", status=2).err.splitlines()
+    assert "--json: no file can be written to" in line
+
 
 MEASUREMENTS = {f"eval {name}": task for name, task in TASKS.items()} | BENCH | {"tune": Tune}
 PUBLISHED = Path(__file__).parents[3] / "docs" / "results"
@@ -125,3 +217,52 @@ def test_mistakes_in_the_list_of_pages_are_named(
     _ruler(tmp_path).with_name("other.json").write_bytes((tmp_path / "mine.json").read_bytes())
     with pytest.raises((ValueError, TypeError), match=words):
         write_report(_listed(tmp_path, SHOWN.replace(old, new)), MEASUREMENTS)
+
+
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The figures that were drawn, with their layout, in place of files."""
+    drawn: list[Any] = []
+
+    def keep(figure: Any, path: Path) -> None:
+        figure.canvas.draw()
+        drawn.append(figure)
+
+    monkeypatch.setattr(plots, "_save", keep)
+    return drawn
+
+
+def labels(ticks: list[Any]) -> list[str]:
+    return [tick.get_text() for tick in ticks]
+
+
+def test_counts_are_said_in_k_and_m() -> None:
+    counts = (1, 256, 1000, 4096, 131_072, 3 * 1024**2, 1536)
+    assert [*map(count_label, counts)] == ["1", "256", "1,000", "4K", "128K", "3M", "1,536"]
+
+
+@pytest.mark.parametrize(
+    ("values", "some"),
+    [
+        ((150.0, 151.0), {"150", "151"}),
+        ((0.5, 60), {"0.5", "1", "10", "50"}),
+        ((0.002, 30_000), {"0.01", "1", "10,000"}),
+    ],
+)
+def test_logarithmic_axes_show_plain_numbers(
+    values: tuple[float, float], some: set[str], figures: list[Any]
+) -> None:
+    lines = {"paris": ([4096.0, 16_384.0], values)}
+    plot_lines(Path("x.png"), lines, title="t", x="x", y="y", log_x=True, log_y=True)
+    (axis,) = figures[0].axes
+    assert labels(axis.get_xticklabels()) == ["4K", "16K"]
+    assert some <= {*labels(axis.get_yticklabels())}
+    assert not axis.get_yticklabels(minor=True)
+
+
+def test_every_cell_of_a_map_shows_its_number(figures: list[Any]) -> None:
+    percents = {("full", 1, 3): 100.0, ("full", 1, 4): 50.0, ("full", 2, 3): 0.0}
+    rows, columns = {1: "a", 2: "b"}, {3: "c", 4: "d"}
+    plot_heat_maps(Path("x.png"), percents, rows=rows, columns=columns, title="t", x="x", y="y")
+    texts = [(text.get_text(), text.get_color()) for text in figures[0].axes[0].texts]
+    assert texts == [("100", "white"), ("50", "black"), ("0", "white")]
