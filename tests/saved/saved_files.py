@@ -33,9 +33,7 @@ def read_saved(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
 
 
 def write_saved(
-    folder: Path,
-    content: Mapping[str, Any],
-    tensors: Mapping[str, torch.Tensor] | None = None,
+    folder: Path, content: Mapping[str, Any], tensors: Mapping[str, torch.Tensor] | None = None
 ) -> None:
     """Write a saved cache whose checksums are right, whatever it says.
 

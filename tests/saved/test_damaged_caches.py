@@ -26,7 +26,7 @@ make = SimpleNamespace(
 CACHES = make.SAVED / "caches"
 METHODS = sorted(path.name for path in CACHES.iterdir())
 # Three of each damage by default.
-COUNT, SAMPLE = 350, 21
+COUNT, SAMPLE = 300, 18
 DESCRIPTION = "cache.json"
 Damage = Callable[[random.Random, Path, Path], None]
 
@@ -41,13 +41,6 @@ def flipped(chance: random.Random, folder: Path, other: Path) -> None:
     content = bytearray(path.read_bytes())
     for place in chance.sample(range(len(content)), chance.choice([1, 4, 64])):
         content[place] ^= 1 << chance.randrange(8)
-    path.write_bytes(content)
-
-
-def flipped_header(chance: random.Random, folder: Path, other: Path) -> None:
-    path = saved_file(folder)
-    content = bytearray(path.read_bytes())
-    content[chance.randrange(8 + int.from_bytes(content[:8], "little"))] ^= 1 << chance.randrange(8)
     path.write_bytes(content)
 
 
@@ -76,8 +69,7 @@ def _any_file(chance: random.Random, folder: Path) -> Path:
 
 
 DAMAGES: list[Damage] = [
-    *(truncated, flipped, flipped_header, longer),
-    *(tensors_of_another, description_of_another, no_file),
+    *(truncated, flipped, longer, tensors_of_another, description_of_another, no_file)
 ]
 
 

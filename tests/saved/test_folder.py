@@ -6,18 +6,20 @@ import errno
 import json
 import multiprocessing
 import os
-import signal
 import threading
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from hf_kvret.saved import folder
 from hf_kvret.saved.folder import replace_file, replacing
 
+from .save_steps import at_each_step, killed_saves
+
 OLD, NEW, NEXT = "a" * 12, "b" * 12, "c" * 12
+# Of `save`: a sync and a new name for each of three files, and two syncs of the folder.
+STEPS = 8
 
 
 def save(directory: Path, version: str, content: bytes = b"") -> None:
@@ -68,38 +70,11 @@ def test_nothing_is_written_through_a_link(tmp_path: Path, name: str) -> None:
     assert victim.read_text() == "precious" and load(place) == NEW
 
 
-def _at_each_step(patch: pytest.MonkeyPatch, act: Callable[[int], None]) -> list[int]:
-    """Have ``act`` called with its number before each step of a save; returns the numbers."""
-    steps: list[int] = []
-
-    def wrapped(real: Callable[..., Any]) -> Callable[..., Any]:
-        def step(*arguments: Any) -> Any:
-            steps.append(len(steps))
-            act(steps[-1])
-            return real(*arguments)
-
-        return step
-
-    for name in ("fsync", "replace"):
-        patch.setattr(folder.os, name, wrapped(getattr(os, name)))
-    return steps
-
-
-def _step_count(place: Path) -> int:
-    save(place, OLD)
-    with pytest.MonkeyPatch.context() as patch:
-        steps = _at_each_step(patch, lambda number: None)
-        save(place, NEW)
-    return len(steps)
-
-
 @pytest.mark.parametrize("fault", [OSError(errno.ENOSPC, "No space left"), KeyboardInterrupt()])
 def test_an_error_at_any_step_leaves_the_old_or_the_new(
     fault: BaseException, tmp_path: Path
 ) -> None:
-    count = _step_count(tmp_path / "count")
-    assert count == 8
-    for number in range(count):
+    for number in range(STEPS):
         place = tmp_path / str(number)
         save(place, OLD)
 
@@ -108,12 +83,12 @@ def test_an_error_at_any_step_leaves_the_old_or_the_new(
                 raise fault
 
         with pytest.MonkeyPatch.context() as patch:
-            _at_each_step(patch, fail)
+            at_each_step(patch, fail)
             with pytest.raises(type(fault)) as raised:
                 save(place, NEW)
         # From the naming file on, the new one counts.
-        assert load(place) == (OLD if number < count - 2 else NEW)
-        if isinstance(fault, OSError) and number < count - 3:
+        assert load(place) == (OLD if number < STEPS - 2 else NEW)
+        if isinstance(fault, OSError) and number < STEPS - 3:
             assert files(place) == whole(OLD)
             assert "what was there before is as it was: free space" in str(raised.value)
         save(place, NEXT)
@@ -121,26 +96,12 @@ def test_an_error_at_any_step_leaves_the_old_or_the_new(
 
 
 def test_a_kill_at_any_step_leaves_the_old_or_the_new(tmp_path: Path) -> None:
-    seen = set()
-    for number in range(_step_count(tmp_path / "count")):
-        place = tmp_path / str(number)
-        save(place, OLD)
-
-        def kill(step: int, number: int = number) -> None:
-            if step == number:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        child = os.fork()
-        if child == 0:
-            _at_each_step(pytest.MonkeyPatch(), kill)
-            save(place, NEW)
-            os._exit(0)
-        _, status = os.waitpid(child, 0)
-        assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
-        seen.add(load(place))
+    seen = []
+    for place in killed_saves(tmp_path, partial(save, version=OLD), partial(save, version=NEW)):
+        seen.append(load(place))
         save(place, NEXT)
         assert files(place) == whole(NEXT)
-    assert seen == {OLD, NEW}
+    assert seen == [OLD] * (len(seen) - 3) + [NEW] * 3
 
 
 def test_content_is_synced_before_it_gets_its_name(
@@ -209,7 +170,7 @@ def test_one_file_is_replaced_or_stays(tmp_path: Path, monkeypatch: pytest.Monke
     path = tmp_path / "new" / "results.json"
     replace_file(path, b"old")
     replace_file(path, b"new")
-    _at_each_step(monkeypatch, lambda step: os.stat("/nowhere"))
+    at_each_step(monkeypatch, lambda step: os.stat("/nowhere"))
     with pytest.raises(FileNotFoundError):
         replace_file(path, b"newer")
     assert path.read_bytes() == b"new"

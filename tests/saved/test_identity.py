@@ -21,11 +21,6 @@ from hf_kvret.testing.scenario import prompt
 from ..generate.filled_caches import RUN, filled
 
 
-@pytest.fixture
-def llama() -> Any:
-    return MODELS["llama"].build()
-
-
 def other_weights(model: Any) -> str:
     with torch.no_grad():
         for parameter in model.parameters():

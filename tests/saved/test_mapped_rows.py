@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 import hf_kvret
 from hf_kvret import FlatKVCache, RetrievalCache
 from hf_kvret.saved import persistence, shards
-from hf_kvret.testing import COVERING_OPTIONS, MODELS
+from hf_kvret.testing import COVERING_OPTIONS
 from hf_kvret.testing.scenario import prompt
 
 from .saved_files import NAME, read_saved, saved_file, write_saved
@@ -25,11 +25,6 @@ PROMPT = prompt(2, 150)
 @pytest.fixture(autouse=True)
 def small_tensors_are_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shards, "_LEAST_MAPPED", 1)
-
-
-@pytest.fixture
-def llama() -> PreTrainedModel:
-    return MODELS["llama"].build()
 
 
 def _saved(
@@ -54,12 +49,7 @@ def _chunk(cache: RetrievalCache) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("method", "store"),
-    [
-        ("paris", "resident"),
-        ("lrqk", "host"),
-        ("ctkvr", "cpu"),
-    ],
+    ("method", "store"), [("paris", "resident"), ("lrqk", "host"), ("ctkvr", "cpu")]
 )
 def test_a_mapped_cache_goes_on_as_one_that_was_read(
     method: str, store: str, llama: PreTrainedModel, tmp_path: Path

@@ -49,14 +49,7 @@ def class_replaced(model: Any) -> None:
     mlp.__class__ = Louder
 
 
-def normed_otherwise(model: Any) -> None:
-    model.model.layers[0].input_layernorm.variance_epsilon = 0.5
-
-
-CHANGES = (
-    *(hooked_last_values, routed_to_one, rotated_slower, function_replaced),
-    *(class_replaced, normed_otherwise),
-)
+CHANGES = hooked_last_values, routed_to_one, rotated_slower, function_replaced, class_replaced
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,6 @@ from hf_kvret.testing import COVERING_OPTIONS, INDEXED_MODELS, LATENT_MODELS, MO
 
 from .saved_files import read_saved, saved_file, write_saved
 
-SMALL: dict[str, Any] = {**COVERING_OPTIONS, "top_k": 1.0}
 RUN = {"max_new_tokens": 6, "do_sample": False}
 DESCRIPTION = "cache.json"
 Damage = Callable[[Path], object]
@@ -56,7 +55,7 @@ def _continue(model: PreTrainedModel, cache: RetrievalCache) -> torch.Tensor:
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a filled cache of ``llama``."""
     directory, model = tmp_path_factory.mktemp("saved"), MODELS["llama"].build()
-    _prefill(model, FlatKVCache(model.config, **SMALL)).save_pretrained(directory)
+    _prefill(model, FlatKVCache(model.config, **COVERING_OPTIONS)).save_pretrained(directory)
     return directory
 
 
@@ -99,25 +98,6 @@ def test_every_method_goes_on_from_a_save(
             assert torch.equal(*logits)
 
 
-def test_a_cache_that_was_cropped_to_nothing_is_as_new(
-    llama: PreTrainedModel, tmp_path: Path
-) -> None:
-    options = {**COVERING_OPTIONS, "top_k": 4}
-    cache, fresh = (LRQKCache(llama.config, **options) for _ in range(2))
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for count in (90, 1, 1):
-            llama(torch.randint(3, 128, (1, count), generator=generator), past_key_values=cache)
-        cache.crop(-92)
-        cache.save_pretrained(tmp_path)
-        caches = [cache, LRQKCache.from_pretrained(tmp_path, llama.config), fresh]
-        assert [one.get_seq_length() for one in caches] == [0] * 3
-        for count in (80, 1, 1):
-            ids = torch.randint(3, 128, (1, count), generator=generator)
-            cropped, loaded, expected = (llama(ids, past_key_values=one).logits for one in caches)
-            assert torch.equal(cropped, expected) and torch.equal(loaded, expected)
-
-
 @pytest.mark.parametrize(
     ("name", "cls", "store"),
     [
@@ -132,7 +112,7 @@ def test_a_loaded_cache_goes_on_with_the_same_tokens(
     name: str, cls: type[RetrievalCache], store: str, tmp_path: Path
 ) -> None:
     model = MODELS[name].build()
-    cache = _prefill(model, cls(model.config, store="device", **SMALL))
+    cache = _prefill(model, cls(model.config, store="device", **COVERING_OPTIONS))
     expected = _continue(model, cache.fork())
     cache.save_pretrained(tmp_path / "deep" / "down")
     loaded = cls.from_pretrained(tmp_path / "deep" / "down", model.config, store=store)
@@ -147,22 +127,25 @@ def test_a_loaded_cache_goes_on_with_the_same_tokens(
 def test_a_cache_without_tokens_or_without_cold_ones_comes_back(
     llama: PreTrainedModel, tmp_path: Path
 ) -> None:
-    FlatKVCache(llama.config, **SMALL).save_pretrained(tmp_path / "empty")
+    FlatKVCache(llama.config, **COVERING_OPTIONS).save_pretrained(tmp_path / "empty")
     empty = FlatKVCache.from_pretrained(tmp_path / "empty", llama.config)
     assert empty.get_seq_length() == 0
-    fresh = _continue(llama, FlatKVCache(llama.config, **SMALL))
+    fresh = _continue(llama, FlatKVCache(llama.config, **COVERING_OPTIONS))
     assert torch.equal(_continue(llama, empty), fresh)
-    dense = _prefill(llama, FlatKVCache(llama.config, **{**SMALL, "dense_below": 45}))
+    # An index knows what it watched before anything went cold.
+    options = {**COVERING_OPTIONS, "dense_below": 45, "top_k": 4, "rank": 8, "factors": "als"}
+    dense = _prefill(llama, LRQKCache(llama.config, **options))
     dense.save_pretrained(tmp_path / "dense")
-    loaded = FlatKVCache.from_pretrained(tmp_path / "dense", llama.config)
-    assert torch.equal(_continue(llama, loaded), fresh)
+    loaded = LRQKCache.from_pretrained(tmp_path / "dense", llama.config)
+    assert torch.equal(_continue(llama, loaded), _continue(llama, dense))
+    assert all(layer["selected"] for layer in loaded.stats()["layers"])
 
 
 @pytest.mark.parametrize(("before", "after"), [("higgs", "higgs-host"), ("higgs-host", "higgs")])
 def test_coded_rows_come_back_as_they_were(
     llama: PreTrainedModel, before: str, after: str, tmp_path: Path
 ) -> None:
-    cache = _prefill(llama, ParisKVCache(llama.config, store=before, bits=3, **SMALL))
+    cache = _prefill(llama, ParisKVCache(llama.config, store=before, bits=3, **COVERING_OPTIONS))
     cache.save_pretrained(tmp_path)
     loaded = ParisKVCache.from_pretrained(tmp_path, llama.config, store=after)
     assert (loaded.options.store, loaded.options.bits) == (after, 3)
@@ -177,13 +160,13 @@ def test_plain_rows_are_coded_by_a_store_for_coded_rows(
     llama: PreTrainedModel, saved: Path, tmp_path: Path
 ) -> None:
     coded = FlatKVCache.from_pretrained(saved, llama.config, store="higgs")
-    fresh = _prefill(llama, FlatKVCache(llama.config, store="higgs", **SMALL))
+    fresh = _prefill(llama, FlatKVCache(llama.config, store="higgs", **COVERING_OPTIONS))
     assert coded.memory().store_device == fresh.memory().store_device
     # The mean around which keys are coded is that of the prompt there, and of all rows here.
     for one, other in zip(coded.layers, fresh.layers, strict=True):
         near, keys = one.keys[:], other.keys[:]
         assert (near - keys).square().mean() < 0.02 * keys.square().mean()
-    whole = _prefill(llama, FlatKVCache(llama.config, store="higgs", bits=16, **SMALL))
+    whole = _prefill(llama, FlatKVCache(llama.config, store="higgs", bits=16, **COVERING_OPTIONS))
     whole.save_pretrained(tmp_path)
     plain = FlatKVCache.from_pretrained(tmp_path, llama.config, store="host")
     assert torch.equal(_continue(llama, plain), _continue(llama, whole))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from hf_kvret import FlatKVCache, RetrievalCache, attach
+from hf_kvret.saved import shards
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
 from hf_kvret.testing.scenario import prompt
 
+from .save_steps import killed_saves
 from .saved_files import read_saved, write_saved
 
 OPTIONS: dict[str, Any] = {**COVERING_OPTIONS, "top_k": 4}
@@ -57,6 +60,28 @@ def test_a_loaded_cache_goes_on_where_it_was_loaded_from(
     # Meanwhile something else is there.
     with pytest.raises(FileExistsError, match="another object saved"):
         two.save_pretrained(tmp_path)
+
+
+def test_a_save_killed_at_any_step_leaves_the_old_or_the_new(
+    llama: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shards, "SHARD_BYTES", 80_000)
+    old, new = _filled(llama), _filled(llama, salt=1)
+    save_new = partial(new.save_pretrained, overwrite=True)
+    states = [cache.retrieval_layers[1].state_dict() for cache in (old, new)]
+    seen = []
+    for place in killed_saves(tmp_path, old.save_pretrained, save_new):
+        there = FlatKVCache.from_pretrained(place, llama.config)
+        found = there.retrieval_layers[1].state_dict()
+        same = [all(torch.equal(found[name], one[name]) for name in one) for one in states]
+        assert sum(same) == 1
+        seen.append(same[1])
+        # A later save leaves nothing else behind.
+        there.save_pretrained(place)
+        named = read_saved(place)[0]["files"]
+        assert len(named) > 1
+        assert {path.name for path in place.iterdir()} == {"cache.json", ".cache.json.lock", *named}
+    assert seen == sorted(seen) and {*seen} == {False, True}
 
 
 def test_what_is_no_cache_is_not_replaced_and_an_older_format_is(

@@ -27,6 +27,16 @@ def model() -> PreTrainedModel:
     return make.load_model()
 
 
+def _check_continuation(
+    model: PreTrainedModel, cache: hf_kvret.RetrievalCache, expected: list[list[int]]
+) -> None:
+    """A race may be close on one machine and not on another; most are not close at all."""
+    tokens, saved = torch.tensor(make.continuation(model, cache)), torch.tensor(expected)
+    is_clear = (tokens >= 0) & (saved >= 0)
+    assert is_clear.sum() > 0.6 * is_clear.numel()
+    assert torch.equal(tokens[is_clear], saved[is_clear])
+
+
 def test_every_method_was_saved() -> None:
     # One method needs latent attention, and one a model's own indexer.
     assert set(EXPECTED) == set(hf_kvret.registered_methods()) - {"latent", "native"}
@@ -39,12 +49,7 @@ def test_a_saved_cache_goes_on_with_the_same_tokens(method: str, model: PreTrain
     cache = cls.from_pretrained(CACHES / method, model.config, **make.place(method))
     assert cache.get_seq_length() == 53
     assert all(layer.cold_len for layer in cache.retrieval_layers)
-    tokens = torch.tensor(make.continuation(model, cache))
-    expected = torch.tensor(EXPECTED[method])
-    is_clear = (tokens >= 0) & (expected >= 0)
-    # A race may be close on one machine and not on another; most are not close at all.
-    assert is_clear.sum() > 0.6 * is_clear.numel()
-    assert torch.equal(tokens[is_clear], expected[is_clear])
+    _check_continuation(model, cache, EXPECTED[method])
 
 
 @pytest.mark.parametrize("method", ["paris", "h2o"])
@@ -73,8 +78,4 @@ def test_a_saved_artifact_serves(method: str, model: PreTrainedModel) -> None:
         model(make.prompt(2, 48), past_key_values=cache)
         for step in make.prompt(2, 5, salt=1).split(1, dim=1):
             model(step, past_key_values=cache)
-    tokens = torch.tensor(make.continuation(model, cache))
-    expected = torch.tensor(EXPECTED_ANEW[method])
-    is_clear = (tokens >= 0) & (expected >= 0)
-    assert is_clear.sum() > 0.6 * is_clear.numel()
-    assert torch.equal(tokens[is_clear], expected[is_clear])
+    _check_continuation(model, cache, EXPECTED_ANEW[method])
