@@ -1,17 +1,36 @@
-"""A small model that tests of methods share."""
+"""A small model that tests of methods share, and artifacts for it and others."""
 
 from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from transformers import PreTrainedModel
 
 import hf_kvret
+from hf_kvret.lab.calibrate.tiny import tiny_artifact
 from hf_kvret.testing import MODELS
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def llama() -> PreTrainedModel:
     """The zoo's Llama with our attention; its weights are not to be changed."""
     model = MODELS["llama"].build()
     hf_kvret.attach(model)
     return model
+
+
+@pytest.fixture(scope="session")
+def artifact_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """``(method, model of the zoo, **options) -> path`` of an artifact, made once."""
+
+    @functools.cache
+    def find(method: str, name: str, **options: Any) -> str:
+        if method == "aqua":
+            options = {"bits": 4, "space": "before", **options}
+        folder = tmp_path_factory.mktemp(f"{method}-{name}")
+        return tiny_artifact(MODELS[name].build(), method, folder, **options)
+
+    return find

@@ -1,9 +1,12 @@
-"""An index driven as a layer drives it: a prompt, steps, flushes, forks; no model."""
+"""An index driven as a layer drives it: a prompt, steps, flushes, forks; no model.
+
+Its store watches how it is read, and its rows are random.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,14 +14,64 @@ import torch
 from hf_kvret import ColdTokens, TokenBlock
 from hf_kvret.contracts.index import Index
 from hf_kvret.observe.recall import measure_recall
+from hf_kvret.stores import PagedStore
 from hf_kvret.stores.memory import DeviceMemory
 from hf_kvret.testing.cold import cold_tokens
 
-from .codebooks import DIM, GROUP, HEADS
-from .watched_stores import WatchedStore, normal
+from .codebooks import DIM, GROUP, HEADS, normal
 
 SEQUENCES, PROMPT, RECENT, BUDGET = 3, 150, 8, 20
 """Sequences that are drawn; tokens of a prompt, those that stay in the window, and the budget."""
+
+
+def ragged(batch: int, count: int) -> torch.Tensor:
+    """Validity ``[B, n]`` with padding in the last sequence and a hole in the first."""
+    valid = torch.ones(batch, count, dtype=torch.bool)
+    valid[-1, : count // 2] = False
+    valid[0, count // 3 : count // 3 + count // 10] = False
+    return valid
+
+
+def slot_sets(ids: torch.Tensor) -> list[set[int]]:
+    """The slots that ``ids [..., k]`` name, a set for each selection; no slot comes twice."""
+    selections = [ids_of[ids_of >= 0].tolist() for ids_of in ids.flatten(0, -2)]
+    assert all(len(set(slots)) == len(slots) for slots in selections), "a slot twice"
+    return [set(slots) for slots in selections]
+
+
+def slot_sets_of(marks: torch.Tensor) -> list[set[int]]:
+    """The slots where ``marks [..., n]`` are True, a set for each row."""
+    return [set(row.nonzero().flatten().tolist()) for row in marks.flatten(0, -2)]
+
+
+def overlap(ids: torch.Tensor, best: torch.Tensor) -> float:
+    """Share of the ``ids [..., k]`` that are among the ``best [..., k]``."""
+    return float((ids.unsqueeze(-1) == best.unsqueeze(-2)).any(-1).float().mean())
+
+
+def store_of(keys: torch.Tensor) -> PagedStore:
+    """A store of ``keys [B, H, n, D]``, which are their own values."""
+    store = PagedStore(DeviceMemory(keys.device))
+    store.append(TokenBlock(keys, keys, 0))
+    return store
+
+
+class WatchedStore(PagedStore):
+    """A store that counts how often all keys are read, and lets nobody read while ``closed``."""
+
+    closed = False
+    readings = 0
+
+    def chunks(
+        self, chunk_len: int = 4096, stop: int | None = None
+    ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        assert not self.closed, "keys were read from the store"
+        return super().chunks(chunk_len, stop)
+
+    def key_chunks(self, chunk_len: int = 4096) -> Iterator[tuple[int, torch.Tensor]]:
+        assert not self.closed, "keys were read from the store"
+        self.readings += 1
+        return super().key_chunks(chunk_len)
 
 
 def draw(seed: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -136,13 +189,12 @@ class IndexRun:
         return self.select(queries)
 
     def go_on(self, first: int = 100) -> list[torch.Tensor]:
-        """Selections of eight passes, with a question that selects nothing in between."""
-        flushes = (0, 3, 0, 0, 5, 1, 0, 7)
-        ids = [self.step(first + i, 1 + i % 3, flush) for i, flush in enumerate(flushes[:4])]
+        """Selections of five passes, with a question that selects nothing in between."""
+        ids = [self.step(first + i, 1 + i, flush) for i, flush in enumerate((0, 3, 5))]
         queries, keys = (x[self.sequences] for x in draw(first, 6))
         # The new queries point in directions that none before had.
         self.see(queries.flip(-1), keys)
-        return ids + [self.step(first + i, 1, flush) for i, flush in enumerate(flushes[4:], 4)]
+        return ids + [self.step(first + i, 1, flush) for i, flush in ((3, 1), (4, 7))]
 
     def fork(self) -> IndexRun:
         twin = object.__new__(IndexRun)

@@ -90,6 +90,15 @@ def _rows(ids: torch.Tensor) -> Iterator[tuple[int, int, int, list[int]]]:
         yield b, h, q, slots
 
 
+def _check_best(ids: torch.Tensor, scores: torch.Tensor) -> None:
+    """The ids are of the 20 largest softmax weights in any head of the group."""
+    weights = scores.softmax(-1).unflatten(1, (HEADS, -1)).amax(2)
+    for b, h, q, slots in _rows(ids):
+        result = weights[b, h, q, slots].sort(descending=True).values
+        # Tokens of one code weigh the same: which of them is taken doesn't matter.
+        torch.testing.assert_close(result, weights[b, h, q].topk(20).values, rtol=1e-4, atol=0)
+
+
 def _select(
     index: A2ATSIndex, prompt: Prompt, query: torch.Tensor, budget: int, softcap: float | None
 ) -> torch.Tensor:
@@ -102,32 +111,21 @@ def _select(
     return ids
 
 
-@pytest.mark.parametrize("turn", TURNS, ids=str)
-def test_codes_are_the_nearest_codewords_of_the_keys_before_rope(
-    turn: Turn, write: Callable[..., Book]
-) -> None:
-    book, prompt = write(turn), _prompt(turn)
-    codes = filled(book.index(), prompt).state_dict()["codes"]
-    assert codes.dtype == torch.int16 and codes.shape == (2, HEADS, 150)
-    assert torch.equal(codes.long(), _nearest(book, prompt.keys))
-
-
 @pytest.mark.factor("softcap", [None, 1.5])
 @pytest.mark.factor("group", [1, GROUP])
 @pytest.mark.factor("turn", TURNS, ids=str)
-def test_the_tokens_with_the_largest_softmax_weights_are_selected(
+def test_the_tokens_whose_nearest_codewords_weigh_most_are_selected(
     turn: Turn, group: int, softcap: float | None, write: Callable[..., Book]
 ) -> None:
     book, prompt = write(turn), _prompt(turn, group=group)
-    query = 2 * normal(5, 2, HEADS * group, 2, DIM)
-    ids = _select(filled(book.index(), prompt), prompt, query, 20, softcap)
+    query, index = 2 * normal(5, 2, HEADS * group, 2, DIM), filled(book.index(), prompt)
+    codes = index.state_dict()["codes"]
+    assert codes.dtype == torch.int16 and codes.shape == (2, HEADS, 150)
+    assert torch.equal(codes.long(), _nearest(book, prompt.keys))
+    ids = _select(index, prompt, query, 20, softcap)
     hidden = ~_valid(2, 150)[:, None, None]
     scores = _scores(book, prompt, query, softcap).masked_fill(hidden, float("-inf"))
-    weights = scores.softmax(-1).unflatten(1, (HEADS, group)).amax(2)
-    for b, h, q, slots in _rows(ids):
-        result = weights[b, h, q, slots].sort(descending=True).values
-        # Tokens of one code weigh the same: which of them is taken doesn't matter.
-        torch.testing.assert_close(result, weights[b, h, q].topk(20).values, rtol=1e-4, atol=0)
+    _check_best(ids, scores)
 
 
 @pytest.mark.factor("softcap", [None, 1.5])
@@ -163,10 +161,7 @@ def test_an_unrotated_space_takes_queries_and_keys_as_they_are(write: Callable[.
     query, valid = queries[:, :, -1:], torch.ones(2, 150, dtype=torch.bool)
     ids = index.search(query, cold_tokens(valid, SCALE, 20))
     seen = Prompt(NO_ROPE, queries, keys, prompt.positions)
-    weights = _scores(book, seen, query, None).softmax(-1).unflatten(1, (HEADS, GROUP)).amax(2)
-    for b, h, q, slots in _rows(ids):
-        result = weights[b, h, q, slots].sort(descending=True).values
-        torch.testing.assert_close(result, weights[b, h, q].topk(20).values, rtol=1e-4, atol=0)
+    _check_best(ids, _scores(book, seen, query, None))
 
 
 def test_a_prompt_in_chunks_has_the_codes_of_a_whole_one(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -76,42 +75,22 @@ def test_an_artifact_in_the_models_folder_is_found(
     assert A2ATSCache(loaded.config).options.artifact == str(home / "a2ats")
 
 
-def _nothing(artifact: Path) -> None:
-    """The artifact as it is."""
-
-
-def _of_paris(artifact: Path) -> None:
-    whole = CalibrationArtifact.from_pretrained(artifact)
-    shutil.rmtree(artifact)
-    dataclasses.replace(whole, method="paris").save_pretrained(artifact)
-
-
-def _truncated(artifact: Path) -> None:
-    (tensors,) = artifact.glob("artifact-*.safetensors")
-    os.truncate(tensors, 1000)
-
-
 @pytest.mark.parametrize(
-    ("change", "name", "options", "error", "message"),
+    ("method", "name", "options", "message"),
     [
-        (shutil.rmtree, "llama", {}, FileNotFoundError, "no folder"),
-        (_of_paris, "llama", {}, ValueError, "artifact of 'paris', not of 'a2ats'"),
-        (_truncated, "llama", {}, ValueError, r"artifact-\w+\.safetensors is damaged"),
-        (_nothing, "qwen2", {}, ValueError, "made for model_type=llama, this model has qwen2"),
-        (_nothing, "llama", {"revision": "v1"}, ValueError, "only artifacts on the hub have rev"),
-        (_nothing, "llama", {"artifact": None, "revision": "v1"}, ValueError, "without artifact: "),
+        ("paris", "llama", {}, "artifact of 'paris', not of 'a2ats'"),
+        ("a2ats", "qwen2", {}, "made for model_type=llama, this model has qwen2"),
+        ("a2ats", "llama", {"revision": "v1"}, "only artifacts on the hub have rev"),
+        ("a2ats", "llama", {"artifact": None, "revision": "v1"}, "without artifact: "),
     ],
 )
 def test_an_artifact_of_another_model_or_method_is_refused_when_the_cache_is_made(
-    change: Callable[[Path], object],
-    name: str,
-    options: dict[str, Any],
-    error: type[Exception],
-    message: str,
-    artifact: Path,
+    method: str, name: str, options: dict[str, Any], message: str, artifact: Path
 ) -> None:
-    change(artifact)
-    with pytest.raises(error, match=message):
+    whole = CalibrationArtifact.from_pretrained(artifact)
+    shutil.rmtree(artifact)
+    dataclasses.replace(whole, method=method).save_pretrained(artifact)
+    with pytest.raises(ValueError, match=message):
         A2ATSCache(MODELS[name].config(), **{"artifact": artifact, **options})
 
 

@@ -21,39 +21,16 @@ from hf_kvret.stores.memory import DeviceMemory
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
 from hf_kvret.testing.scenario import prompt, ragged
 
-from .aqua_caches import attached, learn, make_cache, read, reference, rows_of, stores_of
+from .aqua_caches import attached, make_cache, read, reference, rows_of, stores_of
 
 ArtifactOf = Callable[..., str]
 
 
-@pytest.fixture(scope="module")
-def artifact_of(tmp_path_factory: pytest.TempPathFactory) -> ArtifactOf:
-    """The artifact of a model of the zoo, made when it is asked for."""
-    made: dict[str, str] = {}
-
-    def find(name: str, **options: Any) -> str:
-        key = f"{name} {options}"
-        if key not in made:
-            folder = tmp_path_factory.mktemp(f"aqua-{name}")
-            made[key] = learn(MODELS[name].build(), folder, **options)
-        return made[key]
-
-    return find
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"space": "after"},
-        {"anchor_mean": True},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("options", [{}, {"space": "after"}, {"anchor_mean": True}], ids=str)
 def test_every_artifact_decodes_to_what_calibration_says(
     options: dict[str, Any], llama: PreTrainedModel, artifact_of: ArtifactOf
 ) -> None:
-    artifact = artifact_of("llama", **options)
+    artifact = artifact_of("aqua", "llama", **options)
     cache = make_cache(llama, artifact)
     exact = make_cache(llama, artifact, bits=16)
     for each in (cache, exact):
@@ -77,7 +54,7 @@ def test_every_kind_of_rotation_is_undone_and_done_again(
 ) -> None:
     """Layers without RoPE, a partial and interleaved one, learned positions, YaRN; padded rows."""
     model = attached(MODELS[name].build())
-    caches = [make_cache(model, artifact_of(name), bits=bits) for bits in (4, 16)]
+    caches = [make_cache(model, artifact_of("aqua", name), bits=bits) for bits in (4, 16)]
     ids, mask = ragged((60, 41))
     for cache in caches:
         places = (mask.cumsum(-1) - 1).clamp(min=0)
@@ -90,7 +67,7 @@ def test_every_kind_of_rotation_is_undone_and_done_again(
 
 
 def test_predictors_leave_less_to_the_codes(artifact_of: ArtifactOf) -> None:
-    model, artifact = attached(MODELS["smollm3"].build()), artifact_of("smollm3")
+    model, artifact = attached(MODELS["smollm3"].build()), artifact_of("aqua", "smollm3")
     exact = make_cache(model, artifact, bits=16)
     read(model, exact, prompt(1, 120, salt=1))
     missed = []
@@ -110,7 +87,7 @@ def test_predictors_leave_less_to_the_codes(artifact_of: ArtifactOf) -> None:
 
 
 def test_the_plan_of_layers(artifact_of: ArtifactOf) -> None:
-    artifact = artifact_of("smollm3", bits=2)
+    artifact = artifact_of("aqua", "smollm3", bits=2)
 
     def plans(**changes: Any) -> list[tuple[int, int | None, bool]]:
         options = AquaConfig(artifact=artifact, **changes)
@@ -132,7 +109,7 @@ def test_an_artifact_of_an_older_version_serves_where_it_has_linear_predictors(
 ) -> None:
     """It may have more anchors than the first layer, and names what could be chosen then."""
     model = attached(MODELS["smollm3"].build())
-    whole = CalibrationArtifact.from_pretrained(artifact_of("smollm3"))
+    whole = CalibrationArtifact.from_pretrained(artifact_of("aqua", "smollm3"))
     options = json.loads(json.dumps(whole.options))
     options |= {"backbone": "higgs", "predictor": "linear", "predictor_bits": 16, "rank": 256}
     options |= {"key_inputs": "keys", "value_inputs": "keys+values", "anchor_every": 2}
@@ -155,30 +132,18 @@ def test_an_artifact_of_an_older_version_serves_where_it_has_linear_predictors(
             make_cache(model, str(tmp_path / name))
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("space", "elsewhere"), ("bits", 5)],
-)
-def test_an_artifact_of_unknown_options_is_refused(
-    name: str, value: Any, artifact_of: ArtifactOf, tmp_path: Path
-) -> None:
-    whole = CalibrationArtifact.from_pretrained(artifact_of("llama"))
-    dataclasses.replace(whole, options={**whole.options, name: value}).save_pretrained(tmp_path)
-    with pytest.raises(
-        ValueError, match=rf"wrong option \({name}={value!r}: choose .*; upgrade hf-kvret"
-    ):
-        AquaKVCache(MODELS["llama"].config(), artifact=str(tmp_path))
-
-
 def test_without_positions_nothing_is_taken_in(
     llama: PreTrainedModel, artifact_of: ArtifactOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cache = make_cache(llama, artifact_of("llama"))
+    cache = make_cache(llama, artifact_of("aqua", "llama"))
     monkeypatch.setattr("hf_kvret.attention.attention._positions", lambda ids, query: None)
     with pytest.raises(ValueError, match=r"pass position_ids to the model, use predictor='none'"):
         read(llama, cache, prompt(1, 60))
     assert cache.get_seq_length() == 0
-    for options in ({"predictor": "none"}, {"artifact": artifact_of("llama", space="after")}):
+    for options in (
+        {"predictor": "none"},
+        {"artifact": artifact_of("aqua", "llama", space="after")},
+    ):
         other = AquaKVCache(llama.config, **{**COVERING_OPTIONS, **options})
         assert torch.isfinite(read(llama, other, prompt(1, 60))).all()
 
@@ -186,9 +151,9 @@ def test_without_positions_nothing_is_taken_in(
 def test_a_model_with_images_is_refused_unless_keys_stay_rotated(artifact_of: ArtifactOf) -> None:
     model = attached(MODELS["qwen2_vl"].build())
     with pytest.raises(ValueError, match=r"positions of three parts.*--space after"):
-        make_cache(model, artifact_of("qwen2_vl"))
+        make_cache(model, artifact_of("aqua", "qwen2_vl"))
     for cache in (
-        make_cache(model, artifact_of("qwen2_vl", space="after")),
+        make_cache(model, artifact_of("aqua", "qwen2_vl", space="after")),
         make_cache(model, None, predictor="none"),
     ):
         model.generate(prompt(1, 60), past_key_values=cache, max_new_tokens=4, do_sample=False)
@@ -197,7 +162,7 @@ def test_a_model_with_images_is_refused_unless_keys_stay_rotated(artifact_of: Ar
 
 def test_a_part_of_the_heads_is_refused(artifact_of: ArtifactOf) -> None:
     """As a rank of a tensor-parallel model has them."""
-    options = AquaConfig(artifact=artifact_of("llama"), bits=4)
+    options = AquaConfig(artifact=artifact_of("aqua", "llama"), bits=4)
     store = AquaStore(layer_plan(options, 0), DeviceMemory(torch.device("cpu")))
     keys = torch.zeros(1, 1, 4, 16)
     with pytest.raises(ValueError, match=r"2 KV heads.*this layer has 1 KV heads"):
@@ -215,39 +180,32 @@ def _bits(model: PreTrainedModel, cache: AquaKVCache) -> list[int]:
     return [layer["bits"] for layer in cache.stats()["layers"]]
 
 
-@pytest.mark.parametrize(
-    ("learned", "asked", "expected"),
-    [
+def test_bits_that_are_asked_for_win_over_those_of_the_artifact(
+    llama: PreTrainedModel, artifact_of: ArtifactOf
+) -> None:
+    """Without an artifact there are two."""
+    for learned, asked, expected in (
         (2, None, [4, 2]),
         (3, None, [4, 3]),
         (16, None, [16, 16]),
         (16, 2, [4, 2]),
         (2, 16, [16, 16]),
         (None, None, [2, 2]),
-    ],
-)
-def test_bits_that_are_asked_for_win_over_those_of_the_artifact(
-    learned: int | None,
-    asked: int | None,
-    expected: list[int],
-    llama: PreTrainedModel,
-    artifact_of: ArtifactOf,
-) -> None:
-    """Without an artifact there are two."""
-    options: dict[str, Any] = {} if asked is None else {"bits": asked}
-    if learned is None:
-        options["predictor"] = "none"
-    else:
-        options["artifact"] = artifact_of("llama", bits=learned)
-    cache = _bare(llama, **options)
-    assert cache.options.bits == cache.options.row_bits == expected[1]
-    assert _bits(llama, cache) == expected
+    ):
+        options: dict[str, Any] = {} if asked is None else {"bits": asked}
+        if learned is None:
+            options["predictor"] = "none"
+        else:
+            options["artifact"] = artifact_of("aqua", "llama", bits=learned)
+        cache = _bare(llama, **options)
+        assert cache.options.bits == cache.options.row_bits == expected[1]
+        assert _bits(llama, cache) == expected
 
 
 def test_a_saved_cache_keeps_its_bits_and_goes_on_with_its_own_artifact_only(
     llama: PreTrainedModel, artifact_of: ArtifactOf, tmp_path: Path
 ) -> None:
-    artifact = artifact_of("llama", bits=16)
+    artifact = artifact_of("aqua", "llama", bits=16)
     for asked, bits in (({"bits": 2}, 2), ({}, 16)):
         cache, folder = _bare(llama, artifact=artifact, **asked), tmp_path / str(bits)
         _bits(llama, cache)
@@ -260,14 +218,14 @@ def test_a_saved_cache_keeps_its_bits_and_goes_on_with_its_own_artifact_only(
     with pytest.raises(ValueError, match="bits: not an option that a filled cache can change"):
         AquaKVCache.from_pretrained(tmp_path / "2", llama.config, artifact=artifact, bits=4)
     with pytest.raises(ValueError, match="saved with another artifact"):
-        other = artifact_of("llama", seed=1)
+        other = artifact_of("aqua", "llama", seed=1)
         AquaKVCache.from_pretrained(tmp_path / "2", llama.config, artifact=other)
 
 
 def test_fewer_sinks_than_calibration_left_out_are_warned_of(
     llama: PreTrainedModel, artifact_of: ArtifactOf, caplog: pytest.LogCaptureFixture
 ) -> None:
-    artifact = artifact_of("llama", sinks=8)
+    artifact = artifact_of("aqua", "llama", sinks=8)
     with caplog.at_level(logging.WARNING):
         _bare(llama, artifact=artifact, sink=8)
         assert not caplog.records

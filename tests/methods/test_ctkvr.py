@@ -11,20 +11,14 @@ import torch
 
 from hf_kvret import TokenBlock
 from hf_kvret.methods.ctkvr import CTkvrConfig, CTkvrIndex, inverted_file
-from hf_kvret.methods.ctkvr.inverted_file import (
-    MOST_TOKENS,
-    Centroids,
-    InvertedFile,
-    InvertedLists,
-)
+from hf_kvret.methods.ctkvr.inverted_file import MOST_TOKENS, Centroids, InvertedFile, InvertedLists
 from hf_kvret.methods.ctkvr.sampler import CentroidSampler, MixedSampler
 from hf_kvret.observe.recall import exact_scores
 from hf_kvret.testing.cold import cold_tokens
 from hf_kvret_kernels.relevance import group_relevance
 
-from .codebooks import GROUP, HEADS
-from .index_runs import IndexRun
-from .watched_stores import normal, ragged, slot_sets, store_of
+from .codebooks import GROUP, HEADS, normal
+from .index_runs import IndexRun, ragged, slot_sets, store_of
 
 DIM, RECENT = 32, 20
 

@@ -15,9 +15,8 @@ from hf_kvret.methods.ctkvr import CTkvrConfig, CTkvrIndex
 from hf_kvret.methods.ctkvr.inverted_file import Centroids, joined
 from hf_kvret.observe.recall import measure_recall
 
-from .codebooks import HEADS
+from .codebooks import HEADS, normal
 from .index_runs import IndexRun
-from .watched_stores import normal
 
 DIM, BUDGET, PROMPT = 32, 10, 400
 

@@ -17,8 +17,7 @@ from hf_kvret.methods.lrqk import LRQKConfig, LRQKIndex, PaperLRQKIndex
 from hf_kvret.methods.paris import ParisConfig, ParisIndex
 
 from .codebooks import DIM, GROUP, HEADS, write_book
-from .index_runs import BUDGET, PROMPT, SEQUENCES, IndexRun, draw
-from .watched_stores import ragged, slot_sets, slot_sets_of
+from .index_runs import BUDGET, PROMPT, SEQUENCES, IndexRun, draw, ragged, slot_sets, slot_sets_of
 
 Make = Callable[[], Index]
 _AT_ONCE = {"update": 1, "update_lists": "recalled"}
@@ -123,11 +122,8 @@ def test_contents_of_padding_do_not_matter(make: Make) -> None:
 
 def test_a_sequence_does_not_change_with_its_neighbours(make: Make) -> None:
     tokens, valid = draw(0, PROMPT), ragged(SEQUENCES, PROMPT)
-    results = []
-    for pair in ([0, 1], [0, 2]):
-        run = IndexRun(make, pair).prompt(tokens, valid, (90,))
-        results.append([ids[0] for first in (100, 200, 300) for ids in run.go_on(first)])
-    assert _same(*results)
+    runs = [IndexRun(make, pair).prompt(tokens, valid, (90,)) for pair in ([0, 1], [0, 2])]
+    assert _same(*([ids[0] for ids in run.go_on()] for run in runs))
 
 
 def test_forks_and_loaded_indexes_go_on_like_one_that_was_left_alone(make: Make) -> None:
@@ -160,8 +156,8 @@ def test_tokens_that_were_cropped_are_forgotten_and_others_take_their_slots(
     run.crop(left)
     ids = run.step(20)
     assert ids.max() < left
-    for number in range(12):
-        run.step(30 + number, flush=1)
+    for number in range(4):
+        run.step(30 + number, 3, flush=3 if number else 1)
     length = len(run.store)
     whole = run.select(draw(0, 1)[0][run.sequences], budget=length)
     assert torch.equal(whole, torch.arange(length, dtype=torch.int32).expand_as(whole))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 import math
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
 import torch
 
-from hf_kvret import ColdTokens
 from hf_kvret.contracts.index import Scoring
 from hf_kvret.contracts.store import FirstRows
 from hf_kvret.layer.layer_kv import LayerKV
@@ -17,7 +17,8 @@ from hf_kvret.methods.h2o import H2OConfig, H2OIndex
 from hf_kvret.methods.h2o import index as h2o
 from hf_kvret.stores.memory import DeviceMemory
 
-from .watched_stores import WatchedStore, normal, slot_sets, slot_sets_of
+from .codebooks import normal
+from .index_runs import WatchedStore, slot_sets, slot_sets_of
 
 HEADS, GROUP, DIM = 2, 3, 16
 SCALE = 3 / math.sqrt(DIM)
@@ -60,57 +61,39 @@ class Run:
         self.kv = LayerKV(self.options, H2OIndex(self.options), _store, keys, keys)
 
     @property
-    def index(self) -> H2OIndex:
-        assert isinstance(self.kv.index, H2OIndex)
+    def index(self) -> Any:
         return self.kv.index
-
-    @property
-    def length(self) -> int:
-        return self.kv.length
-
-    @property
-    def cold_len(self) -> int:
-        return self.kv.cold_len
 
     @property
     def scores(self) -> torch.Tensor:
         return self.index.state_dict()["scores"].clone()
 
     @property
-    def evicted(self) -> torch.Tensor:
-        return self.scores == float("-inf")
-
-    @property
-    def cold(self) -> ColdTokens | None:
+    def cold(self) -> Any:
         return self.kv.cold(Scoring(self.valid, SCALE, self.softcap))
 
     def prompt(self, tokens: Tokens, valid: torch.Tensor | None = None) -> None:
         """A pass that is attended exactly."""
-        self._watch(tokens, valid)
+        self.watch(tokens, valid)
         self.kv.take_prompt(tokens[1], tokens[1], self.valid)
 
-    def _watch(self, tokens: Tokens, valid: torch.Tensor | None) -> None:
+    def watch(self, tokens: Tokens, valid: torch.Tensor | None = None) -> None:
         queries, keys = tokens
         new = torch.ones(len(keys), keys.shape[2], dtype=torch.bool) if valid is None else valid
         self.valid = torch.cat([self.valid, new], dim=1)
         self.kv.on_forward(queries, keys, self.valid)
 
     def build(self) -> None:
-        cold = self.cold
-        if cold is not None:
+        if (cold := self.cold) is not None:
             self.kv.build_index(cold)
 
     def step(self, tokens: Tokens) -> torch.Tensor:
         """The slots that a pass selects."""
         queries, keys = tokens
         self.build()
-        self._watch(tokens, None)
+        self.watch(tokens)
         self.kv.take_step(keys, keys, self.valid)
-        return self.ask(queries)
-
-    def ask(self, queries: torch.Tensor) -> torch.Tensor:
         cold = self.cold
-        assert cold is not None
         index = self.kv.ready_index(cold)
         ids = index.search(queries, cold)
         index.after_search(ids)
@@ -132,52 +115,51 @@ class Run:
         self.valid = self.valid[:, :-count]
 
 
-class Simulation:
-    """H2O as its paper tells it, one query after the other, over all tokens, in fp64."""
+class Simulation(Run):
+    """Beside an index, H2O as its paper tells it: one query after the other, in fp64."""
 
-    def __init__(self, run: Run) -> None:
-        self.run = run
+    def __init__(self, softcap: float | None = None, **changes: Any) -> None:
+        super().__init__(softcap, **changes)
         self.queries = torch.zeros(2, HEADS * GROUP, 0, DIM, dtype=torch.float64)
         self.keys = torch.zeros(2, HEADS, 0, DIM, dtype=torch.float64)
         self.gathered = torch.zeros(2, HEADS, 0, dtype=torch.float64)
         self.evicted = torch.zeros(2, HEADS, 0, dtype=torch.bool)
         self.counted = 0
 
-    def take(self, tokens: Tokens) -> None:
-        queries, keys = (x.double() for x in tokens)
+    def watch(self, tokens: Tokens, valid: torch.Tensor | None = None) -> None:
+        super().watch(tokens, valid)
+        queries, keys = (x.nan_to_num().double() for x in tokens)
+        more = torch.zeros(*keys.shape[:3], dtype=torch.float64)
         self.queries = torch.cat([self.queries, queries], dim=2)
         self.keys = torch.cat([self.keys, keys], dim=2)
-        more = torch.zeros(*keys.shape[:3], dtype=torch.float64)
         self.gathered = torch.cat([self.gathered, more], dim=2)
         self.evicted = torch.cat([self.evicted, more.bool()], dim=2)
 
     def crop(self, count: int) -> None:
+        super().crop(count)
         for name in ("queries", "keys", "gathered", "evicted"):
             setattr(self, name, getattr(self, name)[:, :, :-count])
 
     def count(self, end: int) -> None:
         """Add what the queries up to slot ``end`` give to the tokens that are left."""
-        for slot in range(self.counted, end):
-            for b in range(2):
-                if not self.run.valid[b, slot]:
-                    continue
-                for h in range(HEADS):
-                    left = self.run.valid[b, : slot + 1] & ~self.evicted[b, h, : slot + 1]
-                    heads = self.queries[b, h * GROUP : (h + 1) * GROUP, slot]
-                    logits = heads @ self.keys[b, h, : slot + 1].T * SCALE
-                    if self.run.softcap is not None:
-                        logits = self.run.softcap * torch.tanh(logits / self.run.softcap)
-                    logits = logits.masked_fill(~left, float("-inf"))
-                    self.gathered[b, h, : slot + 1] += logits.softmax(-1).sum(0)
+        for slot, b, h in product(range(self.counted, end), range(2), range(HEADS)):
+            if not self.valid[b, slot]:
+                continue
+            left = self.valid[b, : slot + 1] & ~self.evicted[b, h, : slot + 1]
+            heads = self.queries[b, h * GROUP : (h + 1) * GROUP, slot]
+            logits = heads @ self.keys[b, h, : slot + 1].T * SCALE
+            if self.softcap is not None:
+                logits = self.softcap * torch.tanh(logits / self.softcap)
+            logits = logits.masked_fill(~left, float("-inf"))
+            self.gathered[b, h, : slot + 1] += logits.softmax(-1).sum(0)
         self.counted = max(end, self.counted)
 
     def choose(self) -> list[set[int]]:
         """Evict what the budget has no room for; the kept tokens of each row and head."""
-        cold_len, kept = self.run.cold_len, []
-        budget = self.run.options.budget(cold_len)
+        cold_len, kept = self.kv.cold_len, []
+        budget = self.options.budget(cold_len)
         for b in range(2):
-            valid = self.run.valid[b, :cold_len]
-            slots = valid.nonzero().flatten().tolist()[self.run.options.sink :]
+            slots = self.valid[b, :cold_len].nonzero().flatten().tolist()[self.options.sink :]
             for h in range(HEADS):
                 left = [slot for slot in slots if not self.evicted[b, h, slot]]
                 left.sort(key=lambda slot: -float(self.gathered[b, h, slot]))
@@ -187,19 +169,16 @@ class Simulation:
 
     def check_step(self, tokens: Tokens) -> None:
         """A pass of the index selects what is kept here, and knows what is gathered here."""
-        ids = self.run.step(tokens)
-        drafts = tokens[0].shape[2]
+        ids, drafts = self.step(tokens), tokens[0].shape[2]
         assert ids.dtype == torch.int32
-        assert ids.shape == (2, HEADS, drafts, self.run.options.budget(self.run.cold_len))
-        self.count(self.run.length - drafts)
-        self.take(tokens)
+        assert ids.shape == (2, HEADS, drafts, self.options.budget(self.kv.cold_len))
+        self.count(self.kv.length - drafts)
         kept = self.choose()
         for query in range(drafts):
             assert slot_sets(ids[:, :, query]) == kept
-        assert torch.equal(self.run.evicted, self.evicted)
         expected = self.gathered.masked_fill(self.evicted, float("-inf"))
         # Sums of at most some hundred weights, each good to fp32.
-        torch.testing.assert_close(self.run.scores.double(), expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(self.scores.double(), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(("cuts", "softcap"), [((), None), ((17,), 2.0), ((20, 40), None)])
@@ -209,79 +188,58 @@ def test_tokens_kept_and_evicted_are_those_of_the_simulation(
     """A padded prompt, drafts of which some are rejected, flushes, and a long second prompt."""
     # Queries then come in several blocks.
     monkeypatch.setattr(h2o, "_LOGITS", 2 * HEADS * GROUP * 60 * 7)
-    run = Run(softcap)
-    simulation = Simulation(run)
+    run = Simulation(softcap)
     (queries, keys), valid = _tokens(0, 60), _ragged(60)
     # Contents of padding never matter.
-    hidden = ~valid[:1, None, :, None]
     for x in (queries, keys):
-        x[:1].masked_fill_(hidden, float("nan"))
-    for start, end in zip((0, *cuts), (*cuts, 60), strict=True):
+        x[:1].masked_fill_(~valid[:1, None, :, None], float("nan"))
+    for start, end in pairwise((0, *cuts, 60)):
         run.prompt((queries[:, :, start:end], keys[:, :, start:end]), valid[:, start:end])
-    simulation.take((queries.nan_to_num(), keys.nan_to_num()))
     for number in range(30):
         if number == 17:
             run.prompt(_tokens(99, 14))
-            simulation.take(_tokens(99, 14))
         drafts, rejected = (1, 0) if number % 3 else (5, 4 - number % 5)
-        simulation.check_step(_tokens(100 + number, drafts))
+        run.check_step(_tokens(100 + number, drafts))
         if rejected:
             run.crop(rejected)
-            simulation.crop(rejected)
     assert int(run.evicted.sum()) == run.index.stats()["evicted"] > 150
 
 
 def test_queries_of_a_cropped_question_and_of_two_short_ones_count_once() -> None:
     """Some of the keys that wait to be counted are cold by the next selection."""
-    cropped = Simulation(Run())
-    cropped.run.prompt(_tokens(0, 60))
-    cropped.take(_tokens(0, 60))
+    cropped = Simulation()
+    cropped.prompt(_tokens(0, 60))
     for number in range(2):
         cropped.check_step(_tokens(10 + number))
-    (queries, keys), cold_len = _tokens(20, 14), cropped.run.cold_len
-    cropped.run.prompt((queries, keys))
-    assert cropped.run.cold_len > cold_len
-    cropped.run.crop(5)
-    cropped.take((queries[:, :, :9], keys[:, :, :9]))
+    cold_len = cropped.kv.cold_len
+    cropped.prompt(_tokens(20, 14))
+    assert cropped.kv.cold_len > cold_len
+    cropped.crop(5)
     cropped.check_step(_tokens(30))
-    short = Simulation(Run(flush=8))
+    short = Simulation(flush=8)
     for number, count in enumerate((60, 1, 1, 1, 1, 1, 1, 1, 1, 6, 7)):
-        if count == 1:
-            short.check_step(_tokens(10 + number))
-        else:
-            short.run.prompt(_tokens(10 + number, count))
-            short.take(_tokens(10 + number, count))
+        pass_ = short.check_step if count == 1 else short.prompt
+        pass_(_tokens(10 + number, count))
     # The last question is in the window, where the first one was not long enough to stay.
-    assert short.run.index.state_dict()["keys.rows"].shape[2] > short.run.length - 68 == 13
+    assert short.index.state_dict()["keys.rows"].shape[2] > short.kv.length - 68 == 13
     short.check_step(_tokens(30))
 
 
 @pytest.mark.parametrize("top_k", [1.0, 10**6])
 def test_a_covering_budget_keeps_every_valid_token(top_k: int | float) -> None:
-    run = Run(top_k=top_k)
+    run = Simulation(top_k=top_k)
     run.prompt(_tokens(0, 50), _ragged(50))
     for number in range(12):
-        ids = run.step(_tokens(10 + number))
-        slots = [row.nonzero().flatten().tolist()[2:] for row in run.valid[:, : run.cold_len]]
-        assert slot_sets(ids[:, :, 0]) == [set(slots[b]) for b in range(2) for _ in range(HEADS)]
+        run.check_step(_tokens(10 + number))
     assert run.index.stats() == {"evicted": 0}
 
 
 def test_only_the_observed_queries_of_a_prompt_count() -> None:
-    tokens = _tokens(0, 60)
-    run = Run(observed=8)
-    run.prompt(tokens)
+    run = Simulation(observed=8)
+    run.prompt(_tokens(0, 60))
     assert run.index.state_dict()["queries.rows"].shape[2] == 8 + OPTIONS["max_draft"]
-    run.build()
-    queries, keys = tokens[0][:, :, 52:].double(), tokens[1].double()
-    logits = queries @ keys.repeat_interleave(GROUP, dim=1).mT * SCALE
-    later = torch.arange(60) > torch.arange(52, 60)[:, None]
-    weights = logits.masked_fill(later, float("-inf")).softmax(-1)
-    expected = weights.unflatten(1, (HEADS, GROUP)).sum((2, 3))
-    left = ~run.evicted
-    torch.testing.assert_close(run.scores.double()[left], expected[left], rtol=1e-4, atol=1e-5)
-    order = expected[:, :, 2:54].topk(run.options.budget(54)).indices + 2
-    assert slot_sets(run.step(_tokens(1))[:, :, 0]) == slot_sets(order)
+    run.counted = 52
+    run.check_step(_tokens(1))
 
 
 def _read(length: int = 60, **changes: Any) -> Run:
@@ -316,7 +274,7 @@ def test_cropped_tokens_are_forgotten_and_evicted_ones_stay_evicted(top_k: float
     run.steps(range(10, 40))
     before = run.scores
     run.crop(30)
-    assert run.cold_len == 54
+    assert run.kv.cold_len == 54
     ids = run.step(_tokens(50))
     after = run.scores
     assert after.shape[2] == 61 and int(ids.max()) < 54
@@ -327,7 +285,7 @@ def test_cropped_tokens_are_forgotten_and_evicted_ones_stay_evicted(top_k: float
     assert torch.equal(after[:, :, 54:60], before[:, :, 54:60])
     assert (after[:, :, 60] == 0).all()
     selections = slot_sets(run.steps(range(60, 80))[-1])
-    assert run.cold_len > 70
+    assert run.kv.cold_len > 70
     for slots, evicted_before in zip(selections, slot_sets_of(evicted), strict=True):
         assert not slots & evicted_before
 
@@ -335,7 +293,7 @@ def test_cropped_tokens_are_forgotten_and_evicted_ones_stay_evicted(top_k: float
 def test_a_crop_to_nothing_starts_a_new_text() -> None:
     run, fresh = _read(), Run()
     run.steps(range(10, 20))
-    run.crop(run.length)
+    run.crop(run.kv.length)
     for each in (run, fresh):
         each.prompt(_tokens(77, 60))
     assert torch.equal(run.step(_tokens(50)), fresh.step(_tokens(50)))
@@ -352,7 +310,7 @@ def test_numbers_for_reports() -> None:
     empty = H2OIndex(H2OConfig())
     assert empty.state_dict() == {} and empty.nbytes() == empty.cost(100, 10).nbytes == 0
     run = _read()
-    assert run.step(_tokens(1)).shape == (2, HEADS, 1, 14) and run.cold_len == 54
+    assert run.step(_tokens(1)).shape == (2, HEADS, 1, 14) and run.kv.cold_len == 54
     assert run.index.stats() == {"evicted": 2 * HEADS * (54 - 2 - 14)}
     assert run.index.cost(54, 14).candidates == 14 and run.index.cost(54, 14).keys_read == 16
     assert run.index.cost(100, 10).nbytes == 2 * HEADS * (14 * 4 + 7 * DIM * 4)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,11 +12,9 @@ from transformers import PreTrainedModel
 
 from hf_kvret import LRQKCache
 from hf_kvret.methods.lrqk import LRQKConfig, LRQKIndex
-from hf_kvret.testing import COVERING_OPTIONS
 
-from .codebooks import GROUP, HEADS
-from .index_runs import IndexRun
-from .watched_stores import normal, overlap, ragged, slot_sets
+from .codebooks import GROUP, HEADS, normal
+from .index_runs import IndexRun, overlap, ragged, slot_sets
 
 DIM = 32
 SCALE = 2 / math.sqrt(DIM)
@@ -99,30 +96,6 @@ def test_the_selection_is_the_top_k_of_its_own_proxies(
     ids = run.search(query, budget)
     assert ids.shape == (2, HEADS, 3, budget) and ids.dtype == torch.int32
     assert slot_sets(ids) == _by_hand(run.index, query, budget, valid, softcap)
-
-
-def _low_rank(rank: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """300 queries and keys in a space of ``rank`` directions, and queries for the best 12 tokens.
-
-    Those score at least 1 above all others, more than bf16 proxies miss (scores of 8 to 2^-9 each).
-    """
-    basis = torch.linalg.qr(normal(seed, DIM, rank)).Q
-    queries = normal(seed + 1, 2, HEADS * GROUP, 300, rank) @ basis.T
-    keys = normal(seed + 2, 2, HEADS, 300, rank)
-    topic = torch.nn.functional.normalize(normal(seed + 3, 2, HEADS, 1, rank), dim=-1)
-    along = (keys * topic).sum(-1, keepdim=True)
-    keys = keys - along * topic + along.clamp(max=1) * topic
-    keys[:, :, 40:288:21] += (4 - (keys[:, :, 40:288:21] * topic).sum(-1, keepdim=True)) * topic
-    return queries, keys @ basis.T, (topic * 2 / SCALE).repeat_interleave(GROUP, dim=1) @ basis.T
-
-
-@pytest.mark.parametrize("proxy_dtype", ["bfloat16", "int8"])
-def test_recall_is_complete_where_the_rank_suffices(proxy_dtype: str) -> None:
-    queries, keys, query = _low_rank(12)
-    options = closed_options(proxy_dtype=proxy_dtype)
-    assert fill(options, queries, keys).recall(query, 12) == 1.0
-    # The test can fail: with fewer numbers than there are directions tokens are missed.
-    assert fill(options.replace(rank=5), queries, keys).recall(query, 12) < 1.0
 
 
 def test_a_head_with_longer_queries_does_not_take_the_factors_for_itself() -> None:
@@ -294,8 +267,6 @@ def test_a_saved_index_and_a_fork_remember_that_a_look_is_due() -> None:
 def test_the_rank_follows_the_head_dim_unless_it_is_given() -> None:
     assert [LRQKConfig().rank_of(dim) for dim in (16, 32, 128)] == [16, 32, 32]
     assert LRQKConfig(rank=40).rank_of(64) == 40
-    with pytest.raises(ValueError, match=r"rank=40 is above the head dim 32.*1 to 32, or None"):
-        LRQKConfig(rank=40).rank_of(32)
 
 
 def test_the_papers_options_are_those_of_its_section_5() -> None:
@@ -317,23 +288,3 @@ def test_a_rank_above_the_head_dim_or_that_of_kernels_is_refused_at_once(
     config.head_dim = 512
     with pytest.raises(ValueError, match=r"rank=300.* or above 256.*choose 1 to 256"):
         LRQKCache(config, rank=300)
-
-
-def test_a_cache_saved_while_dense_knows_what_it_watched(
-    llama: PreTrainedModel, tmp_path: Path
-) -> None:
-    """Nothing is cold yet, but the queries of the prompt were seen."""
-    tokens = torch.randint(1, 100, (1, 160), generator=torch.Generator().manual_seed(5))
-    options = {**COVERING_OPTIONS, "rank": 8, "factors": "als", "dense_below": 100, "top_k": 12}
-    cache = LRQKCache(llama.config, **options)
-    with torch.no_grad():
-        llama(tokens[:, :99], past_key_values=cache)
-        cache.save_pretrained(tmp_path)
-        loaded = LRQKCache.from_pretrained(tmp_path, config=llama.config)
-        for step in range(99, 160):
-            logits = [
-                llama(tokens[:, step : step + 1], past_key_values=one).logits
-                for one in (cache, loaded)
-            ]
-            torch.testing.assert_close(*logits, rtol=0, atol=1e-5)
-    assert all(layer["selected"] for layer in loaded.stats()["layers"])

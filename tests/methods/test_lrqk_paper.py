@@ -9,9 +9,8 @@ import torch
 
 from hf_kvret.methods.lrqk import LRQKConfig, PaperLRQKIndex
 
-from .codebooks import DIM, GROUP, HEADS
+from .codebooks import DIM, GROUP, HEADS, normal
 from .index_runs import IndexRun, draw
-from .watched_stores import normal
 
 BATCH, RANK, PROMPT, RECENT, BUDGET = 2, 6, 60, 4, 8
 BF16 = 2.0**-8
@@ -136,9 +135,7 @@ PASSES = [(1, 0, 0), (1, 0, 0), (3, 0, 2), (1, 4, 0), (2, 0, 0), (1, 5, 0), (4, 
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [{}, {"penalty": 4.0, "iterations": 3}, {"fit_recent": 0}],
-    ids=str,
+    "changes", [{}, {"penalty": 4.0, "iterations": 3}, {"fit_recent": 0}], ids=str
 )
 def test_decode_steps_are_those_of_algorithm_2(changes: dict[str, Any]) -> None:
     valid = torch.ones(BATCH, PROMPT, dtype=torch.bool)

@@ -3,37 +3,43 @@
 from __future__ import annotations
 
 import math
+from importlib.util import find_spec
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from hf_kvret import TokenBlock
+from hf_kvret.contracts.index import Index
 from hf_kvret.methods.flat import FlatIndex
 from hf_kvret.methods.paris import ParisConfig, ParisIndex
 from hf_kvret.testing.cold import cold_tokens
+from hf_kvret_kernels._dispatch import interpreted, prefer
 
-from .watched_stores import overlap
+from .index_runs import overlap
 
 HEADS, GROUP = 2, 2
 OURS, PAPER = ParisConfig(), ParisConfig.preset("paper")
 
 
-def _index(
-    options: ParisConfig, keys: torch.Tensor, valid: torch.Tensor | None = None, cut: int = 0
-) -> ParisIndex:
-    return _fill(ParisIndex(options), keys, valid, cut)
-
-
-def _fill(
-    index: ParisIndex, keys: torch.Tensor, valid: torch.Tensor | None = None, cut: int = 0
-) -> ParisIndex:
-    """The index with ``keys`` in two blocks, the first of ``cut`` tokens."""
+def _counted(keys: torch.Tensor, valid: torch.Tensor, cut: int = 0) -> ParisIndex:
+    """An index with ``keys`` in two blocks, the first of ``cut`` tokens."""
+    index = ParisIndex(OURS.replace(center=False))
     for start, end in ((0, cut), (cut, keys.shape[2])):
         if end > start:
-            block_keys = keys[:, :, start:end]
-            mask = None if valid is None else valid[:, start:end]
-            index.add(TokenBlock(block_keys, block_keys, start, mask))
+            block = keys[:, :, start:end]
+            index.add(TokenBlock(block, block, start, valid[:, start:end]))
     return index
+
+
+def _select(
+    index: Index, keys: torch.Tensor, query: torch.Tensor, budget: int, softcap: float | None = None
+) -> torch.Tensor:
+    """The selection of an empty ``index`` that gets ``keys``, all of them valid."""
+    index.add(TokenBlock(keys, keys, 0))
+    valid = torch.ones(len(keys), keys.shape[2], dtype=torch.bool)
+    return index.search(query, cold_tokens(valid, 2 / math.sqrt(keys.shape[3]), budget, softcap))
 
 
 def _peaked(
@@ -58,14 +64,8 @@ def _quality(
     options: ParisConfig, keys: torch.Tensor, query: torch.Tensor, budget: int
 ) -> tuple[float, float]:
     """Overlap with exact top-k, and the attention mass held relative to what top-k holds."""
-    dim, length = keys.shape[3], keys.shape[2]
-    scale = 2 / math.sqrt(dim)
-    valid = torch.ones(len(keys), length, dtype=torch.bool)
-    ids = _index(options, keys).search(query, cold_tokens(valid, scale, budget))
-    exact = FlatIndex()
-    exact.add(TokenBlock(keys, keys, 0))
-    best = exact.search(query, cold_tokens(valid, scale, budget))
-    scores = query @ keys.repeat_interleave(GROUP, dim=1).transpose(-1, -2) * scale
+    ids, best = (_select(one, keys, query, budget) for one in (ParisIndex(options), FlatIndex()))
+    scores = query @ keys.repeat_interleave(GROUP, dim=1).mT * 2 / math.sqrt(keys.shape[3])
     shares = scores.softmax(-1)
 
     def mass(chosen: torch.Tensor) -> torch.Tensor:
@@ -124,29 +124,23 @@ def test_a_head_with_a_longer_query_does_not_decide_alone() -> None:
     assert ours > 0.97 and ours > paper + 0.03
 
 
-def _counts_match(index: ParisIndex, keys: torch.Tensor, valid: torch.Tensor, first: int) -> None:
-    """The counts are those of an index that was built from the tokens that are left."""
-    fresh = _index(index.options.replace(center=False), keys, valid, cut=first)
-    assert torch.equal(index._counts, fresh._counts)
-
-
 def test_a_crop_takes_exactly_the_dropped_tokens_out_of_the_counts() -> None:
+    """The counts are those of an index that was built from the tokens that are left."""
     keys, query = _peaked(200, 32)
     valid = torch.ones(2, 200, dtype=torch.bool)
     valid[1, :150] = False
-    options, first = OURS.replace(center=False), 50
+    first, cold, whole = 50, cold_tokens(valid, 0.2, 20), _counted(keys, valid)
     for left in (199, 160, 100, first, 0):
-        index = _index(options, keys, valid, cut=first)
+        index = _counted(keys, valid, first)
         index.crop(left)
         if left:
-            _counts_match(index, keys[:, :, :left], valid[:, :left], first)
+            fresh = _counted(keys[:, :, :left], valid[:, :left], first)
+            assert torch.equal(index._counts, fresh._counts)
         else:
             assert index._counts is None
-        more = TokenBlock(keys[:, :, left:], keys[:, :, left:], left, valid[:, left:])
-        index.add(more)
-        _counts_match(index, keys, valid, first)
-        again = _index(options, keys, valid).search(query, cold_tokens(valid, 0.2, 20))
-        assert torch.equal(index.search(query, cold_tokens(valid, 0.2, 20)), again)
+        index.add(TokenBlock(keys[:, :, left:], keys[:, :, left:], left, valid[:, left:]))
+        assert torch.equal(index._counts, whole._counts)
+        assert torch.equal(index.search(query, cold), whole.search(query, cold))
 
 
 def test_candidates_are_a_share_that_covers_the_budget() -> None:
@@ -162,12 +156,62 @@ def test_candidates_are_a_share_that_covers_the_budget() -> None:
 def test_a_soft_cap_bends_the_whole_score_not_the_centered_one() -> None:
     """All keys share a large part; where the cap saturates depends on it."""
     keys, query = _peaked(256, 64, common=2.0)
-    valid = torch.ones(len(keys), 256, dtype=torch.bool)
-    scale, softcap = 2 / math.sqrt(64), 8.0
-    exact = FlatIndex()
-    exact.add(TokenBlock(keys, keys, 0))
-    best = exact.search(query, cold_tokens(valid, scale, 24, softcap))
-    index = _index(OURS, keys)
-    capped = overlap(index.search(query, cold_tokens(valid, scale, 24, softcap)), best)
-    uncapped = overlap(index.search(query, cold_tokens(valid, scale, 24)), best)
+    best = _select(FlatIndex(), keys, query, 24, 8.0)
+    capped = overlap(_select(ParisIndex(OURS), keys, query, 24, 8.0), best)
+    uncapped = overlap(_select(ParisIndex(OURS), keys, query, 24), best)
     assert capped > 0.85 and capped > uncapped
+
+
+# They make a tensor and leave what is in it to others.
+_EMPTY = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty"}
+
+
+class TorchOps(TorchDispatchMode):
+    """Names of the operations of torch that run a kernel: views and empty tensors don't."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        name = func._schema.name
+        views = name == "aten::_unsafe_view" or any(
+            result.alias_info is not None and not result.alias_info.is_write
+            for result in func._schema.returns
+        )
+        if not views and name not in _EMPTY:
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.skipif(
+    not interpreted() or find_spec("triton") is None, reason="Triton's interpreter is off"
+)
+def test_a_selection_is_five_launches_and_no_operation_of_torch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from triton.runtime.interpreter import GridExecutor
+
+    generator = torch.Generator().manual_seed(0)
+    keys = torch.randn(1, 2, 40, 16, generator=generator).bfloat16()
+    query = torch.randn(1, 4, 1, 16, generator=generator).bfloat16()
+    index = ParisIndex(ParisConfig(subspace_dim=4))
+    index.add(TokenBlock(keys, keys, 0))
+    cold = cold_tokens(torch.ones(1, 40, dtype=torch.bool), 0.125, 10)
+    kernels: list[str] = []
+    run = GridExecutor.__call__
+
+    def count(self: GridExecutor, *args: object, **kwargs: object) -> object:
+        kernels.append(self.fn.__name__)
+        # The interpreter's own operations are none of the caller's.
+        with _disable_current_modes():
+            return run(self, *args, **kwargs)
+
+    monkeypatch.setattr(GridExecutor, "__call__", count)
+    with prefer("triton"), TorchOps() as operations:
+        index.search(query, cold)
+    stages = ("bonus", "collide", "compact", "rerank", "best")
+    assert kernels == [f"_{stage}_kernel" for stage in stages]
+    assert operations.names == []
