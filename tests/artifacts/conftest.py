@@ -8,8 +8,8 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 import torch
-import transformers.utils.hub
 from huggingface_hub import constants
+from huggingface_hub.utils._http import default_client_factory
 from transformers import PreTrainedModel
 
 from hf_kvret.artifacts import CalibrationArtifact, ModelIdentity
@@ -20,25 +20,17 @@ from .fake_hub import FakeHub
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeHub]:
-    """A running hub that the client in this process talks to, with an empty cache, no token."""
-    with FakeHub() as server:
-        template = "/{repo_id}/resolve/{revision}/{filename}"
-        monkeypatch.setattr(constants, "ENDPOINT", server.url)
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", server.url + template)
-        # transformers 5.24 keeps the client of its first request, which knows that one's endpoint.
-        monkeypatch.setattr(transformers.utils.hub, "_hf_api", None, raising=False)
-        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub-cache"))
-        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
-        for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
-            monkeypatch.delenv(name, raising=False)
-        monkeypatch.setenv("NO_PROXY", "127.0.0.1,localhost")
-        # The client keeps connections; new ones see the settings of this test.
-        huggingface_hub.close_session()
-        yield server
-        huggingface_hub.close_session()
-    assert not server.faults
+    """A hub that the client in this process talks to, with an empty cache, no token."""
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub-cache"))
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    fake = FakeHub()
+    huggingface_hub.set_client_factory(fake.client)
+    yield fake
+    huggingface_hub.set_client_factory(default_client_factory)
 
 
 @pytest.fixture(scope="session")

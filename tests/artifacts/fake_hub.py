@@ -1,20 +1,29 @@
-"""A hub on 127.0.0.1 that speaks enough of the protocol for the real huggingface_hub client.
+"""A hub in memory that speaks enough of the protocol for the real huggingface_hub client.
 
-Repositories live in memory, and no file goes through LFS. Every request is written down.
+It stands in place of the client's transport. No file goes through LFS. Every request is written
+down.
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
+import importlib
 import json
 import re
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
+
+import huggingface_hub
+from huggingface_hub.constants import ENDPOINT
+from huggingface_hub.utils._http import default_client_factory
+
+# The client's HTTP library is another one by version, of the same interface.
+HTTP: Any = importlib.import_module(
+    type(huggingface_hub.get_session()).__module__.partition(".")[0]
+)
 
 
 @dataclass
@@ -30,46 +39,38 @@ class Repository:
         """Put ``files`` on top of ``ref``; the new sha. None for a file's content deletes it."""
         after = {**self.commits.get(self.refs.get(ref, ""), {}), **files}
         sha = hashlib.sha1(f"{id(self)} {len(self.commits)}".encode()).hexdigest()
-        self.commits[sha] = {
-            name: content for name, content in after.items() if content is not None
-        }
+        self.commits[sha] = {name: x for name, x in after.items() if x is not None}
         self.refs[ref] = sha
         self.messages.append(message)
         return sha
 
-    def files(self, revision: str) -> tuple[str, dict[str, bytes]] | None:
-        """``(sha, files)`` of a branch or a commit; None if there is none."""
-        sha = self.refs.get(revision, revision)
-        return (sha, self.commits[sha]) if sha in self.commits else None
+
+class Refusal(Exception):
+    """An answer that is none, with its status."""
+
+    def __init__(self, status: int, code: str = "", message: str = "", **more: str) -> None:
+        self.status, self.code, self.message, self.more = status, code, message, more
 
 
-class FakeHub(ThreadingHTTPServer):
-    """The server; ``url`` is its endpoint. Use it as a context manager.
+class FakeHub:
+    """The hub; ``client()`` makes what the real one sends its requests with.
 
     Attributes:
         repositories: by id.
         users: name by token.
         requests: method and path of each, in order.
-        faults: exceptions in handlers, which a test must find empty.
     """
 
-    daemon_threads = True
-
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
         self.repositories: dict[str, Repository] = {}
         self.users = {"hf_alice": "alice"}
         self.requests: list[str] = []
-        self.faults: list[BaseException] = []
-        self.url = f"http://127.0.0.1:{self.server_address[1]}"
 
-    def __enter__(self) -> FakeHub:
-        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.shutdown()
-        self.server_close()
+    def client(self) -> Any:
+        # The client's own hooks know that it may be offline.
+        hooks = default_client_factory().event_hooks
+        transport = HTTP.MockTransport(self.answer)
+        return HTTP.Client(transport=transport, event_hooks=hooks, follow_redirects=True)
 
     def add(self, repo_id: str, files: dict[str, bytes], ref: str = "main", **kind: bool) -> str:
         """Commit ``files`` to ``repo_id``, which is made if needed; the commit's sha."""
@@ -80,124 +81,99 @@ class FakeHub(ThreadingHTTPServer):
         """The downloads so far: requests that sent the content of a file."""
         return [line for line in self.requests if re.match(r"GET .*/resolve/", line)]
 
-
-class _Refusal(Exception):
-    def __init__(self, status: int, code: str = "", message: str = "", **more: str) -> None:
-        self.status, self.code, self.message, self.more = status, code, message, more
-
-
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    server: FakeHub
-
-    def do_GET(self) -> None:
-        self._serve()
-
-    do_HEAD = do_POST = do_PUT = do_GET
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Keep the tests' output clean."""
-
-    def _serve(self) -> None:
-        path = urlsplit(self.path).path
-        self.body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        self.server.requests.append(f"{self.command} {path}")
+    def answer(self, request: Any) -> Any:
+        method, path = request.method, request.url.raw_path.decode().partition("?")[0]
+        self.requests.append(f"{method} {path}")
         try:
-            user = self._user()
-            for command, pattern, action in _ROUTES:
+            for methods, pattern, action in ROUTES:
                 match = re.fullmatch(pattern, path)
-                if match and self.command in command.split():
-                    action(self, user, **{k: unquote(v) for k, v in match.groupdict("").items()})
-                    return
-            raise _Refusal(404, "NoRoute", f"{self.command} {path}")
-        except _Refusal as refusal:
+                if match and method in methods.split():
+                    names = {key: unquote(value) for key, value in match.groupdict("").items()}
+                    content, headers = action(self, request, self._user(request), **names)
+                    break
+            else:
+                raise Refusal(404, "NoRoute", f"{method} {path}")
+            status = 200
+        except Refusal as refusal:
+            status, content = refusal.status, {"error": refusal.message, **refusal.more}
             headers = {"X-Error-Code": refusal.code, "X-Error-Message": refusal.message}
-            headers = {name: text for name, text in headers.items() if text}
-            self._send({"error": refusal.message, **refusal.more}, refusal.status, headers)
-        except (KeyError, ValueError, TypeError) as fault:
-            self.server.faults.append(fault)
-            self._send({"error": repr(fault)}, 500)
-
-    def _send(self, content: Any, status: int = 200, headers: dict[str, str] | None = None) -> None:
         body = content if isinstance(content, bytes) else json.dumps(content).encode()
-        self.send_response(status)
-        for name, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
+        headers = {name: text for name, text in headers.items() if text}
+        headers["Content-Length"] = str(len(body))
+        return HTTP.Response(status, headers=headers, content=b"" if method == "HEAD" else body)
 
-    def _user(self) -> str | None:
-        scheme = self.headers.get("Authorization")
-        if scheme is None:
-            return None
-        user = self.server.users.get(scheme.removeprefix("Bearer "))
-        if user is None:
-            raise _Refusal(401, message="Invalid credentials in Authorization header")
+    def _user(self, request: Any) -> str | None:
+        scheme = request.headers.get("Authorization")
+        user = None if scheme is None else self.users.get(scheme.removeprefix("Bearer "))
+        if scheme is not None and user is None:
+            raise Refusal(401, message="Invalid credentials in Authorization header")
         return user
 
     def _repository(self, user: str | None, repo: str, *, write: bool = False) -> Repository:
-        repository = self.server.repositories.get(repo)
+        repository = self.repositories.get(repo)
         owner = user is not None and repo.split("/")[0] == user
         if repository is None or (repository.private and not owner):
             # The hub does not tell strangers whether a repository is private or absent.
-            raise _Refusal(404 if user else 401, "RepoNotFound", "Repository not found")
+            raise Refusal(404 if user else 401, "RepoNotFound", "Repository not found")
         if write and not owner:
-            raise _Refusal(403 if user else 401, message="No write access to this repository")
+            raise Refusal(403 if user else 401, message="No write access to this repository")
         return repository
 
-    def _commit(self, repository: Repository, revision: str) -> tuple[str, dict[str, bytes]]:
-        result = repository.files(revision)
-        if result is None:
-            raise _Refusal(404, "RevisionNotFound", f"Invalid rev id: {revision}")
-        return result
+    def _commit(
+        self, user: str | None, repo: str, revision: str
+    ) -> tuple[Repository, str, dict[str, bytes]]:
+        """A repository, and the sha and the files of a commit."""
+        repository = self._repository(user, repo)
+        sha = repository.refs.get(revision, revision)
+        if sha not in repository.commits:
+            raise Refusal(404, "RevisionNotFound", f"Invalid rev id: {revision}")
+        return repository, sha, repository.commits[sha]
 
     # Reading
 
-    def info(self, user: str | None, repo: str, revision: str = "main") -> None:
-        repository = self._repository(user, repo)
-        sha, files = self._commit(repository, revision)
+    def info(self, request: Any, user: str | None, repo: str, revision: str = "main") -> Any:
+        repository, sha, files = self._commit(user, repo, revision)
         siblings = [{"rfilename": name} for name in files]
-        self._send({"id": repo, "sha": sha, "private": repository.private, "siblings": siblings})
+        about = {"id": repo, "sha": sha, "private": repository.private, "siblings": siblings}
+        return about, {}
 
-    def tree(self, user: str | None, repo: str, revision: str) -> None:
-        _, files = self._commit(self._repository(user, repo), revision)
-        self._send([_entry(name, content) for name, content in files.items()])
+    def tree(self, request: Any, user: str | None, repo: str, revision: str) -> Any:
+        _, _, files = self._commit(user, repo, revision)
+        return [_entry(name, content) for name, content in files.items()], {}
 
-    def resolve(self, user: str | None, repo: str, revision: str, name: str) -> None:
-        sha, files = self._commit(self._repository(user, repo), revision)
-        headers = {"X-Repo-Commit": sha}
+    def resolve(self, request: Any, user: str | None, repo: str, revision: str, name: str) -> Any:
+        _, sha, files = self._commit(user, repo, revision)
         if name not in files:
-            raise _Refusal(404, "EntryNotFound", f"{name} does not exist")
-        self._send(files[name], headers={**headers, "ETag": f'"{_git_id(files[name])}"'})
+            raise Refusal(404, "EntryNotFound", f"{name} does not exist")
+        return files[name], {"X-Repo-Commit": sha, "ETag": f'"{_git_id(files[name])}"'}
 
     # Writing
 
-    def create(self, user: str | None) -> None:
-        wish = json.loads(self.body)
+    def create(self, request: Any, user: str | None) -> Any:
+        wish = json.loads(request.content)
         if user is None:
-            raise _Refusal(401, message="Invalid username or password.")
+            raise Refusal(401, message="Invalid username or password.")
         repo = f"{wish.get('organization') or user}/{wish['name']}"
-        url = f"{self.server.url}/{repo}"
-        if repo in self.server.repositories:
-            raise _Refusal(409, message="You already created this model repo", url=url)
+        url = f"{ENDPOINT}/{repo}"
+        if repo in self.repositories:
+            raise Refusal(409, message="You already created this model repo", url=url)
         private = bool(wish.get("private")) or wish.get("visibility") == "private"
-        self.server.add(repo, {".gitattributes": b""}, private=private)
-        self._send({"url": url, "name": repo, "id": repo})
+        self.add(repo, {".gitattributes": b""}, private=private)
+        return {"url": url, "name": repo, "id": repo}, {}
 
-    def branch(self, user: str | None, repo: str, revision: str) -> None:
+    def branch(self, request: Any, user: str | None, repo: str, revision: str) -> Any:
         repository = self._repository(user, repo, write=True)
         if revision in repository.refs:
-            raise _Refusal(409, message="Reference already exists")
+            raise Refusal(409, message="Reference already exists")
         repository.refs[revision] = repository.refs["main"]
-        self._send({})
+        return {}, {}
 
-    def validate_yaml(self, user: str | None) -> None:
-        self._send({"errors": [], "warnings": []})
+    def validate_yaml(self, request: Any, user: str | None) -> Any:
+        return {"errors": [], "warnings": []}, {}
 
-    def preupload(self, user: str | None, repo: str, revision: str) -> None:
-        repository = self._repository(user, repo, write=True)
-        _, files = self._commit(repository, revision)
+    def preupload(self, request: Any, user: str | None, repo: str, revision: str) -> Any:
+        self._repository(user, repo, write=True)
+        _, _, files = self._commit(user, repo, revision)
         answers = [
             {
                 "path": wish["path"],
@@ -205,16 +181,16 @@ class _Handler(BaseHTTPRequestHandler):
                 "shouldIgnore": False,
                 "oid": _git_id(files[wish["path"]]) if wish["path"] in files else None,
             }
-            for wish in json.loads(self.body)["files"]
+            for wish in json.loads(request.content)["files"]
         ]
-        self._send({"files": answers})
+        return {"files": answers}, {}
 
-    def commit(self, user: str | None, repo: str, revision: str) -> None:
-        repository = self._repository(user, repo, write=True)
-        self._commit(repository, revision)
+    def commit(self, request: Any, user: str | None, repo: str, revision: str) -> Any:
+        self._repository(user, repo, write=True)
+        repository, _, _ = self._commit(user, repo, revision)
         files: dict[str, bytes | None] = {}
         message = ""
-        for line in self.body.splitlines():
+        for line in request.content.splitlines():
             entry = json.loads(line)
             value = entry["value"]
             if entry["key"] == "header":
@@ -225,20 +201,20 @@ class _Handler(BaseHTTPRequestHandler):
                 assert entry["key"] == "deletedFile"
                 files[value["path"]] = None
         sha = repository.commit(revision, files, message)
-        self._send({"commitUrl": f"{self.server.url}/{repo}/commit/{sha}", "commitOid": sha})
+        return {"commitUrl": f"{ENDPOINT}/{repo}/commit/{sha}", "commitOid": sha}, {}
 
 
-_REPO, _REVISION = r"(?P<repo>[^/]+/[^/]+)", r"(?P<revision>[^/]+)"
-_ROUTES: list[tuple[str, str, Callable[..., None]]] = [
-    ("GET", rf"/api/models/{_REPO}", _Handler.info),
-    ("GET", rf"/api/models/{_REPO}/revision/{_REVISION}", _Handler.info),
-    ("GET", rf"/api/models/{_REPO}/tree/{_REVISION}", _Handler.tree),
-    ("HEAD GET", rf"/{_REPO}/resolve/{_REVISION}/(?P<name>.+)", _Handler.resolve),
-    ("POST", r"/api/repos/create", _Handler.create),
-    ("POST", r"/api/validate-yaml", _Handler.validate_yaml),
-    ("POST", rf"/api/models/{_REPO}/branch/{_REVISION}", _Handler.branch),
-    ("POST", rf"/api/models/{_REPO}/preupload/{_REVISION}", _Handler.preupload),
-    ("POST", rf"/api/models/{_REPO}/commit/{_REVISION}", _Handler.commit),
+REPO, REVISION = r"(?P<repo>[^/]+/[^/]+)", r"(?P<revision>[^/]+)"
+ROUTES: list[tuple[str, str, Callable[..., Any]]] = [
+    ("GET", rf"/api/models/{REPO}", FakeHub.info),
+    ("GET", rf"/api/models/{REPO}/revision/{REVISION}", FakeHub.info),
+    ("GET", rf"/api/models/{REPO}/tree/{REVISION}", FakeHub.tree),
+    ("HEAD GET", rf"/{REPO}/resolve/{REVISION}/(?P<name>.+)", FakeHub.resolve),
+    ("POST", r"/api/repos/create", FakeHub.create),
+    ("POST", r"/api/validate-yaml", FakeHub.validate_yaml),
+    ("POST", rf"/api/models/{REPO}/branch/{REVISION}", FakeHub.branch),
+    ("POST", rf"/api/models/{REPO}/preupload/{REVISION}", FakeHub.preupload),
+    ("POST", rf"/api/models/{REPO}/commit/{REVISION}", FakeHub.commit),
 ]
 
 

@@ -92,7 +92,7 @@ def test_an_upload_comes_back_and_the_next_one_replaces_it(
     url = artifact.push_to_hub(REPO, token="hf_alice", private=True)
     repository = hub.repositories[REPO]
     commit = repository.refs["main"]
-    assert url == f"{hub.url}/{REPO}/commit/{commit}"
+    assert url == f"{constants.ENDPOINT}/{REPO}/commit/{commit}"
     assert repository.messages[-1] == "a2ats artifact for meta/tiny-llama"
     assert set(repository.commits[commit]) == {*files, ".gitattributes"}
     with pytest.raises(RepositoryNotFoundError, match=REPO):
