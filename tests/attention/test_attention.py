@@ -15,8 +15,6 @@ from hf_kvret.attention.attention import retrieval_attention
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
 from hf_kvret.testing.scenario import prompt, ragged
 
-SMALL: dict[str, Any] = {**COVERING_OPTIONS, "top_k": 1.0}
-
 
 @pytest.fixture
 def blocks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
@@ -34,8 +32,7 @@ def blocks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "base"),
-    [("llama", "sdpa"), ("qwen3", "eager"), ("gemma2", "eager"), ("gpt_oss", "eager")],
+    ("name", "base"), [("llama", "sdpa"), ("gemma2", "eager"), ("gpt_oss", "eager")]
 )
 def test_long_prompts_go_block_by_block_and_agree_with_the_base(
     name: str, base: str, blocks: list[tuple[int, ...]]
@@ -45,7 +42,10 @@ def test_long_prompts_go_block_by_block_and_agree_with_the_base(
     ids, mask = ragged((40, 29, 1))
     results = []
     with torch.no_grad():
-        for cache in (DynamicCache(config=model.config), FlatKVCache(model.config, **SMALL)):
+        for cache in (
+            DynamicCache(config=model.config),
+            FlatKVCache(model.config, **COVERING_OPTIONS),
+        ):
             logits = model(ids, attention_mask=mask, past_key_values=cache).logits
             results.append(logits[mask.bool()])
             hf_kvret.attach(model)
@@ -63,7 +63,7 @@ def test_without_padding_the_fastest_attention_takes_a_prompt(
     model = MODELS["llama"].build()
     hf_kvret.attach(model)
     with torch.no_grad():
-        model(prompt(1, 40), past_key_values=FlatKVCache(model.config, **SMALL))
+        model(prompt(1, 40), past_key_values=FlatKVCache(model.config, **COVERING_OPTIONS))
     assert len(blocks) == compiled * len(MODELS["llama"].full_attention)
 
 
@@ -79,7 +79,6 @@ def _call(layer_cache: RetrievalCache, **keywords: Any) -> Any:
     ("keywords", "words"),
     [
         ({"position_bias": torch.zeros(1)}, "attention was called with position_bias=Tensor"),
-        ({"head_mask": torch.zeros(1)}, "attention was called with head_mask=Tensor"),
         ({"output_attentions": True}, "output_attentions=True: a retrieval cache never forms"),
         ({"sliding_window": 16}, "sliding_window=16 on a layer that the cache holds as full"),
         ({"dropout": 0.1}, "dropout=0.1: put the model in eval mode"),
@@ -87,10 +86,10 @@ def _call(layer_cache: RetrievalCache, **keywords: Any) -> Any:
 )
 def test_a_keyword_that_changes_attention_is_refused(keywords: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        _call(FlatKVCache(MODELS["llama"].config(), **SMALL), **keywords)
+        _call(FlatKVCache(MODELS["llama"].config(), **COVERING_OPTIONS), **keywords)
 
 
 def test_a_keyword_that_is_none_or_harmless_passes() -> None:
-    cache = FlatKVCache(MODELS["llama"].config(), **SMALL)
+    cache = FlatKVCache(MODELS["llama"].config(), **COVERING_OPTIONS)
     out, weights = _call(cache, position_bias=None, position_ids=torch.arange(10), dropout=0.0)
     assert out.shape == (1, 10, 4, 16) and out.is_contiguous() and weights is None

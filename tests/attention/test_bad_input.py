@@ -9,11 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import (
-    DynamicCache,
-    PreTrainedModel,
-    Qwen2VLForConditionalGeneration,
-)
+from transformers import DynamicCache, PreTrainedModel, Qwen2VLForConditionalGeneration
 
 import hf_kvret
 from hf_kvret import FlatKVCache, attach
@@ -22,13 +18,12 @@ from hf_kvret.attention.masks import base_mask, retrieval_mask
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
 from hf_kvret.testing.scenario import prompt
 
-SMALL: dict[str, Any] = {**COVERING_OPTIONS, "top_k": 1.0}
 RUN = {"max_new_tokens": 3, "do_sample": False}
 GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
 
 
 def _filled(model: PreTrainedModel, batch: int = 1) -> FlatKVCache:
-    cache = FlatKVCache(model.config, **SMALL)
+    cache = FlatKVCache(model.config, **COVERING_OPTIONS)
     model.generate(prompt(batch, 30), **RUN, past_key_values=cache)
     return cache
 
@@ -36,7 +31,7 @@ def _filled(model: PreTrainedModel, batch: int = 1) -> FlatKVCache:
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_a_forward_pass_without_our_attention_is_noticed(name: str) -> None:
     model = MODELS[name].build()
-    cache = FlatKVCache(model.config, **SMALL)
+    cache = FlatKVCache(model.config, **COVERING_OPTIONS)
     first = MODELS[name].full_attention[0]
     with (
         torch.no_grad(),
@@ -47,7 +42,7 @@ def test_a_forward_pass_without_our_attention_is_noticed(name: str) -> None:
     attach(model)
     with torch.no_grad(), pytest.raises(RuntimeError, match="start with a new cache"):
         model(prompt(1, 30), past_key_values=cache)
-    cache = FlatKVCache(model.config, **SMALL)
+    cache = FlatKVCache(model.config, **COVERING_OPTIONS)
     with torch.no_grad():
         model(prompt(1, 30), past_key_values=cache)
     assert cache.get_seq_length() == 30
@@ -70,10 +65,19 @@ def test_a_cache_filled_by_another_model_is_refused(llama: PreTrainedModel) -> N
         half.generate(prompt(1, 40), **RUN, past_key_values=cache)
 
 
-def test_a_layer_that_the_cache_was_not_made_for_is_refused(llama: PreTrainedModel) -> None:
-    cache, rows = FlatKVCache(llama.config), torch.randn(1, 2, 3, 16)
-    with pytest.raises(ValueError, match="layer 2 of the model, but this cache was made for 2"):
-        cache.update(rows, rows, 2)
+@pytest.mark.parametrize(
+    ("layer", "dtype", "words"),
+    [
+        (2, torch.float32, "layer 2 of the model, but this cache was made for 2"),
+        (0, torch.float64, r"float64.*model\.to\(torch\.float32\)"),
+    ],
+)
+def test_a_layer_or_a_dtype_that_the_cache_has_not_is_refused(
+    layer: int, dtype: torch.dtype, words: str
+) -> None:
+    cache, rows = FlatKVCache(MODELS["llama"].config()), torch.randn(1, 2, 3, 16, dtype=dtype)
+    with pytest.raises(ValueError, match=words):
+        cache.update(rows, rows, layer)
 
 
 def test_a_cache_reused_at_another_batch_size_is_refused(llama: PreTrainedModel) -> None:
@@ -161,13 +165,6 @@ def test_a_refused_call_leaves_the_filled_cache_usable(llama: PreTrainedModel) -
         exact = llama(torch.cat([ids, ids[:, :1]], 1), past_key_values=DynamicCache()).logits
     # fp32 sums in another order.
     torch.testing.assert_close(again[:, -1], exact[:, -1], atol=3e-4, rtol=0)
-
-
-def test_float64_is_refused_with_the_way_out(llama: PreTrainedModel) -> None:
-    cache = FlatKVCache(llama.config)
-    key = torch.randn(1, 2, 3, 16, dtype=torch.float64)
-    with pytest.raises(ValueError, match=r"float64.*model\.to\(torch\.float32\)"):
-        cache.update(key, key, 0)
 
 
 def test_restore_puts_back_every_part_of_a_composite_model(tmp_path: Path) -> None:

@@ -20,7 +20,6 @@ from hf_kvret.testing import COVERING_OPTIONS, MODELS
 from hf_kvret.testing.scenario import ragged
 
 FLASH = "flash_attention_2"
-SMALL: dict[str, Any] = {**COVERING_OPTIONS, "top_k": 1.0}
 RUN = {"max_new_tokens": 10, "do_sample": False}
 # Two fp32 orders of the same sums, through three layers with logits around 10.
 CLOSE = {"atol": 2e-4, "rtol": 1e-4}
@@ -87,7 +86,7 @@ def test_flash_attention_is_called_under_its_own_name(flash: FlashStandIn, padde
     inputs = _prompt() if padded else {"input_ids": _prompt()["input_ids"][:1]}
     expected = model.generate(**inputs, **RUN)
     model.config._attn_implementation = FLASH  # as if flash-attn were installed
-    cache = FlatKVCache(model.config, **SMALL)
+    cache = FlatKVCache(model.config, **COVERING_OPTIONS)
     assert torch.equal(model.generate(**inputs, **RUN, past_key_values=cache), expected)
     assert flash.names == [FLASH] * 2, "the prompt of both layers, and nothing else"
     assert torch.equal(model.generate(**inputs, **RUN), expected)
@@ -112,7 +111,7 @@ def test_the_prompt_goes_through_the_models_own_attention(
 
     monkeypatch.setattr("hf_kvret.attention.attention.attend_with_base", noting)
     monkeypatch.setattr("hf_kvret.attention.attention.compiled", lambda query: False)
-    cache = FlatKVCache(model.config, **SMALL)
+    cache = FlatKVCache(model.config, **COVERING_OPTIONS)
     inputs = _prompt()
     expected = model.generate(**inputs, **RUN)
     assert torch.equal(model.generate(**inputs, **RUN, past_key_values=cache), expected)
@@ -128,7 +127,10 @@ def test_a_model_loaded_with_our_name_matches_eager(name: str, tmp_path: Path) -
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="paris")
     assert loaded.config._attn_implementation == "paris"
     expected = _logits(model, DynamicCache(config=model.config))
-    for cache in (DynamicCache(config=model.config), FlatKVCache(loaded.config, **SMALL)):
+    for cache in (
+        DynamicCache(config=model.config),
+        FlatKVCache(loaded.config, **COVERING_OPTIONS),
+    ):
         torch.testing.assert_close(_logits(loaded, cache), expected, **CLOSE)
 
 

@@ -13,12 +13,7 @@ import torch
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.smollm3.modeling_smollm3 import SmolLM3Attention
 
-from hf_kvret import (
-    AquaKVCache,
-    FlatKVCache,
-    LRQKCache,
-    RetrievalCache,
-)
+from hf_kvret import AquaKVCache, FlatKVCache, LRQKCache, RetrievalCache
 from hf_kvret.lab.calibrate.tiny import tiny_artifact
 from hf_kvret.models.compatibility import (
     AttentionShape,

@@ -15,12 +15,7 @@ from transformers.masking_utils import (
 )
 
 from hf_kvret.attention.base import record_base
-from hf_kvret.attention.masks import (
-    base_mask,
-    mask_info,
-    retrieval_mask,
-    token_validity,
-)
+from hf_kvret.attention.masks import base_mask, mask_info, retrieval_mask, token_validity
 from hf_kvret.generate.attach import ATTENTION_NAME
 from hf_kvret.models.versions import as_argument
 

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import threading
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    AutoConfig,
-    AutoTokenizer,
-    DynamicCache,
-    LogitsProcessor,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, AutoTokenizer, DynamicCache, LogitsProcessor, PreTrainedModel
 
 import hf_kvret
 from hf_kvret.generate.checks import check_end
@@ -163,55 +158,39 @@ def test_the_limit_is_crossed_in_every_mode(mode: dict[str, Any]) -> None:
 
 def test_the_limit_is_crossed_in_a_second_turn() -> None:
     model = phi()
-    cache = new_cache(model)
-    first = model.generate(prompt(1, LIMIT - 30), max_new_tokens=5, past_key_values=cache, **GREEDY)
-    ids = torch.cat([first, prompt(1, 40)], dim=1)
-    expected = phi().generate(ids, max_new_tokens=10, **TRUTH)
-    tokens = model.generate(ids, max_new_tokens=10, past_key_values=cache, **GREEDY)
-    assert torch.equal(tokens, expected)
-    assert cache.get_seq_length() == tokens.shape[1] - 1
-    third = torch.cat([tokens, prompt(1, 7)], dim=1)
-    expected = phi().generate(third, max_new_tokens=10, **TRUTH)
-    assert torch.equal(
-        model.generate(third, max_new_tokens=10, past_key_values=cache, **GREEDY), expected
-    )
+    cache, tokens = new_cache(model), torch.empty(1, 0, dtype=torch.long)
+    for length in (LIMIT - 30, 40, 7):
+        ids = torch.cat([tokens, prompt(1, length)], dim=1)
+        expected = phi().generate(ids, max_new_tokens=5, **TRUTH)
+        tokens = model.generate(ids, max_new_tokens=5, past_key_values=cache, **GREEDY)
+        assert torch.equal(tokens, expected)
+        assert cache.get_seq_length() == tokens.shape[1] - 1
 
 
-class Unfaithful:
-    """Makes the passes of a model do something to their cache."""
+def make_unfaithful(model: PreTrainedModel, from_pass: int, cache: Any) -> None:
+    """Have the passes of a model use another ``cache`` from one on, or none."""
+    forward, passes = model.forward, count()
 
-    def __init__(self, model: PreTrainedModel, from_pass: int, change: Any) -> None:
-        self._forward, self._change = model.forward, change
-        self._first, self._count = from_pass, 0
-        model.forward = self.__call__
+    def unfaithful(*args: Any, **kwargs: Any) -> Any:
+        if next(passes) >= from_pass:
+            kwargs.update(as_argument(cache))
+        return forward(*args, **kwargs)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self._count += 1
-        if self._count > self._first:
-            self._change(kwargs)
-        return self._forward(*args, **kwargs)
-
-
-def _drop(kwargs: dict[str, Any]) -> None:
-    kwargs.update(as_argument(None))
-
-
-def _replace(kwargs: dict[str, Any]) -> None:
-    kwargs.update(as_argument(DynamicCache()))
+    model.forward = unfaithful
 
 
 @pytest.mark.parametrize(
-    ("change", "from_pass", "mode"),
+    ("make", "from_pass", "mode"),
     [
-        (_drop, 0, {}),
-        (_replace, 1, {"num_beams": 2}),
-        (_replace, 3, {"prompt_lookup_num_tokens": 2}),
+        (lambda: None, 0, {}),
+        (DynamicCache, 1, {"num_beams": 2}),
+        (DynamicCache, 3, {"prompt_lookup_num_tokens": 2}),
     ],
 )
 def test_a_model_that_takes_another_cache_is_an_error(
-    llama: PreTrainedModel, change: Any, from_pass: int, mode: dict[str, Any]
+    llama: PreTrainedModel, make: Any, from_pass: int, mode: dict[str, Any]
 ) -> None:
-    Unfaithful(llama, from_pass, change)
+    make_unfaithful(llama, from_pass, make())
     cache = new_cache(llama)
     with pytest.raises(ValueError, match="without the cache of this call"):
         llama.generate(prompt(1, 40), past_key_values=cache, max_new_tokens=9, **mode, **GREEDY)
@@ -228,7 +207,6 @@ def test_a_model_that_takes_another_cache_is_an_error(
         # Embeddings, without ids in the result.
         (44, 0, {"inputs_embeds": 40}, 5, True),
         (40, 0, {"inputs_embeds": 40}, 5, False),
-        (43, 0, {"inputs_embeds": 40, "input_ids": 40}, 45, False),
     ],
 )
 def test_the_end_of_a_call_compares_lengths(
@@ -300,8 +278,12 @@ def test_passes_of_a_logits_processor_are_its_own(llama: PreTrainedModel) -> Non
 
 
 FOREIGN = """
+HANDED = ("past_key_values", "cache", "cache_implementation", "cache_config")
+
+
 def generate(model, inputs=None, **kwargs):
-    {body}
+    handed = {name: x for name, x in kwargs.items() if name in HANDED}
+    return model.generate(inputs, max_new_tokens=4, do_sample=False, **handed)
 """
 
 
@@ -309,18 +291,15 @@ def generate(model, inputs=None, **kwargs):
 def test_a_generate_from_a_folder_uses_the_cache_or_is_an_error(
     llama: PreTrainedModel, tmp_path: Path, by_name: bool, uses: bool
 ) -> None:
-    names = ("past_key_values", "cache", "cache_implementation", "cache_config")
-    handed = f"{{k: v for k, v in kwargs.items() if k in {names}}}" if uses else "{}"
-    call = f"model.generate(inputs, max_new_tokens=4, do_sample=False, **{handed})"
-    (tmp_path / "custom_generate").mkdir()
     file = tmp_path / "custom_generate" / "generate.py"
-    file.write_text(FOREIGN.format(body=f"return {call}"))
-    cache = new_cache(llama)
-    named = {"cache_implementation": "flat", "cache_config": COVERING_OPTIONS}
-    run = {"custom_generate": str(tmp_path), "trust_remote_code": True, **GREEDY}
-    run |= named if by_name else {"past_key_values": cache}
+    file.parent.mkdir()
+    file.write_text(FOREIGN if uses else FOREIGN.replace(", **handed", ""))
+    cache: dict[str, Any] = {"past_key_values": new_cache(llama)}
+    if by_name:
+        cache = {"cache_implementation": "flat", "cache_config": COVERING_OPTIONS}
+    run = {"custom_generate": str(tmp_path), "trust_remote_code": True, **cache, **GREEDY}
     if uses:
-        expected = llama.generate(prompt(1, 40), max_new_tokens=4, **GREEDY)
+        expected = llama.generate(prompt(1, 40), **RUN)
         assert torch.equal(llama.generate(prompt(1, 40), **run), expected)
     else:
         with pytest.raises(ValueError, match="ran without the retrieval cache"):

@@ -10,11 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    DynamicCache,
-    GenerationConfig,
-    PreTrainedModel,
-)
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 import hf_kvret
 from hf_kvret import FlatKVCache, ParisKVCache, attach
@@ -64,8 +60,7 @@ def cached(model: PreTrainedModel, ids: torch.Tensor, mask: Any, **more: Any) ->
 
 
 @pytest.mark.parametrize(
-    "mask",
-    [LEFT & HOLE, LEFT.bool(), HOLE.float(), LEFT * 3, masked(1, 0, 119)],
+    "mask", [LEFT & HOLE, LEFT.bool(), HOLE.float(), LEFT * 3, masked(1, 0, 119)]
 )
 def test_padding_on_the_left_and_holes_are_served_in_any_dtype(
     mask: torch.Tensor, model: PreTrainedModel
@@ -300,17 +295,13 @@ def test_continuous_batching_refuses_retrieval(llama: PreTrainedModel) -> None:
     refused()
 
 
-def test_embeddings_go_on_where_they_are_of_all_tokens(llama: PreTrainedModel) -> None:
-    cache = hf_kvret.ParisKVCache(llama.config, **COVERING_OPTIONS)
-    ids = llama.generate(prompt(1, 40), **RUN, past_key_values=cache)
+def test_embeddings_of_all_tokens_go_on(model: PreTrainedModel, filled: FlatKVCache) -> None:
+    ids = model.generate(prompt(1, 40), **RUN)
     whole = torch.cat([ids, prompt(1, 5, salt=1)], dim=1)
-    with torch.no_grad():
-        embeds = llama.get_input_embeddings()(whole)
-    given = {"attention_mask": torch.ones_like(whole), "past_key_values": cache}
-    with pytest.raises(ValueError, match="inputs_embeds has 6 tokens, past_key_values holds 43"):
-        llama.generate(inputs_embeds=embeds[:, 43:], **RUN, **given)
-    expected = llama.generate(whole, **RUN)[:, whole.shape[1] :]
-    assert torch.equal(llama.generate(inputs_embeds=embeds, **RUN, **given), expected)
+    embeds = model.get_input_embeddings()(whole).detach()
+    expected = model.generate(whole, **RUN)[:, whole.shape[1] :]
+    given = {"inputs_embeds": embeds, "attention_mask": torch.ones_like(whole)}
+    assert torch.equal(model.generate(**given, past_key_values=filled.fork(), **RUN), expected)
 
 
 def test_a_models_own_cache_config_is_left_alone(llama: PreTrainedModel) -> None:

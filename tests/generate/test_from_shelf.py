@@ -9,11 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    LlamaForCausalLM,
-    LogitsProcessor,
-    PreTrainedModel,
-)
+from transformers import LlamaForCausalLM, LogitsProcessor, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 import hf_kvret
@@ -22,11 +18,7 @@ from hf_kvret.models.versions import cache_of
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
 from hf_kvret.testing.scenario import prompt, ragged
 
-RUN: dict[str, Any] = {
-    "max_new_tokens": 4,
-    "do_sample": False,
-    "return_dict_in_generate": True,
-}
+RUN: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True}
 DOCUMENT = prompt(1, 200)
 
 
@@ -34,16 +26,19 @@ def _asked(question: int) -> torch.Tensor:
     return torch.cat([DOCUMENT, prompt(1, 20, salt=question)], dim=1)
 
 
+def _call(folder: Any, method: str = "paris", step: int = 100, **options: Any) -> dict[str, Any]:
+    """Arguments of ``generate`` for a cache whose prompts go onto a shelf."""
+    options = {**COVERING_OPTIONS, "shelf": folder, "shelf_step": step, **options}
+    return {"cache_implementation": method, "cache_config": options}
+
+
 def _ask(
     model: Any, ids: torch.Tensor, folder: Any, method: str = "paris"
 ) -> tuple[torch.Tensor, dict[str, Any]]:
     """The text, which is that of a call without a cache of ours, and what the cache says."""
-    expected = model.generate(ids, **RUN).sequences
-    options = {**COVERING_OPTIONS, "shelf": folder, "shelf_step": 100}
-    result = model.generate(ids, cache_implementation=method, cache_config=options, **RUN)
-    assert torch.equal(result.sequences, expected)
-    stats = cache_of(result).stats()
-    return result.sequences, stats
+    result = model.generate(ids, **_call(folder, method), **RUN)
+    assert torch.equal(result.sequences, model.generate(ids, **RUN).sequences)
+    return result.sequences, cache_of(result).stats()
 
 
 def test_a_document_is_read_once(llama: PreTrainedModel, tmp_path: Path) -> None:
@@ -83,21 +78,16 @@ def test_what_can_not_go_back_is_found_without_its_last_tokens(
 
 
 @pytest.mark.parametrize(
-    ("name", "method", "length", "chunk"),
-    [
-        ("llama", "h2o", 65, None),
-        ("lfm2", "lrqk", 128, 16),
-    ],
+    ("name", "method", "length", "chunk"), [("llama", "h2o", 65, None), ("lfm2", "lrqk", 128, 16)]
 )
 def test_the_same_prompt_is_found_whatever_its_length(
     name: str, method: str, length: int, chunk: int | None, tmp_path: Path
 ) -> None:
     model: Any = MODELS[name].build()
-    ids, shelf = prompt(1, length), {"shelf": tmp_path, "shelf_step": 1}
-    options = {**COVERING_OPTIONS, **shelf, "prefill_chunk": chunk}
+    ids, call = prompt(1, length), _call(tmp_path, method, 1, prefill_chunk=chunk)
     expected = model.generate(ids, **RUN).sequences
     for turn in range(3):
-        result = model.generate(ids, cache_implementation=method, cache_config=options, **RUN)
+        result = model.generate(ids, **call, **RUN)
         assert torch.equal(result.sequences, expected)
         assert (cache_of(result).from_shelf >= 64) == (turn > 0)
     assert len(Shelf(tmp_path).entries()) == 1
@@ -134,8 +124,7 @@ def test_a_prompt_is_kept_where_its_answer_breaks_off(
     name: str, method: str, how: str, error: BaseException, tokens: int, tmp_path: Path
 ) -> None:
     model: Any = MODELS[name].build()
-    options = {**COVERING_OPTIONS, "shelf": tmp_path, "shelf_step": 100}
-    call = {"cache_implementation": method, "cache_config": options, "do_sample": False}
+    call = {**_call(tmp_path, method), "do_sample": False}
     stops: Any = _Stops(error, tokens)
     given = {how: stops if how == "streamer" else [stops]}
     with pytest.raises(type(error)):
@@ -156,13 +145,12 @@ def test_several_answers_begin_with_one_prompt(
     name: str, more: dict[str, Any], tmp_path: Path
 ) -> None:
     model: Any = MODELS[name].build()
-    options = {**COVERING_OPTIONS, "shelf": tmp_path, "shelf_step": 100}
     for ids, expected in ((_asked(1), 0), (torch.cat([_asked(1), prompt(1, 9)], dim=1), 220)):
         run = {"inputs": ids, **RUN, **more}
         torch.manual_seed(0)
         wanted = model.generate(**run).sequences
         torch.manual_seed(0)
-        result = model.generate(**run, cache_implementation="flat", cache_config=options)
+        result = model.generate(**run, **_call(tmp_path, "flat"))
         assert torch.equal(result.sequences, wanted)
         assert cache_of(result).stats()["from_shelf"] == expected
     [entry] = Shelf(tmp_path).entries()
@@ -187,9 +175,8 @@ def test_a_prompt_that_it_can_not_hold_is_answered_without_it(
     case: str, llama: Any, tmp_path: Path
 ) -> None:
     inputs, why = ELSEWHERE[case]
-    options = {**COVERING_OPTIONS, "shelf": tmp_path, "shelf_step": 64}
     run = {**inputs, **RUN}
-    result = llama.generate(**run, cache_implementation="paris", cache_config=options)
+    result = llama.generate(**run, **_call(tmp_path, step=64))
     assert torch.equal(result.sequences, llama.generate(**run).sequences)
     assert why in cache_of(result).stats()["shelf_note"]
     assert not Shelf(tmp_path).entries()
@@ -198,8 +185,7 @@ def test_a_prompt_that_it_can_not_hold_is_answered_without_it(
 def test_hidden_states_are_those_of_the_whole_prompt(llama: Any, tmp_path: Path) -> None:
     _ask(llama, DOCUMENT, tmp_path)
     llama.generation_config.update(output_hidden_states=True)
-    call = {"cache_implementation": "paris", "max_new_tokens": 2, "do_sample": False}
-    call["cache_config"] = {**COVERING_OPTIONS, "shelf": tmp_path}
+    call = {**_call(tmp_path), "max_new_tokens": 2, "do_sample": False}
     result = llama.generate(DOCUMENT, **call, return_dict_in_generate=True)
     assert result.hidden_states[0][0].shape[1] == DOCUMENT.shape[1]
     assert "output_hidden_states asks" in cache_of(result).shelf_note
@@ -234,9 +220,8 @@ def test_a_place_where_nothing_can_be_put_is_refused_before_the_first_pass(
         monkeypatch.setattr(os, "access", lambda path, mode: False)
     passes: list[int] = []
     llama.register_forward_pre_hook(lambda *_: passes.append(1))
-    options = {**COVERING_OPTIONS, "shelf": place, "shelf_step": 100}
     with pytest.raises(ValueError, match=r"others may write|nothing can be written|can.t be made"):
-        llama.generate(_asked(1), cache_implementation="paris", cache_config=options, **RUN)
+        llama.generate(_asked(1), **_call(place), **RUN)
     assert not passes
     # Who only reads from a shelf needs no right to write.
     assert "not put" in _ask(llama, prompt(1, 20), place)[1]["shelf_note"]

@@ -15,7 +15,7 @@ from hf_kvret.stores.placement import Choice
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
 from hf_kvret.testing.scenario import prompt
 
-from .test_chunked_prefill import passes_of
+from .test_chunks import passes_of
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from transformers import PreTrainedModel
@@ -21,28 +20,6 @@ PLAYS = Path(__file__).with_name("rank_plays.py")
 SIZES = {"hidden_size": 128, "num_attention_heads": 8, "num_key_value_heads": 4}
 CODEC = {"predictor": "none", "first_bits": 4, "recent": 8, "flush": 4, "dense_below": 0}
 LLAMA = TinyModel("four heads", small_config("llama", **SIZES), (0, 1))
-
-
-def play(name: str, method: str = "paris", **options: Any) -> RankCase:
-    return RankCase(method, f"{PLAYS}:{name}", {**SMALL, **options})
-
-
-def covering(method: str, mode: str, artifacts: dict[str, str]) -> RankCase:
-    more = {"artifact": artifacts[method]} if method in artifacts else {}
-    return RankCase(method, mode, {**COVERING_OPTIONS, **more})
-
-
-def in_default_tests(artifacts: dict[str, str]) -> list[RankCase]:
-    learned = {"artifact": artifacts["a2ats"]}
-    return [
-        *(play(name) for name in ("saved", "errors", "a_shelf")),
-        covering("paris", "beams_ragged", artifacts),
-        covering("ctkvr", "crop_deep", artifacts),
-        covering("a2ats", "second_turn_ragged", artifacts),
-        RankCase("paris", "second_turn", {**SMALL, "rest": "mean"}),
-        RankCase("a2ats", "second_turn", {**SMALL, **learned}),
-        RankCase("paris", "second_turn", {**SMALL, "store": "split", "device_budget": "20KB"}),
-    ]
 
 
 def failures(cases: list[RankCase], outcomes: list[RankOutcome]) -> list[str]:
@@ -65,17 +42,22 @@ def test_two_ranks_give_what_one_process_gives(
     model: PreTrainedModel, artifacts: dict[str, str]
 ) -> None:
     """All of it in one spawn, which is most of the time."""
-    cases = in_default_tests(artifacts)
-    refused = [
-        RankCase("aqua", "greedy", {"artifact": artifacts["aqua"]}),
-        RankCase("stock", "second_turn"),
-        RankCase("aqua", "second_turn", CODEC),
+    split = {"store": "split", "device_budget": "20KB"}
+    cases = [
+        *(RankCase("paris", f"{PLAYS}:{name}", SMALL) for name in ("saved", "errors", "a_shelf")),
+        RankCase("paris", "beams_ragged", COVERING_OPTIONS),
+        RankCase("ctkvr", "crop_deep", COVERING_OPTIONS),
+        RankCase(
+            "a2ats", "second_turn_ragged", {**COVERING_OPTIONS, "artifact": artifacts["a2ats"]}
+        ),
+        RankCase("paris", "second_turn", {**SMALL, "rest": "mean", **split}),
     ]
-    *outcomes, aqua, stock, codec = run_on_ranks(model, [*cases, *refused], ranks=2)
+    refused = RankCase("aqua", "greedy", {"artifact": artifacts["aqua"]})
+    coded = RankCase("aqua", "second_turn", CODEC)
+    *outcomes, aqua, codec = run_on_ranks(model, [*cases, refused, coded], ranks=2)
     assert failures(cases, outcomes) == []
     # A code is of all heads that a rank has: other tokens than in one process, or the same.
     assert codec.alike and (codec.equal or codec.detail.startswith("rank 0: ")), codec.detail
-    assert stock.equal, stock.detail
     assert "refused: " in aqua.detail and "pass predictor='none'" in aqua.detail
 
 
@@ -85,7 +67,7 @@ def test_ranks_share_the_rows_of_latents(family: str) -> None:
     """One selection serves all heads of a latent, those of other ranks too: it has to cover all."""
     model = LATENT_MODELS[family].build()
     cases = [
-        *(covering(x, "second_turn", {}) for x in ("flat", "paris", "lrqk", "ctkvr", "h2o")),
+        *(RankCase(x, "second_turn", COVERING_OPTIONS) for x in ("flat", "paris", "lrqk", "h2o")),
         RankCase("latent", "second_turn", {"recent": 8, "flush": 4}),
         RankCase("flat", f"{PLAYS}:latent_weight", COVERING_OPTIONS),
     ]
