@@ -9,11 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from hf_kvret.commands.models import default_config, text_class
 from hf_kvret.models.compatibility import by_layer, text_key
@@ -255,7 +251,7 @@ CHANGES: dict[str, dict[str, Any]] = {
             "mlp_layer_types": ["dense", "sparse", "sparse"],
             "num_experts_per_tok": 2,
             **_ONE_GROUP,
-        },
+        }
     },
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {

@@ -46,16 +46,6 @@ def test_an_error_of_ours_is_not_taken_for_one_of_transformers(
     assert result.outcome == "raised" and "a planted fault" in result.detail
 
 
-def test_what_transformers_cannot_run_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*given: object) -> None:
-        raise ImportError("needs a package")
-
-    monkeypatch.setattr(trial, "small_model", broken)
-    result = trial.trial("gpt2")
-    assert result.outcome == "not tried"
-    assert "needs a package" in result.detail and "there is none" in result.detail
-
-
 @pytest.mark.parametrize("name", ["qwen3_next", "gemma3", "deepseek_v3", "gpt_oss", "llama4_text"])
 def test_a_small_configuration_keeps_kinds_of_layers_and_shapes_of_heads(name: str) -> None:
     config = AutoConfig.for_model(name)

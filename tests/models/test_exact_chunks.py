@@ -163,20 +163,6 @@ def test_why_a_prompt_goes_in_one_pass_is_logged(caplog: pytest.LogCaptureFixtur
     assert "inputs_embeds can't be cut" in lines[1][1]
 
 
-def test_chunks_that_reach_beyond_the_limit_from_the_first_on_are_cut() -> None:
-    """All of them are rotated as the whole prompt is."""
-    chunk, length = LIMIT + 32, 3 * LIMIT
-    expected = _generate(
-        _rotating("longrope"), DynamicCache(config=_rotating("longrope").config), **_prompt(length)
-    )
-    model = _rotating("longrope")
-    lengths = _passes(model)
-    text = _generate(model, _cache(model, chunk), **_prompt(length))
-    assert lengths[0] == chunk and len(lengths) > 1
-    assert _difference(text, expected) < 2 * LOGIT_TOLERANCE
-    assert torch.equal(text.sequences, expected.sequences)
-
-
 def test_a_span_on_one_side_of_the_limit_may_be_cut() -> None:
     longrope, dynamic = _rotating("longrope").config, _rotating("dynamic").config
     assert depends_on_length(longrope) and depends_on_length(dynamic)
@@ -237,7 +223,15 @@ def _inputs(model: PreTrainedModel, padding: int, length: int = 150) -> dict[str
     return {**_prompt(length, padding), **image_inputs(model.config.model_type, 2, length)}
 
 
-def _check_chunks(name: str) -> None:
+# A mask in both directions, and states that go on.
+SOME = ("paligemma", "lfm2")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in SOME else pytest.mark.slow) for name in type_names()],
+)
+def test_chunks_of_a_type_give_what_one_pass_gives(name: str) -> None:
     """Chunks by ``prefill_chunk`` give the logits of one pass with the model's own attention."""
     model = _model(name)
     inputs = _inputs(model, padding=57)
@@ -245,18 +239,3 @@ def _check_chunks(name: str) -> None:
     spread = max(1.0, float(torch.stack(own.logits).std()) / 4)
     ours = _generate(model, _cache(model, 48), **inputs)
     assert _difference(ours, own) < 2 * LOGIT_TOLERANCE * spread
-
-
-# A mask in both directions, and states that go on.
-EXAMPLES = ["paligemma", "lfm2"]
-
-
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_chunks_of_a_type_give_what_one_pass_gives(name: str) -> None:
-    _check_chunks(name)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in type_names() if name not in EXAMPLES])
-def test_chunks_of_any_type_give_what_one_pass_gives(name: str) -> None:
-    _check_chunks(name)

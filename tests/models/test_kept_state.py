@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,7 +17,7 @@ from hf_kvret.commands.models import default_type, type_names
 from hf_kvret.models import kept_state
 from hf_kvret.models.kept_state import UNKNOWN, ModelState, shifts
 
-from ..pictures import padded, picture_model, picture_prompt
+from ..pictures import picture_model, picture_prompt
 
 ROOT = Path(transformers.__file__).parent
 
@@ -264,22 +264,6 @@ def test_the_shift_at_each_length_is_that_of_the_text_cut_there(name: str) -> No
     assert known == length - 1 - pictures + len(GRIDS)
 
 
-def test_padding_and_other_rows_change_nothing() -> None:
-    model = picture_model("qwen2_5_vl")
-    prompts = [
-        picture_prompt(model, seed, grids) for seed, grids in enumerate((GRIDS, (), [(4, 8)]))
-    ]
-    batch = padded(prompts)
-    positions, shift = positions_of(model, batch)
-    result = shifts(positions, batch["attention_mask"], 0, None, 3)
-    assert torch.equal(result[:, -1:].long(), shift)
-    for row, prompt in zip(result, prompts, strict=True):
-        alone = shifts(positions_of(model, prompt)[0], None, 0, None, 1)[0]
-        padding = len(row) - len(alone)
-        assert torch.equal(row[padding:], alone)
-        assert not row[:padding].any()
-
-
 def test_a_later_pass_goes_on_from_the_shift_before_it() -> None:
     """Positions with a row for all rows, and a mask with a hole, as padded second turns have."""
     before = torch.tensor([[-24], [0]])
@@ -315,43 +299,28 @@ def filled() -> ModelState:
     return state
 
 
-@pytest.mark.parametrize("is_loaded", [False, True])
-@pytest.mark.parametrize(
-    ("length", "values"),
-    [
-        *((20, (-4, -3)), (16, (-4, -3)), (15, (-4, -3)), (13, (-2, -3))),
-        *((11, (-2, -3)), (9, (-2, -3)), (2, (0, 0))),
-    ],
-)
-def test_a_crop_goes_back_to_the_shift_of_its_length(
-    length: int, values: tuple[int, ...], is_loaded: bool
-) -> None:
-    state = loaded(filled()) if is_loaded else filled()
-    state.crop(length)
-    assert torch.equal(state.values()[NAME], shift(*values))
-    # Twice is no other than once.
-    state.crop(length)
-    assert torch.equal(state.values()[NAME], shift(*values))
-
-
-@pytest.mark.parametrize("length", [3, 5, 7, 14])
-def test_a_crop_into_a_picture_of_any_row_is_refused_until_a_deeper_one(length: int) -> None:
-    for state in (filled(), loaded(filled()), filled().fork()):
-        state.crop(length)
-        for _ in range(2):
-            with pytest.raises(ValueError, match="crop it to a place before the picture"):
-                state.values()
-        again = loaded(state)
-        with pytest.raises(ValueError, match="middle of a picture"):
-            again.values()
-        state.crop(2)
-        assert torch.equal(state.values()[NAME], shift(0, 0))
-
-
 def loaded(state: ModelState) -> ModelState:
     twin = ModelState()
     twin.load_state_dict(state.state_dict(), CPU)
     return twin
+
+
+@pytest.mark.parametrize("copy", [lambda state: state, loaded, ModelState.fork])
+def test_a_crop_goes_back_to_the_shift_of_its_length(copy: Callable[..., ModelState]) -> None:
+    """One into a picture of any row is refused, until a deeper one."""
+    lengths = {20: (-4, -3), 15: (-4, -3), 13: (-2, -3), 9: (-2, -3), 2: (0, 0)}
+    for length, values in lengths.items():
+        state = copy(filled())
+        state.crop(length)
+        assert torch.equal(state.values()[NAME], shift(*values))
+    for length in (3, 5, 7, 14):
+        state = copy(filled())
+        state.crop(length)
+        for one in (state, copy(state)):
+            with pytest.raises(ValueError, match="crop it to a place before the picture"):
+                one.values()
+        state.crop(2)
+        assert torch.equal(state.values()[NAME], shift(0, 0))
 
 
 def test_rows_move_with_the_batch_and_so_do_their_cuts() -> None:

@@ -123,11 +123,9 @@ def test_a_token_is_held_once(model: PreTrainedModel, tmp_path: Path) -> None:
     assert not [name for name in names if name.endswith(("window.values", "store.values"))]
 
 
-@pytest.mark.parametrize("store", ["device", "resident", "higgs"])
-def test_a_saved_cache_of_latents_goes_on(
-    model: PreTrainedModel, store: str, tmp_path: Path
-) -> None:
-    cache = ParisKVCache(model.config, top_k=40, dense_below=0, recent=16, flush=8, store=store)
+def test_a_saved_cache_of_latents_goes_on(model: PreTrainedModel, tmp_path: Path) -> None:
+    options = {**COVERING_OPTIONS, "top_k": 40, "store": "resident"}
+    cache = ParisKVCache(model.config, **options)
     answer = model.generate(prompt(1, 120), past_key_values=cache, **GREEDY)
     cache.save_pretrained(tmp_path)
     twin = ParisKVCache.from_pretrained(tmp_path, model.config)

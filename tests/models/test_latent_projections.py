@@ -23,7 +23,7 @@ from hf_kvret.models import projection
 from hf_kvret.testing import COVERING_OPTIONS, LATENT_MODELS, LOGIT_TOLERANCE
 from hf_kvret.testing.scenario import prompt
 
-STEPS = 6
+STEPS = 4
 Change = Callable[[PreTrainedModel], object]
 
 
@@ -62,11 +62,11 @@ def projections(model: PreTrainedModel) -> list[Any]:
 @torch.no_grad()
 def logits(model: PreTrainedModel, cache: Cache, changes: dict[int, Change]) -> torch.Tensor:
     """``[STEPS + 1, V]`` after a prompt and after each of the same tokens, ``changes`` between."""
-    ids, rows = prompt(1, 60 + STEPS), []
-    rows.append(model(ids[:, :60], past_key_values=cache).logits[0, -1])
+    ids, rows = prompt(1, 40 + STEPS), []
+    rows.append(model(ids[:, :40], past_key_values=cache).logits[0, -1])
     for step in range(STEPS):
         changes.get(step, lambda model: None)(model)
-        rows.append(model(ids[:, 60 + step, None], past_key_values=cache).logits[0, -1])
+        rows.append(model(ids[:, 40 + step, None], past_key_values=cache).logits[0, -1])
     return torch.stack(rows)
 
 
@@ -98,22 +98,6 @@ def test_an_offset_goes_to_values(model: PreTrainedModel, calls: list[nn.Module]
     assert not calls
 
 
-class Half(nn.Module):
-    """A parametrization."""
-
-    def forward(self, weight: torch.Tensor) -> torch.Tensor:
-        return 0.5 * weight
-
-
-def test_a_parametrized_weight_is_used(model: PreTrainedModel, calls: list[nn.Module]) -> None:
-    def parametrized(linear: nn.Linear) -> nn.Module:
-        nn.utils.parametrize.register_parametrization(linear, "weight", Half())
-        return linear
-
-    check(replaced(model, parametrized))
-    assert len(calls) == 4 * STEPS
-
-
 class Offloaded(nn.Module):
     """As accelerate's: the weight is there during a call only, between calls it is on meta."""
 
@@ -132,7 +116,7 @@ class Offloaded(nn.Module):
 def test_an_offloaded_weight_comes_for_each_call(
     model: PreTrainedModel, calls: list[nn.Module]
 ) -> None:
-    check(replaced(model, Offloaded), {3: in_all(lambda module: module.on_host.mul_(2))})
+    check(replaced(model, Offloaded), {2: in_all(lambda module: module.on_host.mul_(2))})
     assert len(calls) == 4 * STEPS
 
 
@@ -187,17 +171,9 @@ def hook(module: nn.Module) -> None:
     module.register_forward_hook(lambda module, args, out: 1.5 * out)
 
 
-def other_forward(module: nn.Module) -> None:
-    plain = module.forward
-    module.forward = lambda x: 0.5 * plain(x)  # type: ignore[method-assign]
-
-
 CHANGES: dict[str, Callable[[Any], object]] = {
     "data": lambda module: module.base.weight.data.mul_(2),
-    "scaling": lambda module: module.scaling.update(a=2.0),
-    "child": lambda module: setattr(module, "base", nn.Linear(16, module.base.out_features, False)),
     "hook": hook,
-    "forward": other_forward,
 }
 
 
@@ -205,14 +181,10 @@ CHANGES: dict[str, Callable[[Any], object]] = {
 def test_a_change_between_steps_is_seen(
     change: str, adapted: PreTrainedModel, calls: list[nn.Module]
 ) -> None:
-    def seeded(module: Any) -> None:
-        torch.manual_seed(0)
-        CHANGES[change](module)
-
     expected = logits(copy.deepcopy(adapted), DynamicCache(config=adapted.config), {})
-    changes = {3: in_all(seeded)}
+    changes = {2: in_all(CHANGES[change])}
     other = logits(copy.deepcopy(adapted), DynamicCache(config=adapted.config), changes)
-    assert torch.equal(expected[:4], other[:4]) and (other[4:] - expected[4:]).abs().max() > 0.05
+    assert torch.equal(expected[:3], other[:3]) and (other[3:] - expected[3:]).abs().max() > 0.05
     assert not calls
     check(adapted, changes)
     # Two caches and two layers.

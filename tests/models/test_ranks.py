@@ -16,13 +16,7 @@ from transformers import PreTrainedModel
 
 from hf_kvret import FlatKVCache
 from hf_kvret.lab.calibrate.tiny import tiny_artifact
-from hf_kvret.models.ranks import (
-    WHOLE,
-    Part,
-    check_split,
-    is_split,
-    part_of,
-)
+from hf_kvret.models.ranks import WHOLE, Part, check_split, is_split, part_of
 from hf_kvret.replay import graph
 from hf_kvret.saved.identity import identity_of
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
