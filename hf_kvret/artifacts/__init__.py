@@ -10,8 +10,4 @@ artifact.check_weights(model)
 from hf_kvret.artifacts.artifact import CalibrationArtifact
 from hf_kvret.artifacts.identity import ModelIdentity, WeightSample
 
-__all__ = [
-    "CalibrationArtifact",
-    "ModelIdentity",
-    "WeightSample",
-]
+__all__ = ["CalibrationArtifact", "ModelIdentity", "WeightSample"]

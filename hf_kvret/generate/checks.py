@@ -33,10 +33,7 @@ _NEW_CACHE = (
 
 
 def check_call(
-    call: Request,
-    cache: RetrievalCache,
-    generation_config: Any,
-    prepared_mask: torch.Tensor | None,
+    call: Request, cache: RetrievalCache, generation_config: Any, prepared_mask: torch.Tensor | None
 ) -> None:
     """ValueError where ``cache`` can't serve ``call``.
 
@@ -56,10 +53,7 @@ def check_call(
 
 
 def why_not(
-    call: Request,
-    cache: RetrievalCache,
-    generation_config: Any,
-    prepared_mask: torch.Tensor | None,
+    call: Request, cache: RetrievalCache, generation_config: Any, prepared_mask: torch.Tensor | None
 ) -> list[str]:
     """Why ``cache`` can't serve ``call``, each reason with the way out; empty where it can.
 

@@ -30,10 +30,7 @@ _FAILURES = (OSError, RuntimeError, MemoryError, ValueError)
 
 
 def new_cache(
-    call: Request,
-    method: type[RetrievalCache],
-    generation_config: Any,
-    mask: Any,
+    call: Request, method: type[RetrievalCache], generation_config: Any, mask: Any
 ) -> RetrievalCache:
     """A cache for ``call``, with what a shelf knows of its prompt where the options name one.
 

@@ -18,13 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from hf_kvret.models.compatibility import (
-    by_layer,
-    is_latent,
-    layer_shapes,
-    one_or_all,
-    text_key,
-)
+from hf_kvret.models.compatibility import by_layer, is_latent, layer_shapes, one_or_all, text_key
 from hf_kvret.saved.modules import check_rows, modules_state
 from hf_kvret_model_patches.decoders import decoder_of
 
