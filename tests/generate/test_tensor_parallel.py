@@ -46,7 +46,6 @@ def test_two_ranks_give_what_one_process_gives(
     cases = [
         *(RankCase("paris", f"{PLAYS}:{name}", SMALL) for name in ("saved", "errors", "a_shelf")),
         RankCase("paris", "beams_ragged", COVERING_OPTIONS),
-        RankCase("ctkvr", "crop_deep", COVERING_OPTIONS),
         RankCase(
             "a2ats", "second_turn_ragged", {**COVERING_OPTIONS, "artifact": artifacts["a2ats"]}
         ),
