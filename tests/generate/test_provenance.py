@@ -81,7 +81,17 @@ def keys_of_tokens(model: Any) -> torch.Tensor:
         return layer.self_attn.k_proj(layer.input_layernorm(model.model.embed_tokens.weight))
 
 
-@pytest.mark.parametrize("name", MODES)
+# Rows that move, come, go and are read again; the others do less of it.
+TELLING = {
+    *("beams_ragged", "prompt_lookup", "chunked_prefill", "second_turn_ragged", "inputs_embeds"),
+    *("reset_other_batch", "crop_deep", "batch_select_indices", "prefix_reuse"),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(x, marks=() if x in TELLING else pytest.mark.slow) for x in MODES],
+)
 def test_the_record_is_what_the_first_layer_holds(without_positions: Any, name: str) -> None:
     """Through beams, drafts, crops, forks, and rows that come and go."""
     model = without_positions
