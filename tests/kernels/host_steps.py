@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -15,7 +16,7 @@ from hf_kvret_kernels.host_step import FlatSearch, HostCold, HostWindow, ParisSe
 from hf_kvret_kernels.paged import PagedRows
 
 from .draws import attention64, draw, generator
-from .paged_rows import chosen_rows
+from .paged_rows import chosen_rows, dense_rows, paged
 
 FP32_ERROR = 2e-5
 """Of sums of up to some hundred fp32 products of size 1 in another order: some roundings of 6e-8
@@ -26,6 +27,7 @@ _SPARE_ROWS = 5
 _VALID_ROWS = 0.9
 # Values have a head dim of their own, so that no code takes the one of keys for it.
 _VALUE_DIM = 24
+_PAGE_LEN = 16
 
 
 @dataclass(frozen=True)
@@ -88,19 +90,19 @@ def paris_search(shape: Shape, valid: torch.Tensor) -> ParisSearch:
     )
 
 
-def cold_rows(shape: Shape, page_len: int = 16) -> tuple[PagedRows, torch.Tensor, torch.Tensor]:
+def cold_rows(shape: Shape) -> tuple[PagedRows, torch.Tensor, torch.Tensor]:
     """Random rows on shuffled pages, and the same rows in order.
 
     Returns:
         The pages; their keys ``[B, H, n, D]`` and values ``[B, H, n, 24]``, of ``dtype``.
     """
-    count = -(-shape.n // page_len)
-    sizes = shape.batch * count, shape.heads, page_len, shape.dim + _VALUE_DIM
-    pages = draw(*sizes, seed=3, dtype=shape.dtype)
-    order = torch.randperm(shape.batch * count, generator=generator(4)).int()
-    table = order.view(shape.batch, count)
-    rows = pages[table.long()].transpose(1, 2).flatten(2, 3)[:, :, : shape.n]
-    return PagedRows([pages], table, shape.dim), rows[..., : shape.dim], rows[..., shape.dim :]
+    columns = -(-shape.n // _PAGE_LEN)
+    order = torch.randperm(shape.batch * columns, generator=generator(4))
+    table = order.view(shape.batch, columns).tolist()
+    sizes: dict[str, Any] = {"kv_heads": shape.heads, "page_len": _PAGE_LEN, "dtype": shape.dtype}
+    rows = paged("cpu", table, (len(order),), dims=(shape.dim, _VALUE_DIM), **sizes)
+    keys, values = dense_rows(rows)[:, :, : shape.n].split([shape.dim, _VALUE_DIM], -1)
+    return rows, keys, values
 
 
 def near_window(shape: Shape, length: int) -> HostWindow:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,26 +17,6 @@ NO_PAGE = 10**9
 NEVER = float("-inf")
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 TWO_ROWS = [[0, 1, 2, 3], [7, 5, 8, 4]]
-
-
-def paged(
-    device: str = "cpu",
-    table: Sequence[Sequence[int]] | None = None,
-    chunks: tuple[int, ...] = (9,),
-    *,
-    batch: int = 2,
-    kv_heads: int = 2,
-    page_len: int = 8,
-    dims: tuple[int, int] = (16, 16),
-    dtype: torch.dtype = torch.float32,
-) -> PagedRows:
-    """Random rows in chunks of ``chunks`` pages; without a table each batch row shuffles all."""
-    torch.manual_seed(sum(chunks) + sum(dims))
-    shape = (kv_heads, page_len, sum(dims))
-    pages = [torch.randn(count, *shape).to(device, dtype) for count in chunks]
-    if table is None:
-        table = [torch.randperm(sum(chunks)).tolist() for _ in range(batch)]
-    return PagedRows(pages, torch.tensor(table, dtype=torch.int32, device=device), dims[0])
 
 
 def code_rows(
@@ -125,6 +105,24 @@ KINDS = {
     "2 bits, whole rows": Kind((128, 128), 2, 128),
     "4 bits, keys alone": Kind((24, 16), 4, in_key=True),
 }
+
+
+def paged(
+    device: str = "cpu",
+    table: Sequence[Sequence[int]] | None = None,
+    chunks: tuple[int, ...] = (9,),
+    *,
+    batch: int = 2,
+    dims: tuple[int, int] = (16, 16),
+    **sizes: Any,
+) -> PagedRows:
+    """Rows in full, as ``Kind.rows``; without a table each batch row shuffles all pages."""
+    torch.manual_seed(sum(chunks) + sum(dims))
+    if table is None:
+        table = [torch.randperm(sum(chunks)).tolist() for _ in range(batch)]
+    rows, _ = Kind(dims).rows(device, table, chunks, **sizes)
+    assert isinstance(rows, PagedRows)
+    return rows
 
 
 def random_ids(

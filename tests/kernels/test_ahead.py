@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -96,28 +97,17 @@ def _operations() -> Iterator[tuple[str, int, Any, list[Callable[[], object]]]]:
 
     scores = [torch.zeros(1, 2, 1, 4, length) for length in (1000, 3000, 40_000)]
     ids = [torch.zeros(1, 2, 1, each.shape[-1]).int() for each in scores]
-    yield (
-        "places",
-        39_000,
-        (),
-        [functools.partial(top_k.top_k, each[..., 0, :], 1000) for each in scores],
-    )
-    yield (
-        "ids of groups",
-        39_000,
-        (),
-        [
-            functools.partial(relevance.best_ids, *pair, 1000)
-            for pair in zip(scores, ids, strict=True)
+    choices: dict[str, list[Callable[[], object]]] = {
+        "places": [partial(top_k.top_k, each[..., 0, :], 1000) for each in scores],
+        "ids of groups": [
+            partial(relevance.best_ids, *pair, 1000) for pair in zip(scores, ids, strict=True)
         ],
-    )
-    heads = [each.view(1, 8, 1, -1) for each in scores]
-    yield (
-        "places of groups",
-        39_000,
-        (),
-        [functools.partial(relevance.top_indices, each, 2, 1000) for each in heads],
-    )
+        "places of groups": [
+            partial(relevance.top_indices, each.view(1, 8, 1, -1), 2, 1000) for each in scores
+        ],
+    }
+    for name, calls in choices.items():
+        yield name, 39_000, (), calls
     half = torch.bfloat16
     query, buffer = torch.zeros(2, 8, 1, 128, dtype=half), torch.zeros(2, 2, 800, 128, dtype=half)
     others = Partials(torch.zeros(2, 8, 1, 4, 128), torch.zeros(2, 8, 1, 4))
@@ -128,7 +118,7 @@ def _operations() -> Iterator[tuple[str, int, Any, list[Callable[[], object]]]]:
         0,
         tuple(Window(*each) for each in windows),
         [
-            functools.partial(
+            partial(
                 step.step_attention, query, buffer[:, :, :tokens], buffer[:, :, :tokens], others,
                 0.1, None, mask[:, :tokens] if masked else None, None, None, None, None, half,
             )

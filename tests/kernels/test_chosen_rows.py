@@ -13,7 +13,7 @@ from hf_kvret_kernels.gather_attention import gather_attention, gather_scores
 from hf_kvret_kernels.higgs import CodedRows
 from hf_kvret_kernels.paged import PagedRows, join_sides, lay_apart
 
-from .draws import HALF_ULP, Place
+from .draws import HALF_ULP, TRITON, Place, needs_triton
 from .paged_rows import (
     KINDS,
     NEVER,
@@ -245,15 +245,14 @@ def test_scales_of_whole_rows_have_the_range_of_fp16(
     torch.testing.assert_close(out / size, expected / size, rtol=0, atol=error)
 
 
+@needs_triton
 @pytest.mark.parametrize("bits", [16, 2])
-def test_splitting_the_ids_changes_nothing(place: Place, bits: int) -> None:
-    if place[0] != "triton":
-        pytest.skip("only the Triton kernel splits ids")
+def test_splitting_the_ids_changes_nothing(bits: int) -> None:
     from hf_kvret_kernels.gather_attention.triton import gather_partials
     from hf_kvret_kernels.higgs import triton_attend
 
     table = [[0, 1, 2, 3, 4, 5, 6, 7]]
-    rows, plain = Kind((64, 64), bits, 64).rows(place[1], table, (8,), kv_heads=1, page_len=16)
+    rows, plain = Kind((64, 64), bits, 64).rows(TRITON[1], table, (8,), kv_heads=1, page_len=16)
     query, ids = random_query(plain, 2).float(), random_ids(plain, 1, 1, 128)
     ids[..., 32:64] = -1
     partials = gather_partials if bits == 16 else triton_attend.gather_partials

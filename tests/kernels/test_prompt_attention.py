@@ -12,7 +12,7 @@ import torch
 from hf_kvret_kernels import host_library
 from hf_kvret_kernels.prompt_attention import naive, prompt_attention, torch_flash
 
-from .draws import HALF_ULP, Place, attention64, attention_inputs
+from .draws import HALF_ULP, TRITON, Place, attention64, attention_inputs, needs_triton
 
 # Sums of a few hundred fp32 products of size 1: some hundred roundings of 6e-8 each.
 FP32_ERROR = 1e-5
@@ -135,15 +135,14 @@ def test_output_dtype_is_the_querys_unless_asked(where: Place) -> None:
     assert torch.equal(out, wide.half())
 
 
-@pytest.mark.factor("causal_offset", [None, 5])
-def test_splitting_the_keys_changes_nothing(place: Place, causal_offset: int | None) -> None:
-    # With offset 5 the later splits see no key at all.
-    if place[0] != "triton":
-        pytest.skip("only the Triton kernel splits keys")
+@needs_triton
+@pytest.mark.parametrize("causal_offset", [None, 5])
+def test_splitting_the_keys_changes_nothing(causal_offset: int | None) -> None:
+    """With offset 5 the later splits see no key at all."""
     from hf_kvret_kernels.prompt_attention import triton
 
-    tensors = attention_inputs(place, queries=2, tokens=300)
-    valid = torch.rand(2, 300, device=place[1]) > 0.3
+    tensors = attention_inputs(TRITON, queries=2, tokens=300)
+    valid = torch.rand(2, 300, device=TRITON[1]) > 0.3
     valid[1, :128] = False
     arguments = (*tensors, 0.3, causal_offset, valid, None, torch.float32)
     whole, parts = (triton.prompt_attention(*arguments, splits=splits) for splits in (1, 4))

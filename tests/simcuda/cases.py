@@ -28,9 +28,9 @@ METHODS = ("flat", "paris", "lrqk", "ctkvr", "a2ats", "h2o")
 STORES = ("device", "host", "split", "resident", "cpu", "disk", "higgs", "higgs-host")
 MODES = ("eager", "graph", "padded", "chunks", "fork", "crop", "saved", "two devices")
 _SMALL: dict[str, Any] = {
-    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2,
-    "num_key_value_heads": 1, "head_dim": 16, "bos_token_id": 1,
-    "eos_token_id": None, "pad_token_id": 0,
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
+    "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0,
 }  # fmt: skip
 # By type, what its configuration has beside or in place of these.
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -128,7 +128,7 @@ class Outcome:
         self._device = "cpu" if gpu is None else "cuda"
         self._is_captured = case.mode == "graph" and gpu is not None
         # A new one, which may move to the simulated GPU.
-        self._model = _new_model(case.family, case.layers)
+        self._model = new_model(case.family, num_hidden_layers=case.layers)
         hf_kvret.attach(self._model)
 
     def run(self) -> None:
@@ -258,8 +258,9 @@ def check_logits(outcome: Outcome) -> None:
     torch.testing.assert_close(outcome.logits, expected.logits, rtol=0, atol=_TOLERANCE)
 
 
-def _new_model(family: str, layers: int = 2) -> PreTrainedModel:
-    config = AutoConfig.for_model(family, **_SMALL | FAMILIES[family], num_hidden_layers=layers)
+def new_model(family: str = "llama", **sizes: int) -> PreTrainedModel:
+    """A small model of a family, with ``sizes`` in place of its own."""
+    config = AutoConfig.for_model(family, **_SMALL | FAMILIES[family] | sizes)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
     # ``generate`` chooses these for its steps on a device.
     model.set_experts_implementation("batched_mm")
@@ -271,7 +272,7 @@ def _new_model(family: str, layers: int = 2) -> PreTrainedModel:
 def _artifact(method: str, family: str) -> str:
     """Where an artifact of the method lies, for a family's model."""
     folder = tempfile.mkdtemp(prefix="hf_kvret_simcuda_")
-    return tiny_artifact(_new_model(family), method, Path(folder))
+    return tiny_artifact(new_model(family), method, Path(folder))
 
 
 def _spread_out(model: PreTrainedModel) -> None:

@@ -12,14 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 import hf_kvret
 from hf_kvret.attention import attention
 from hf_kvret.replay import DecodeGraph
-from hf_kvret.testing.tiny import spread_weights
 
 from ..simulated_gpu.device import simulated, to_device
+from .cases import new_model
 
 pytest.importorskip("triton")
 
@@ -45,24 +44,14 @@ def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompt, "rule", short)
 
 
-def new_model() -> PreTrainedModel:
-    """One layer with a head, which selects for itself."""
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
-        num_attention_heads=1, num_key_value_heads=1, head_dim=16, eos_token_id=None,
-    )  # fmt: skip
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
-    spread_weights(model, seed=3)
-    return model.eval()
-
-
 def compiled_later(prompt: int, mode: str = "eager", announced: bool = True) -> Counter[str]:
     """Kernels that are compiled after the first decode step, with how often.
 
     AssertionError: the window or what is chosen from did not outgrow a kernel, or one was compiled
     within a capture.
     """
-    model = new_model()
+    # One layer with a head, which selects for itself.
+    model = new_model(num_hidden_layers=1, num_attention_heads=1)
     hf_kvret.attach(model)
     with simulated() as gpu, torch.inference_mode():
         to_device(model)
