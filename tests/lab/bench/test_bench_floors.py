@@ -10,10 +10,12 @@ from transformers import DynamicCache, PreTrainedModel, StaticCache, cache_utils
 from hf_kvret import CTkvrCache, FlatKVCache
 from hf_kvret.lab.bench.filling import feed, random_tokens, serving
 from hf_kvret.lab.bench.floors import (
+    Floor,
     Selections,
     decode_floor,
     held_bytes,
     prefill_floor,
+    round_floor,
     selections,
 )
 from hf_kvret.lab.bench.opponents import PreallocatedCache, choose_bench_cache
@@ -123,6 +125,12 @@ def test_quantized_caches_read_what_they_hold(model: PreTrainedModel) -> None:
     assert held_bytes(cache.layers[0]) is None
     floor = decode_floor(WEIGHTS, cache, no_usage(device=777), BATCH, Selections(), on_host=False)
     assert floor.device_bytes == 4030 + 777
+
+
+def test_a_round_reads_what_its_drafts_do_and_all_rows_once() -> None:
+    usage, draft = Usage(0, 0, 900, 0, 0, 0), Floor(100, 10)
+    assert round_floor(draft, 3, WEIGHTS, usage, on_host=False) == Floor(5200 / 4, 30 / 4)
+    assert round_floor(draft, 3, WEIGHTS, usage, on_host=True) == Floor(4300 / 4, 930 / 4)
 
 
 def test_a_prompt_reads_weights_once_and_writes_its_cache() -> None:
