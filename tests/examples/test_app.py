@@ -134,7 +134,6 @@ def test_stopped_in_the_middle_the_document_stays_and_the_answer_goes(
     assert "v7 v8" in last[2]
 
 
-ROOT = Path(__file__).parents[2]
 KEYS, VALUE = "k5 k9", "v7 v8"
 NOISE = " ".join(f"n{number % 90}" for number in range(220))
 TEXT = f"{NOISE} K {KEYS} {VALUE} {NOISE}\n"

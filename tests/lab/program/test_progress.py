@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,8 +16,6 @@ from hf_kvret.lab.evaluate.reader import Reader
 from hf_kvret.lab.program import progress
 from hf_kvret.lab.program.program import Parser, run_program
 from hf_kvret.testing import MODELS
-
-LAB = Path(progress.__file__).parents[1]
 
 
 @pytest.fixture(params=[True, False], ids=["enabled", "disabled"])
