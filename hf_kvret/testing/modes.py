@@ -310,17 +310,17 @@ def crop_small(s: Scenario) -> None:
 def crop_deep(s: Scenario) -> None:
     """Half of the text dropped: tokens that left the window long ago become the newest ones."""
     ids, mask = s.ragged((60, 50))
-    more = s.prompt(2, 40, salt=1)
+    more = s.prompt(2, 28, salt=1)
     mask = torch.cat([mask, torch.ones_like(more)], dim=1)
     cache = s.cache()
     cache.activate_past_recording()
     s.forward(ids, cache, "prompt", mask, keep=1)
-    s.feed(more[:, :12], cache, "before", mask)
-    cache.crop(-40)
-    s.feed(more[:, 12:24], cache, "after", mask)
+    s.feed(more[:, :6], cache, "before", mask)
+    cache.crop(-34)
+    s.feed(more[:, 6:12], cache, "after", mask)
     cache.crop(-5)
-    s.forward(more[:, 24:36], cache, "second prompt", mask)
-    s.feed(more[:, 36:], cache, "end", mask)
+    s.forward(more[:, 12:24], cache, "second prompt", mask)
+    s.feed(more[:, 24:], cache, "end", mask)
 
 
 def batch_repeat_interleave(s: Scenario) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import cycle
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -118,9 +119,22 @@ def test_means_of_many_rows_are_rounded_once() -> None:
         torch.testing.assert_close(rows[0, 0, 0].double(), exact, rtol=3e-7, atol=0.0)
 
 
-def test_a_crop_gives_what_never_having_seen_the_tokens_gives() -> None:
+@pytest.fixture
+def driver() -> Driver:
+    """A padded prompt and a step, with means."""
     driver = Driver(rest="mean")
     driver.forward(90, padded=11)
+    driver.forward(1)
+    return driver
+
+
+def reload(driver: Driver, folder: Path, **options: Any) -> None:
+    """Go on with a saved and loaded cache."""
+    driver.cache.save_pretrained(folder)
+    driver.cache = FlatKVCache.from_pretrained(folder, CONFIG, **options)
+
+
+def test_a_crop_gives_what_never_having_seen_the_tokens_gives(driver: Driver) -> None:
     sums = driver.kv.sums
     # Cropped tokens would drown the others in any running sum.
     sums._sums, sums._mean = sums._sums + 1e30, None
@@ -132,10 +146,9 @@ def test_a_fork_and_a_load_switch_it_on(tmp_path: Path) -> None:
     driver = Driver()
     driver.forward(90, padded=11)
     driver.forward(1)
-    driver.cache.save_pretrained(tmp_path)
-    fork, loaded = driver.fork(rest="mean"), driver.fork()
-    loaded.cache = FlatKVCache.from_pretrained(tmp_path, CONFIG, rest="mean")
-    for each in (fork, loaded):
+    fork = driver.fork(rest="mean")
+    reload(driver, tmp_path, rest="mean")
+    for each in (fork, driver):
         check(each, each.forward(1))
 
 
@@ -148,56 +161,40 @@ def test_bad_options_say_what_to_do() -> None:
         LatentConfig(rest="mean")
 
 
-def test_loaded_sums_are_not_made_of_the_rows_again(tmp_path: Path) -> None:
-    driver = Driver(rest="mean")
-    driver.forward(90, padded=11)
-    driver.forward(1)
-    driver.cache.save_pretrained(tmp_path)
+def test_loaded_sums_are_not_made_of_the_rows_again(
+    driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     saved = driver.kv.sums
-    driver.cache = FlatKVCache.from_pretrained(tmp_path, CONFIG)
+    reload(driver, tmp_path)
     loaded = driver.kv.sums
     assert loaded.end == saved.end == driver.kv.cold_len > 0
     for name in ("keys", "values", "counts"):
         assert torch.equal(getattr(loaded.mean(), name), getattr(saved.mean(), name))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ColdSums, "add", lambda *_: pytest.fail("rows were added again"))
-        check(driver, driver.forward(1))
+    monkeypatch.setattr(ColdSums, "add", lambda *_: pytest.fail("rows were added again"))
+    check(driver, driver.forward(1))
 
 
-def test_sums_after_a_crop_are_saved_and_loaded(tmp_path: Path) -> None:
-    driver = Driver(rest="mean")
-    driver.forward(90)
+def test_sums_after_a_crop_are_saved_and_loaded(driver: Driver, tmp_path: Path) -> None:
     for gone in (20, 20, 0):
         # In the end loaded, and cropped before any pass.
         if gone:
             driver.crop(gone)
-        driver.cache.save_pretrained(tmp_path)
-        driver.cache = FlatKVCache.from_pretrained(tmp_path, CONFIG)
+        reload(driver, tmp_path)
     check(driver, driver.forward(1))
 
 
-def test_sums_are_of_what_the_store_reads_back(tmp_path: Path) -> None:
+def test_sums_are_of_what_the_store_reads_back(driver: Driver, tmp_path: Path) -> None:
     """Coded rows are others than those that were summed, so a load sums them again."""
-    driver = Driver(rest="mean")
-    driver.forward(90, padded=11)
-    driver.forward(1)
-    driver.cache.save_pretrained(tmp_path)
-    driver.cache = FlatKVCache.from_pretrained(tmp_path, CONFIG, store="higgs")
+    reload(driver, tmp_path, store="higgs")
     check(driver, driver.forward(1))
 
 
-def test_sums_of_infinite_rows_are_not_saved() -> None:
-    driver = Driver(rest="mean")
-    driver.forward(90)
-    sums = driver.kv.sums
-    sums._sums = sums._sums / 0.0
-    assert not any(name.startswith("rest.") for name in driver.layer.state_dict())
-
-
-def test_sums_of_another_shape_are_refused() -> None:
-    driver = Driver(rest="mean")
-    driver.forward(90)
+def test_infinite_sums_are_not_saved_and_those_of_another_shape_are_refused(
+    driver: Driver,
+) -> None:
     state = driver.layer.state_dict()
     state["rest.sums"] = state["rest.sums"][:, :1]
     with pytest.raises(ValueError, match=r"rest\.sums is .* the file is damaged"):
         Driver(rest="mean").layer.load_state_dict(state, torch.device("cpu"))
+    driver.kv.sums._sums = driver.kv.sums._sums / 0.0
+    assert not any(name.startswith("rest.") for name in driver.layer.state_dict())
