@@ -30,8 +30,7 @@ replay uses it: wrong tokens, and no error. So a type is listed once a model of 
 replayed steps, on the tape (``hf_kvret.testing.tape``), which freezes such numbers as a graph does:
 
 1. Add it here, and a composite's text part too.
-2. Add what a small model of it needs to a table of ``tests/replay/test_replayable.py``.
-3. ``python -m pytest -m slow tests/replay/test_replayable.py -k <type>``
+2. ``python -m pytest -m slow tests/replay/test_replayable.py -k <type>``
 """
 
 _WAY_OUT = "graph=False silences this; see docs/models.md"

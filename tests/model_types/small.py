@@ -55,13 +55,19 @@ _SMALLER = {
 }  # fmt: skip
 
 
-def small_model(model_type: str) -> PreTrainedModel:
+def small_model(model_type: str, full: bool = False, **changes: Any) -> PreTrainedModel:
     """A random model: fp32, on the CPU, in eval mode, the same weights every time.
+
+    Args:
+        model_type: of the default configuration that is made small.
+        full: keep two layers of full attention, and none that slide.
+        **changes: of the small configuration, nested as in it.
 
     Raises:
         Exception: of any kind, where a configuration of this type can't be made small like that.
     """
-    config, cls = small_config(default_config(model_type)[0]), text_class(model_type)
+    config = small_config(default_config(model_type)[0], full, **changes)
+    cls = text_class(model_type)
     text = config.get_text_config(decoder=True)
     if not isinstance(config, cls.config_class) and isinstance(text, cls.config_class):
         config = text
@@ -93,8 +99,8 @@ def build(config: PreTrainedConfig, cls: type[PreTrainedModel]) -> PreTrainedMod
     return model.eval()
 
 
-def small_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """A configuration like ``config``, with few of everything.
+def small_config(config: PreTrainedConfig, full: bool = False, **changes: Any) -> PreTrainedConfig:
+    """A configuration like ``config``, with few of everything; arguments as of ``small_model``.
 
     Raises:
         Exception: as ``small_model``.
@@ -102,18 +108,19 @@ def small_config(config: PreTrainedConfig) -> PreTrainedConfig:
     text = config.get_text_config(decoder=True)
     settings = config.to_diff_dict()
     if text is config:
-        _shrink_text(settings, text)
+        _shrink_text(settings, text, full)
     else:
-        _shrink_text(settings[text_key(config)], text)
+        _shrink_text(settings[text_key(config)], text, full)
         _shrink_towers(settings, text_key(config))
     _lower_marks(settings)
-    _update(settings, CHANGES.get(config.model_type, {}))
+    for each in (CHANGES.get(config.model_type, {}), changes):
+        _update(settings, each)
     settings.pop("transformers_version", None)
     settings.pop("model_type", None)
     return type(config).from_dict(settings)
 
 
-def _shrink_text(settings: dict[str, Any], text: PreTrainedConfig) -> None:
+def _shrink_text(settings: dict[str, Any], text: PreTrainedConfig, full: bool) -> None:
     for name, value in list(settings.items()):
         if isinstance(value, dict):
             settings[name] = {k: _less(k, v) for k, v in value.items()}
@@ -133,12 +140,12 @@ def _shrink_text(settings: dict[str, Any], text: PreTrainedConfig) -> None:
         for name in names:
             if isinstance(settings.get(name), int):
                 settings[name] = size
-    _keep_layers(settings, text)
+    _keep_layers(settings, text, full)
     settings |= {"tie_word_embeddings": False}
 
 
-def _keep_layers(settings: dict[str, Any], text: PreTrainedConfig) -> None:
-    """Keep one layer of each type, and the last two layers."""
+def _keep_layers(settings: dict[str, Any], text: PreTrainedConfig, full: bool) -> None:
+    """Keep one layer of each type, and the last two layers; of ``full`` attention alone two."""
     count = next((getattr(text, name) for name in _LAYERS if _count(text, name)), 0)
     lists = {
         name: value
@@ -148,8 +155,15 @@ def _keep_layers(settings: dict[str, Any], text: PreTrainedConfig) -> None:
     types = [tuple(map(str, type_)) for type_ in zip(*lists.values(), strict=True)] or [()] * count
     first = {type_: layer for layer, type_ in reversed(list(enumerate(types)))}
     layers = sorted({*list(first.values())[-_MOST_LAYERS:], count - 1, count - 2})
+    if full and "layer_types" not in lists:
+        settings["sliding_window"] = None
+    elif full:
+        whole = [n for n, type_ in enumerate(lists["layer_types"]) if type_ == "full_attention"]
+        layers = whole[-2:] or layers[-2:]
     for name, value in lists.items():
         settings[name] = [value[layer] for layer in layers]
+    if full and "layer_types" in lists:
+        settings["layer_types"] = ["full_attention"] * len(layers)
     own = {int(layer): config for layer, config in (settings.get("per_layer_config") or {}).items()}
     if own:
         settings["per_layer_config"] = {
@@ -281,6 +295,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "hunyuan_vl": {"text_config": {"head_dim": 128, "rope_parameters": _rope(16, 24, 24)}},
     "jamba": {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "full_attention"]},
+    "ministral": {"head_dim": 128},
     "mistral_large4": {"text_config": {"kv_source_layers": None}},
     "molmo2": {"adapter_config": {"vision_feature_layer": [0, 1]}},
     "muse_spark": {"audio_config": {"out_hidden_size": 256}},

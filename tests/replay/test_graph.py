@@ -73,18 +73,18 @@ def test_replayed_steps_are_usual_ones_bit_for_bit(method: str, store: str, padd
     stats, tokens = [], []
 
     def act(loop: DecodeLoop) -> torch.Tensor:
-        logits = loop.run(7)
+        logits = loop.run(6)
         stats.append(loop.cache.stats())
-        tokens.append(loop.cache.tokens.ids(PROMPT + 7)[:, PROMPT:])
+        tokens.append(loop.cache.tokens.ids(PROMPT + 6)[:, PROMPT:])
         return logits
 
-    step = compare(act, method, padded, store=store, **budget)
+    step = compare(act, method, padded, store=store, flush=3, **budget)
     assert stats[0] == stats[1]
     assert torch.equal(*tokens) and bool((tokens[0] >= 0).all())
     assert step.reason is None
     assert step.captures >= 2
     assert step.replays >= 3
-    assert step.replays + step.eager == 8
+    assert step.replays + step.eager == 7
 
 
 def test_a_step_of_paris_is_replayed() -> None:
@@ -94,8 +94,8 @@ def test_a_step_of_paris_is_replayed() -> None:
 
 def test_steps_of_a_cache_that_is_still_dense_are_replayed() -> None:
     """The window grows in big steps, and after each a step is captured anew."""
-    step = compare(lambda loop: loop.run(6), dense_below=10**6)
-    assert step.replays == 5
+    step = compare(lambda loop: loop.run(4), dense_below=10**6)
+    assert step.replays == 3
     assert step._cache.retrieval_layers[0].kv.cold_len == 0
 
 
@@ -118,18 +118,8 @@ def test_generate_replays_by_itself_and_gives_the_same_tokens(
         assert torch.equal(generate(shallow, TOKENS, COVERING, **request), expected)
         (step,) = graphs
         assert step.replays >= 4
-        generate(shallow, TOKENS, {**COVERING, "graph": False}, **request)
+        generate(shallow, TOKENS, {**COVERING, "graph": False}, max_new_tokens=2)
         assert all(graph.reason == "graph=False" for graph in graphs[1:])
-
-
-def test_sampled_tokens_are_the_same_for_a_seed(shallow: PreTrainedModel) -> None:
-    texts = []
-    with taped():
-        for graph in ("auto", False):
-            torch.manual_seed(0)
-            options = {**OPTIONS, "graph": graph}
-            texts.append(generate(shallow, TOKENS[:1], options, do_sample=True, max_new_tokens=8))
-    assert torch.equal(*texts)
 
 
 @pytest.mark.parametrize("mode", [{"num_beams": 3}, {"prompt_lookup_num_tokens": 3}], ids=str)
