@@ -163,7 +163,10 @@ CACHES: dict[str, Callable[..., RetrievalCache]] = {
     "ctkvr_paper": partial(CTkvrCache, options=CTkvrConfig.preset("paper")),
     "h2o_observed": partial(H2OCache, observed=8),
 }
-COVERING = {**COVERING_OPTIONS, "prefill_chunk": None, "track_recall": False, "graph": "auto"}
+COVERING = {
+    **COVERING_OPTIONS, "prefill_chunk": None, "track_recall": False, "graph": "auto",
+    "compile": "auto",
+}  # fmt: skip
 LARGE: dict[str, Any] = {
     "top_k": 1.0,
     "max_draft": 20,
@@ -171,6 +174,7 @@ LARGE: dict[str, Any] = {
     "prefill_chunk": 30,
     "track_recall": True,
     "graph": False,
+    "compile": False,
 }
 FREE = set(LARGE)
 # Single tokens, a small and a large draft, a second prompt, and a draft after it.

@@ -18,6 +18,7 @@ from hf_kvret.layer.flash import attend_flash, fits
 from hf_kvret.layer.latent import LatentCall, LatentLayer, ModuleHeads
 from hf_kvret.layer.layer import HANDLE, RetrievalLayer
 from hf_kvret.layer.queries import AttentionCall
+from hf_kvret.replay.compiled_layers import Marker, attend, record_attention
 from hf_kvret.replay.warm_up import warming_up
 from hf_kvret_kernels.prompt_attention import compiled, prompt_attention
 
@@ -61,6 +62,10 @@ def retrieval_attention(
     Raises:
         ValueError: an unknown keyword, which may change attention, or two dtypes.
     """
+    if isinstance(attention_mask, Marker):
+        return attend(query, key, value), None
+    if not torch.compiler.is_compiling():
+        record_attention(module, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
     layer: RetrievalLayer | None = getattr(key, HANDLE, None)
     if layer is None:
         base = base_name(module, kwargs)

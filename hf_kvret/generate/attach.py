@@ -13,6 +13,7 @@ from hf_kvret.generate.provenance import watch
 from hf_kvret.layer.layer import HANDLE
 from hf_kvret.models.compatibility import check_model, text_key
 from hf_kvret.models.ranks import check_split
+from hf_kvret.replay.compiled_layers import restore_layers
 from hf_kvret_model_patches import latent, pooled_choice
 
 ATTENTION_NAME = "hf_kvret"
@@ -72,4 +73,5 @@ def restore(model: PreTrainedModel) -> None:
             config._attn_implementation = {"": base}
         forget_base(config)
     remove_hooks(model)
+    restore_layers(model)
     attached.discard(model)

@@ -151,4 +151,4 @@ def decode_call(
         # transformers itself reports that a requested compile is not possible.
         return None
     step = DecodeGraph(model, cache)
-    return None if step.reason else step
+    return None if step.reason and step.compiled is None else step

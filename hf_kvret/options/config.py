@@ -54,6 +54,8 @@ class RetrievalConfig:
             for studies.
         graph: ``"auto"``: ``generate`` replays decode steps from a CUDA graph where it can.
             ``False``: it never does.
+        compile: whether decode steps run the model's layers compiled by torch, around attention.
+            ``"auto"``: on a GPU, where steps are replayed. ``True``: on any device.
         lossless: answers are full attention's own. Every pass attends to all tokens, and
             ``generate`` retrieves only to draft tokens, which one such pass verifies.
         snapshots: at most so many copies of states that can't go back (recurrent ones, sliding
@@ -111,6 +113,7 @@ class RetrievalConfig:
     rest: Literal["mean"] | None = option(None, OneOf("mean", None))
     track_recall: bool = option(False, FLAG)
     graph: Literal["auto", False] = option("auto", OneOf("auto", False))
+    compile: Literal["auto", True, False] = option("auto", OneOf("auto", True, False))
     lossless: bool = option(False, FLAG)
     snapshots: int = option(4, integer(0, "copies"))
     snapshot_every: int = option(4096, integer(64, "tokens"))
@@ -331,7 +334,7 @@ _BUDGETS: tuple[tuple[float, int], ...] = (
 _STORE_OPTIONS = {"store", "slots", "device_budget", "disk"}
 _CALL_OPTIONS = {
     *("max_draft", "flush", "track_recall", "prefill_chunk", "graph", "lossless"),
-    *("rest", "prompt", "snapshots", "snapshot_every", "on_divergence"),
+    *("rest", "prompt", "compile", "snapshots", "snapshot_every", "on_divergence"),
 }
 LOAD_OPTIONS = frozenset({"top_k", *_CALL_OPTIONS, *_STORE_OPTIONS})
 """Options that a load may change: they don't affect what is held."""

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
@@ -18,20 +17,13 @@ from hf_kvret.layer.layer import RetrievalLayer
 from hf_kvret.layer.window import Capture, Window, wide_mask
 from hf_kvret.models.ranks import is_split
 from hf_kvret.models.versions import CACHE_NAMES, DummyLayer, cache_argument
+from hf_kvret.replay.compiled_layers import compiled_steps
 from hf_kvret.replay.layer_step import LayerStep, Layout, SlidingStep
 from hf_kvret.replay.recorders import RECORDERS, Recorder
-from hf_kvret.replay.replayable import untested
+from hf_kvret.replay.replayable import has_hooks, is_compiled, untested
 
 _log = logging.getLogger("hf_kvret.replay")
 _logged_reasons: set[str] = set()
-# Modules whose hooks a replay may leave out: those of transformers stay after a call with
-# output_hidden_states and do nothing without it, ours note tokens, which is done for a replay, and
-# what models keep, which a step of one token with given positions neither reads nor changes.
-_HARMLESS = (
-    "transformers.utils.output_capturing",
-    "hf_kvret.generate.provenance",
-    "hf_kvret.generate.model_state",
-)
 # Arguments of a decode step whose values differ from step to step.
 _PER_STEP = ("input_ids", "position_ids", "cache_position")
 _MASK = "attention_mask"
@@ -144,6 +136,8 @@ class DecodeGraph:
         captures: how often a step was captured.
         replays: steps that were replayed.
         eager: calls that ran as usual.
+        compiled: runs the layers of the model compiled, see the option ``compile``; None: they are
+            not.
 
     Raises:
         TypeError: a cache of another class.
@@ -157,7 +151,6 @@ class DecodeGraph:
             )
         self.reason: str | None = None
         self.captures = self.replays = self.eager = 0
-        self._model: Callable[..., Any] = model
         self._cache = cache
         self._layers = [LayerStep(layer) for layer in cache.retrieval_layers]
         others = [layer for layer in cache.layers if not isinstance(layer, RetrievalLayer)]
@@ -170,6 +163,8 @@ class DecodeGraph:
         self._given_up = self._waited = False
         self._recorder: Recorder | None = None
         reason = why_not(model, cache)
+        self.compiled = compiled_steps(model, cache, replayed=reason is None)
+        self._model: Callable[..., Any] = self.compiled or model
         if reason is None:
             try:
                 self._recorder = RECORDERS[model.device.type](model.device)
@@ -185,7 +180,8 @@ class DecodeGraph:
 
         Its tensors are the caller's own: later steps don't change them.
         """
-        if not self._given_up and self._is_plain(inputs):
+        is_ready = self.compiled is None or self.compiled.is_ready(inputs)
+        if not self._given_up and is_ready and self._is_plain(inputs):
             self.reason = self._refusal(inputs)
             if self.reason is None:
                 tokens, start = self._cache.tokens, self._cache.get_seq_length()
@@ -361,9 +357,9 @@ def why_not(model: PreTrainedModel, cache: RetrievalCache) -> str | None:
         return f"{len(others)} layers keep a {type(others[0]).__name__}, which grows at each step"
     if model.training:
         return "the model is in training mode"
-    if any(_has_hooks(module) for module in model.modules()):
+    if any(has_hooks(module) for module in model.modules()):
         return "modules of the model have hooks, which a replay would not call"
-    if _is_compiled(model):
+    if is_compiled(model):
         return "the model is compiled"
     if not getattr(getattr(model, "hf_quantizer", None), "is_compileable", True):
         return "the model's quantization can't be captured"
@@ -380,18 +376,6 @@ def _tokens(inputs: dict[str, Any]) -> int:
 
 def _slides(layer: Any) -> bool:
     return type(layer) is DynamicSlidingWindowLayer
-
-
-def _is_compiled(model: PreTrainedModel) -> bool:
-    """By ``model.compile()``, or by ``model.forward = torch.compile(model.forward)``."""
-    whole = model._compiled_call_impl is not None
-    return whole or hasattr(model.forward, "_torchdynamo_orig_callable")
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-    others = [hook for hook in hooks if getattr(hook, "__module__", "") not in _HARMLESS]
-    return bool(others) or hasattr(module, "_hf_hook")
 
 
 def _copy(output: Any) -> Any:

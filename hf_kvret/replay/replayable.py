@@ -1,7 +1,8 @@
-"""Which types of models may have their decode steps captured and replayed."""
+"""Which models may have their decode steps captured and replayed."""
 
 from __future__ import annotations
 
+from torch import nn
 from transformers import PreTrainedModel
 
 from hf_kvret.models.kept_state import grows
@@ -33,6 +34,14 @@ replayed steps, on the tape (``hf_kvret.testing.tape``), which freezes such numb
 2. ``python -m pytest -m slow tests/replay/test_replayable.py -k <type>``
 """
 
+# Modules whose hooks a replay may leave out: those of transformers stay after a call with
+# output_hidden_states and do nothing without it, ours note tokens, which is done for a replay, and
+# what models keep, which a step of one token with given positions neither reads nor changes.
+_HARMLESS = (
+    "transformers.utils.output_capturing",
+    "hf_kvret.generate.provenance",
+    "hf_kvret.generate.model_state",
+)
 _WAY_OUT = "graph=False silences this; see docs/models.md"
 
 
@@ -68,3 +77,16 @@ def untested_type(name: str) -> str | None:
     if name in REPLAYABLE:
         return None
     return f"models of type {name} were not tested with replayed steps ({_WAY_OUT})"
+
+
+def is_compiled(model: PreTrainedModel) -> bool:
+    """By ``model.compile()``, or by ``model.forward = torch.compile(model.forward)``."""
+    whole = model._compiled_call_impl is not None
+    return whole or hasattr(model.forward, "_torchdynamo_orig_callable")
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a module has hooks that do something in a decode step."""
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    others = [hook for hook in hooks if getattr(hook, "__module__", "") not in _HARMLESS]
+    return bool(others) or hasattr(module, "_hf_hook")

@@ -22,6 +22,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from hf_kvret.replay.compiled_layers import attend_now
 from hf_kvret.replay.recorders import RECORDERS
 from hf_kvret_kernels._dispatch import prefer
 
@@ -120,12 +121,9 @@ class Tape(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if is_composite(func):
-            # In inference mode these come whole, and what they are made of would not be seen.
-            with self:
-                out = func.decompose(*args, **kwargs)
-            if out is not NotImplemented:
-                return out
+        out = decomposed(self, func, args, kwargs)
+        if out is not NotImplemented:
+            return out
         _check(func, args, kwargs)
         self.save(written_by(func, args, kwargs))
         out = func(*args, **kwargs)
@@ -201,8 +199,21 @@ def logged_launches(tape: Tape) -> Iterator[None]:
         GridExecutor.__call__ = launch
 
 
+def decomposed(
+    mode: TorchDispatchMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """The result of an operation that is made of others, which ``mode`` sees in its place.
+
+    In inference mode those of torch come whole. NotImplemented for any other operation.
+    """
+    with mode:
+        if func is torch.ops.hf_kvret.attend.default:
+            return attend_now(*args, **kwargs)
+        return func.decompose(*args, **kwargs) if _is_composite(func) else NotImplemented
+
+
 @cache
-def is_composite(func: Any) -> bool:
+def _is_composite(func: Any) -> bool:
     """Whether it is made of other operations, which inference mode hides."""
     key = "CompositeImplicitAutograd"
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key))

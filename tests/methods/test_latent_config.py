@@ -28,7 +28,9 @@ MEANINGLESS: dict[str, Any] = {
     "lossless": True,
     "disk": "rows",
 }
-PASSES: dict[str, Any] = {"max_draft": 6, "prefill_chunk": 64, "graph": False}
+PASSES: dict[str, Any] = {
+    "max_draft": 6, "prefill_chunk": 64, "graph": False, "compile": False,
+}  # fmt: skip
 
 
 def test_options_of_retrieval_are_refused_with_the_way_out_and_those_of_passes_taken() -> None:

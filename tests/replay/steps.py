@@ -127,10 +127,12 @@ class DecodeLoop:
         return twin
 
 
-def graphed(model: Any, method: str = "flat", **options: Any) -> DecodeLoop:
+def graphed(
+    model: Any, method: str = "flat", padded: bool = False, prompt: int = PROMPT, **options: Any
+) -> DecodeLoop:
     """A loop behind its prompt, whose ``call`` is a ``DecodeGraph``."""
     cache = small_cache(model, method, **options)
-    return DecodeLoop(DecodeGraph(model, cache), cache)
+    return DecodeLoop(DecodeGraph(model, cache), cache, padded, prompt)
 
 
 def compare(

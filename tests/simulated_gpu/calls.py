@@ -9,6 +9,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
+from hf_kvret.replay.compiled_layers import attend_now
+
 from .operations import request
 from .simulation import CPU, active, tensors_in
 from .streams import Stream, begin_work, current_stream, device_named
@@ -33,6 +35,10 @@ class Calls(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = dict(kwargs or {})
+        if func is torch.ops.hf_kvret.attend.default:
+            # What is done in it is followed, too.
+            with self:
+                return attend_now(*args)
         answer = _ATTRIBUTES.get(func)
         if answer is not None:
             return answer(*args)

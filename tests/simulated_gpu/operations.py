@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_kvret.testing.tape import is_composite, why_it_waits, written_by
+from hf_kvret.testing.tape import decomposed, why_it_waits, written_by
 
 from .clocks import Agent
 from .simulation import CPU, active, tensors_in
@@ -53,11 +53,9 @@ class Operations(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if is_composite(func):
-            with self:
-                out = func.decompose(*args, **kwargs)
-            if out is not NotImplemented:
-                return out
+        out = decomposed(self, func, args, kwargs)
+        if out is not NotImplemented:
+            return out
         packet, tensors = func.overloadpacket, tensors_in((args, kwargs))
         location = _place_of(func, args, tensors)
         written = written_by(func, args, kwargs)

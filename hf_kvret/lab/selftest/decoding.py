@@ -185,10 +185,13 @@ def step_checks(bundled: Bundled) -> Iterator[Check]:
         if on_gpu:
             run = partial(replayed, half, method, "device")
             yield Check("steps", f"{method}, bf16, graph", run, "graph=False")
+    if on_gpu:
+        run = partial(replayed, bundled, "flat", "device", compile=True)
+        yield Check("steps", "flat, compiled layers, graph", run, "compile=False")
 
 
-def replayed(bundled: Bundled, method: str, store: str) -> str:
-    """Replayed steps beside usual ones.
+def replayed(bundled: Bundled, method: str, store: str, compile: bool = False) -> str:
+    """Replayed steps beside usual ones; with ``compile`` of layers that torch has compiled.
 
     Raises:
         Skip: such steps can't be replayed.
@@ -196,12 +199,14 @@ def replayed(bundled: Bundled, method: str, store: str) -> str:
     """
     check_dtype(bundled.dtype, bundled.device)
     usual = bundled.decode(bundled.new_cache(method, store, graph=False))
-    cached = bundled.new_cache(method, store)
+    cached = bundled.new_cache(method, store, compile=compile)
     graph = DecodeGraph(bundled.model, cached)
     own = bundled.decode(cached, graph)
     if obstacle := LayerStep(cached.retrieval_layers[0]).capture_obstacle:
         raise Skip(obstacle)
     said = _compare(own, usual, method, _TOLERANCES[bundled.dtype])
+    if compile and (graph.compiled is None or graph.compiled.layers.why is not None):
+        raise AssertionError("torch did not compile the layers: the log says why")
     if graph.replays < _STEPS // 2:
         why = f"{graph.replays} of {_STEPS} steps were replayed: {graph.reason}"
         raise (AssertionError if bundled.device.type in RECORDERS else Skip)(why)
