@@ -30,6 +30,7 @@ MEANINGLESS: dict[str, Any] = {
 }
 PASSES: dict[str, Any] = {
     "max_draft": 6, "prefill_chunk": 64, "graph": False, "compile": False,
+    "snapshots": 0, "snapshot_every": 64, "on_divergence": "crop",
 }  # fmt: skip
 
 

@@ -12,15 +12,19 @@ from hf_kvret.cache import RetrievalCache
 from hf_kvret.models.compatibility import is_latent
 from hf_kvret.options.config import RetrievalConfig
 
-_MEANINGFUL = {"prefill_chunk", "max_draft", "graph", "compile"}
+_MEANINGFUL = {
+    *("prefill_chunk", "max_draft", "graph", "compile"),
+    *("snapshots", "snapshot_every", "on_divergence"),
+}
 
 
 @dataclass(frozen=True)
 class LatentConfig(RetrievalConfig):
     """Nothing is selected and nothing goes cold: of the options only those of passes matter.
 
-    ``prefill_chunk``, ``max_draft``, ``graph`` and ``compile`` are as for every cache. Sizes of
-    window and sinks, budget and store have no meaning, since all tokens stay in the window.
+    ``prefill_chunk``, ``max_draft``, ``graph``, ``compile``, ``snapshots``, ``snapshot_every`` and
+    ``on_divergence`` are as for every cache. Sizes of window and sinks, budget and store have no
+    meaning, since all tokens stay in the window.
 
     Raises:
         ValueError: an option without a meaning that is not its default.
