@@ -18,20 +18,20 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import hf_kvret
 from hf_kvret import DecodeGraph
 from hf_kvret.generate.attach import restore
+from hf_kvret.models.compatibility import is_latent
 from hf_kvret.replay import compiled_layers
 from hf_kvret.replay.compiled_layers import CompiledLayer, attend, why_not_compiled
 from hf_kvret.testing import MODELS
 from hf_kvret.testing.tape import taped
 
 from .steps import OPTIONS, PROMPT, DecodeLoop, Waiting, graphed, small_cache, small_llama
-from .test_replayable import CASES, LATENT, build
+from .test_replayable import CASES, build
 
 QUICK = ("gpt_oss", "qwen3_next")
 # Types whose layers are of several kinds: a graph for each.
 SEVERAL_KINDS = {"exaone4": 2, "gemma4": 3, "smollm3": 2}
 # Replayed types whose layers stay as they are, beside those of latent attention, and why.
 PLAIN_TYPES = {
-    "deepseek_v3": "its attention is latent",
     "llama4_text": "no attribute 'get_seq_length'",
     "gemma4_text with shared keys": "read the keys of others",
 }
@@ -162,13 +162,14 @@ def test_hooks_of_layers_run_at_every_step() -> None:
     "name", [pytest.param(x, marks=[] if x == "llama4_text" else pytest.mark.slow) for x in CASES]
 )
 def test_layers_of_a_replayed_type_compile_or_say_why(name: str) -> None:
-    model = build(*CASES[name])
+    model_type, changes = CASES[name]
+    model = build(model_type, **changes)
     hf_kvret.attach(model)
     loop = compiled(model)
     assert torch.equal(loop.run(5), plain(model).run(5))
     unlike = loop.call.compiled is None
     reason = why_not_compiled(model, loop.cache) if unlike else why(loop)
-    words = "its attention is latent" if name in LATENT else PLAIN_TYPES.get(name)
+    words = "its attention is latent" if is_latent(model.config) else PLAIN_TYPES.get(name)
     assert reason is None if words is None else words in str(reason)
 
 
