@@ -63,6 +63,9 @@ def drop_tokens(
         if (count := target - length) or layer in ours:
             layer.crop(count)
     snapshot.restore(foreign)
+    for layer in ours if snapshot.layers else ():
+        # A captured step has the addresses of what was there.
+        layer.edited()
     return held + tokens_to_remove - target
 
 

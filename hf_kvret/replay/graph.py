@@ -9,16 +9,16 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicSlidingWindowLayer, LinearAttentionLayer
 
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.contracts.signals import SIGNALS_WAIT
-from hf_kvret.layer.layer import RetrievalLayer
+from hf_kvret.layer.hybrid import foreign_layers_of
 from hf_kvret.layer.window import Capture, Window, wide_mask
 from hf_kvret.models.ranks import is_split
 from hf_kvret.models.versions import CACHE_NAMES, DummyLayer, cache_argument
 from hf_kvret.replay.compiled_layers import compiled_steps
-from hf_kvret.replay.layer_step import LayerStep, Layout, SlidingStep
+from hf_kvret.replay.layer_step import LayerStep, Layout, SlidingStep, StateStep, Step
 from hf_kvret.replay.recorders import RECORDERS, Recorder
 from hf_kvret.replay.replayable import has_hooks, is_compiled, untested
 
@@ -153,8 +153,9 @@ class DecodeGraph:
         self.captures = self.replays = self.eager = 0
         self._cache = cache
         self._layers = [LayerStep(layer) for layer in cache.retrieval_layers]
-        others = [layer for layer in cache.layers if not isinstance(layer, RetrievalLayer)]
-        self._others = [SlidingStep(layer) for layer in others if _slides(layer)]
+        others = foreign_layers_of(cache.layers).values()
+        self._others: list[Step] = [SlidingStep(layer) for layer in others if _slides(layer)]
+        self._others += [StateStep(layer) for layer in others if _has_states(layer)]
         self._frame: Frame | None = None
         # Shape of the last rehearsal, and the layers' edits after the last step of one token: a
         # step is captured only if the one before it ran the same way, through this object.
@@ -217,7 +218,7 @@ class DecodeGraph:
     def _refusal(self, inputs: dict[str, Any]) -> str | None:
         """Why a plain step with these inputs is not replayed."""
         if self._others and inputs.get("attention_mask") is not None:
-            return "the batch is padded, which layers that slide do not know"
+            return "the batch is padded, which layers that slide, or keep a state, do not know"
         return Frame.refusal(inputs)
 
     def _step(self, inputs: dict[str, Any]) -> Any:
@@ -304,7 +305,7 @@ class DecodeGraph:
                 layer.set_capture(None)
 
     @property
-    def _steps(self) -> list[LayerStep | SlidingStep]:
+    def _steps(self) -> list[Step]:
         return [*self._layers, *self._others]
 
     def _keep(self, frame: Frame) -> None:
@@ -351,8 +352,8 @@ def why_not(model: PreTrainedModel, cache: RetrievalCache) -> str | None:
         return "the model's weights lie on several devices"
     if is_split(model):
         return "the model is split over processes, and their exchange was not tried in a graph"
-    still = RetrievalLayer, DummyLayer
-    others = [x for x in cache.layers if not isinstance(x, still) and not _slides(x)]
+    foreign = foreign_layers_of(cache.layers).values()
+    others = [x for x in foreign if not (isinstance(x, DummyLayer) or _slides(x) or _has_states(x))]
     if others:
         return f"{len(others)} layers keep a {type(others[0]).__name__}, which grows at each step"
     if model.training:
@@ -376,6 +377,10 @@ def _tokens(inputs: dict[str, Any]) -> int:
 
 def _slides(layer: Any) -> bool:
     return type(layer) is DynamicSlidingWindowLayer
+
+
+def _has_states(layer: Any) -> bool:
+    return type(layer) is LinearAttentionLayer
 
 
 def _copy(output: Any) -> Any:

@@ -6,7 +6,7 @@ from operator import add
 from typing import NamedTuple
 
 import torch
-from transformers.cache_utils import DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
 
 from hf_kvret.contracts.index import CapturableIndex, Index, capture_obstacle_of
 from hf_kvret.layer.layer import RetrievalLayer
@@ -31,7 +31,36 @@ class Layout(NamedTuple):
     tokens_index: Index | None
 
 
-class LayerStep:
+class Step:
+    """What a layer does where its steps are replayed; the base does nothing.
+
+    Attributes:
+        capture_obstacle: why the layer's steps can't be captured; None: they can.
+    """
+
+    capture_obstacle: str | None = None
+
+    def is_plain(self) -> bool:
+        """Whether the next step of one token does the same on the same memory."""
+        raise NotImplementedError
+
+    def set_capture(self, capture: Capture | None) -> None:
+        """A captured step begins, whose token goes where ``capture`` says; None: it is over."""
+
+    def before_capture(self) -> None:
+        """Prepare for capturing a step."""
+
+    def captured(self) -> None:
+        """The capture succeeded."""
+
+    def capture_failed(self) -> None:
+        """The capture failed and the device did nothing: restore the host's state before it."""
+
+    def before_replay(self) -> None:
+        """The captured step is about to be replayed."""
+
+
+class LayerStep(Step):
     """Keeps the host state of one layer right when its step is replayed or its capture fails.
 
     Python code runs once, during capture, and updates host state for the first replay; before each
@@ -69,8 +98,7 @@ class LayerStep:
         return roomy and (kv.built or not kv.cold_len)
 
     @property
-    def capture_obstacle(self) -> str | None:
-        """Why the layer's steps can't be captured; None: they can."""
+    def capture_obstacle(self) -> str | None:  # type: ignore[override]
         for subscriber in self.layer.subscribers:
             if subscriber.capture_obstacle:
                 return subscriber.capture_obstacle
@@ -99,7 +127,6 @@ class LayerStep:
         self._counts = tuple(new - old for new, old in zip(now, self._before, strict=True))
 
     def capture_failed(self) -> None:
-        """The capture failed and the device did nothing: restore the host's state before it."""
         self.layer.pending_attention = False
         if isinstance(self.kv.index, CapturableIndex):
             self.kv.index.capture_failed()
@@ -107,7 +134,6 @@ class LayerStep:
         counters_of(self.layer).set(self._before)
 
     def before_replay(self) -> None:
-        """The captured step is about to be replayed."""
         self.kv.window.length += 1
         if isinstance(self.kv.index, CapturableIndex):
             self.kv.index.before_replay()
@@ -115,15 +141,13 @@ class LayerStep:
         counters.set(tuple(map(add, counters.numbers(), self._counts)))
 
 
-class SlidingStep:
+class SlidingStep(Step):
     """Does the same as ``LayerStep`` for a layer that keeps the newest tokens only.
 
     Such a layer makes new tensors at each step. Once the window is full they always have the same
     shape, so the results of a captured step are copied back to where the next one reads. The layer
     does not know which of its tokens are padding, so padded batches are not supported.
     """
-
-    capture_obstacle = None
 
     def __init__(self, layer: DynamicSlidingWindowLayer) -> None:
         self.layer = layer
@@ -157,16 +181,24 @@ class SlidingStep:
         layer.keys, layer.values = self._buffers
         self._length = layer.cumulative_length
 
-    def captured(self) -> None:
-        """The capture succeeded; nothing to do."""
-
     def capture_failed(self) -> None:
-        """The capture failed and the device did nothing: restore the host's state before it."""
         assert self._buffers is not None, "before_capture comes first"
         self.layer.keys, self.layer.values = self._buffers
         self.layer.cumulative_length = self._length
         self._buffers = None
 
     def before_replay(self) -> None:
-        """The captured step is about to be replayed."""
         self.layer.cumulative_length += 1
+
+
+class StateStep(Step):
+    """Sees that a layer with convolutional or recurrent states keeps them where they are.
+
+    transformers writes them in place. Like a sliding window, it does not know padding.
+    """
+
+    def __init__(self, layer: LinearAttentionCacheLayerMixin) -> None:
+        self.layer = layer
+
+    def is_plain(self) -> bool:
+        return all(self.layer.has_previous_state.values()) and not self.layer.record_past

@@ -9,18 +9,20 @@ from hf_kvret.models.kept_state import grows
 
 REPLAYABLE: frozenset[str] = frozenset(
     {
-        "apertus", "arcee", "aria_text", "axk1", "biogpt", "bitnet", "cohere", "cohere2", "cwm",
-        "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "flex_olmo",
-        "gemma", "gemma2", "gemma3", "gemma3_text", "gemma4", "gemma4_text", "gemma4_unified",
-        "gemma4_unified_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt2", "gpt_bigcode",
-        "gpt_neox", "gpt_oss", "granite", "granitemoe", "granitemoeshared", "helium",
-        "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "internlm3", "iquestcoder",
-        "jais2", "laguna", "llama", "llama4_text", "llava", "minicpm3", "minimax_m2", "ministral",
-        "ministral3", "mistral", "mistral3", "mistral4", "mixtral", "nanochat", "nemotron",
-        "olmo", "olmo2", "olmo3", "olmoe", "opt", "persimmon", "phi", "phi3", "phimoe", "qwen2",
-        "qwen2_5_vl", "qwen2_5_vl_text", "qwen2_moe", "qwen2_vl", "qwen2_vl_text", "qwen3",
-        "qwen3_moe", "qwen3_vl", "qwen3_vl_text", "seed_oss", "smollm3", "solar_open", "stablelm",
-        "starcoder2", "vaultgemma", "youtu",
+        "apertus", "arcee", "aria_text", "axk1", "bailing_hybrid", "biogpt", "bitnet", "cohere",
+        "cohere2", "cwm", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5", "ernie4_5_moe",
+        "exaone4", "falcon_h1", "flex_olmo", "gemma", "gemma2", "gemma3", "gemma3_text", "gemma4",
+        "gemma4_text", "gemma4_unified", "gemma4_unified_text", "glm", "glm4", "glm4_moe",
+        "glm4_moe_lite", "gpt2", "gpt_bigcode", "gpt_neox", "gpt_oss", "granite", "granitemoe",
+        "granitemoeshared", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax",
+        "internlm3", "iquestcoder", "jais2", "kimi_linear", "laguna", "lfm2", "llama",
+        "llama4_text", "llava", "minicpm3", "minimax_m2", "ministral", "ministral3", "mistral",
+        "mistral3", "mistral4", "mixtral", "nanochat", "nemotron", "olmo", "olmo2", "olmo3",
+        "olmoe", "opt", "persimmon", "phi", "phi3", "phimoe", "qwen2", "qwen2_5_vl",
+        "qwen2_5_vl_text", "qwen2_moe", "qwen2_vl", "qwen2_vl_text", "qwen3", "qwen3_5",
+        "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen3_vl",
+        "qwen3_vl_text", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2",
+        "vaultgemma", "youtu", "zamba2", "zaya",
     }
 )  # fmt: skip
 """Types (``config.model_type``) whose steps may be replayed.
