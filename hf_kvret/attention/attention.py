@@ -18,7 +18,7 @@ from hf_kvret.layer.flash import attend_flash, fits
 from hf_kvret.layer.latent import LatentCall, LatentLayer, ModuleHeads
 from hf_kvret.layer.layer import HANDLE, RetrievalLayer
 from hf_kvret.layer.queries import AttentionCall
-from hf_kvret.replay.compiled_layers import Marker, attend, record_attention
+from hf_kvret.replay.compiled_layers import NOW, Marker, attend
 from hf_kvret.replay.warm_up import warming_up
 from hf_kvret_kernels.prompt_attention import compiled, prompt_attention
 
@@ -64,8 +64,9 @@ def retrieval_attention(
     """
     if isinstance(attention_mask, Marker):
         return attend(query, key, value), None
-    if not torch.compiler.is_compiling():
-        record_attention(module, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
+    if not torch.compiler.is_compiling() and NOW.calls is not None:
+        keywords = {**kwargs, "dropout": dropout, "scaling": scaling}
+        NOW.calls.append((module, attention_mask, keywords))
     layer: RetrievalLayer | None = getattr(key, HANDLE, None)
     if layer is None:
         base = base_name(module, kwargs)

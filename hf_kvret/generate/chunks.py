@@ -150,7 +150,8 @@ def chunk_prompt(
     past = cache.get_seq_length()
     cuts = call.cuts_end or are_taken(cache.layers, cache.options.snapshots)
     if length and cuts and not is_assisted(call, generation_config):
-        sizes = [chunk] if obstacle else _sizes(length, chunk, cache)
+        whole = obstacle or cache.options.follows_model
+        sizes = [chunk] if whole else _sizes(length, chunk, cache)
         if len(sizes) > 1 and not _why_whole(model, cache, model_kwargs, length, sizes[0]):
             generation_config.prefill_chunk_size, chunk = sizes, max(sizes)
         call.points = frozenset(past + end for end in accumulate(sizes))

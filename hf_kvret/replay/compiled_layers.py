@@ -86,7 +86,7 @@ class _Now(threading.local):
     calls: list[tuple[nn.Module, Any, dict[str, Any]]] | None = None
 
 
-_now = _Now()
+NOW = _Now()
 
 
 def attend_now(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -95,12 +95,12 @@ def attend_now(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> t
     Who follows single operations calls this in its place. Tensors are ``[B, heads, Q, D]``.
     RuntimeError: no compiled layer of this thread is under way.
     """
-    if _now.attend is None:
+    if NOW.attend is None:
         raise RuntimeError(
             "hf_kvret::attend was called outside of a decode step: a graph of a compiled layer "
             "runs in hf_kvret.DecodeGraph and in generate alone"
         )
-    return _now.attend(query, key, value)
+    return NOW.attend(query, key, value)
 
 
 attend = torch.library.custom_op("hf_kvret::attend", attend_now, mutates_args=())
@@ -110,12 +110,6 @@ attend = torch.library.custom_op("hf_kvret::attend", attend_now, mutates_args=()
 def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     batch, heads, queries, _ = query.shape
     return query.new_empty(batch, queries, heads, value.shape[-1])
-
-
-def record_attention(module: nn.Module, mask: Any, **keywords: Any) -> None:
-    """Record a call of the attention function, where the layer under way asks for that."""
-    if _now.calls is not None:
-        _now.calls.append((module, mask, keywords))
 
 
 class _RefusedError(Exception):
@@ -131,7 +125,7 @@ class CompiledLayer:
         self._compiled_for: set[tuple[int, bool]] = set()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        layer, steps = self._layer(), _now.steps
+        layer, steps = self._layer(), NOW.steps
         assert layer is not None, "it calls this"
         plain = functools.partial(layer._call_impl, *args, **kwargs)
         if steps is None or steps.layers is not self._layers or self._layers.why is not None:
@@ -154,11 +148,11 @@ class CompiledLayer:
         self, plain: Callable[[], Any], steps: CompiledSteps, held: Any, arguments: dict[Any, Any]
     ) -> Any:
         """Run the layer as it is, and learn how it calls its attention."""
-        length, _now.calls = held.get_seq_length(), []
+        length, NOW.calls = held.get_seq_length(), []
         try:
-            out, calls = plain(), _now.calls
+            out, calls = plain(), NOW.calls
         finally:
-            _now.calls = None
+            NOW.calls = None
         steps.has_recorded = True
         try:
             if len(calls) != 1:
@@ -201,11 +195,11 @@ class CompiledLayer:
 
         arguments = layer, tuple(map(replaced, args)), {x: replaced(y) for x, y in kwargs.items()}
         is_new = steps.key not in self._compiled_for
-        _now.attend, steps.has_attended = attend_here, False
+        NOW.attend, steps.has_attended = attend_here, False
         try:
             out = (self._layers.compile if is_new else self._layers.run)(*arguments)
         finally:
-            _now.attend = None
+            NOW.attend = None
         assert steps.has_attended, "the graph has the operation"
         self._compiled_for.add(steps.key)
         return out
@@ -332,11 +326,11 @@ class CompiledSteps:
         if key is None:
             return self._model(**inputs)
         self.key, self.has_recorded = key, False
-        before, _now.steps = _now.steps, self
+        before, NOW.steps = NOW.steps, self
         try:
             output = self._model(**inputs)
         finally:
-            _now.steps = before
+            NOW.steps = before
         self.layers.end_step(self)
         return output
 

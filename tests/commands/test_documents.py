@@ -138,9 +138,12 @@ def test_an_interrupt_keeps_whole_chunks(
     assert f"read {new:,} of" in shown
 
 
-@pytest.mark.parametrize(("name", "moment"), [("gemma3", "layer"), ("qwen3_next", "head")])
-def test_models_that_can_not_go_back_begin_again(
-    name: str, moment: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("name", "moment", "snapshots"),
+    [("gemma3", "layer", False), ("qwen3_next", "head", False), ("qwen3_next", "head", True)],
+)
+def test_models_that_can_not_go_back_begin_again_without_a_snapshot(
+    name: str, moment: str, snapshots: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model: Any = MODELS[name].build()
     ids, shelf = prompt(1, 100), Shelf(tmp_path)
@@ -156,9 +159,12 @@ def test_models_that_can_not_go_back_begin_again(
     with torch.no_grad(), pytest.raises(KeyboardInterrupt):
         model(ids[:, 70:], past_key_values=cache)
     hook.remove()
+    if not snapshots:
+        cache.snapshots.reset()
     command._keep_part(shelf, cache, ids, Subject(name, model, None))
-    assert "nothing was kept, the same command begins again: " in capsys.readouterr().err
-    assert not shelf.entries()
+    begins_again = "nothing was kept, the same command begins again: " in capsys.readouterr().err
+    assert begins_again == (not snapshots)
+    assert [entry.tokens for entry in shelf.entries()] == [69] * snapshots
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])

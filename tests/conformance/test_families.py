@@ -226,6 +226,8 @@ def test_turns_forks_and_saved_caches(
 ) -> None:
     model = ALL_MODELS[name].build()
     options = {**options_for("host"), **learned(artifact_options, method, name), "max_draft": 16}
+    # Snapshots would have the end of each prompt read in a pass of its own.
+    options["snapshots"] = 0
     cache = caches(method)[method](model.config, **options)
     expected = talk(model, DynamicCache(config=model.config), None)
     for answer, wanted in zip(talk(model, cache, tmp_path), expected, strict=True):

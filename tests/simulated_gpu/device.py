@@ -121,7 +121,7 @@ def _replaced(simulation: Simulation) -> Iterator[None]:
     host_memory = importlib.import_module("hf_kvret.stores.host_memory")
     replaced = [
         *((torch.cuda, name, answer) for name, answer in _answers(simulation).items()),
-        *((torch._C, name, _nothing) for name in _ALLOCATOR),
+        *((torch._C, name, _nothing()) for name in _ALLOCATOR),
         (torch.cuda.graph, "default_capture_stream", None),
         (torch.Tensor, "record_stream", record_stream),
         (executor, "__call__", launches.checked(executor.__call__)),
@@ -149,8 +149,9 @@ def _replace(undo: ExitStack, owner: Any, name: str, new: Any) -> None:
     setattr(owner, name, new)
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    """For calls that change nothing here."""
+def _nothing(result: Any = None) -> Callable[..., Any]:
+    """A function for calls that change nothing here: torch's compiler wants one for each."""
+    return lambda *args, **kwargs: result
 
 
 def _while_it_lasts(simulation: Simulation, finalizer: Callable[..., None]) -> Callable[..., None]:
@@ -190,20 +191,21 @@ def _answers(simulation: Simulation) -> dict[str, Any]:
         "device_count": lambda: simulation.device_count,
         "is_available": lambda: True,
         "is_initialized": lambda: True,
-        "_lazy_init": _nothing,
+        "_lazy_init": _nothing(),
         "synchronize": synchronize,
         "get_device_properties": lambda device=None: _PROPERTIES,
         "get_device_capability": lambda device=None: (_PROPERTIES.major, _PROPERTIES.minor),
         "mem_get_info": lambda device=None: (100 * _GIB, _PROPERTIES.total_memory),
-        **dict.fromkeys(("memory_reserved", "memory_allocated"), lambda device=None: 0),
-        "empty_cache": _nothing,
+        "memory_reserved": _nothing(0),
+        "memory_allocated": _nothing(0),
+        "empty_cache": _nothing(),
         "MemPool": lambda: types.SimpleNamespace(id=object()),
         "cudart": Runtime,
         "is_current_stream_capturing": is_current_stream_capturing,
         "set_sync_debug_mode": set_sync_debug_mode,
         "get_sync_debug_mode": lambda: simulation.sync_debug,
-        "manual_seed": _nothing,
-        "manual_seed_all": _nothing,
+        "manual_seed": _nothing(),
+        "manual_seed_all": _nothing(),
     }
 
 
