@@ -369,6 +369,7 @@ class RetrievalCache(Cache):
         twin.stack = LayerStack(twin.layers)
         if changes:
             twin.options = options
+            twin.snapshots.trim(options.snapshots)
             for number, layer in enumerate(twin.layers):
                 if isinstance(layer, RetrievalLayer):
                     layer.set_options(twin.options, partial(self.make_index, twin.options, number))

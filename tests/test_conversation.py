@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 import hf_kvret
 from hf_kvret import ParisKVCache, RetrievalCache, Shelf
@@ -202,6 +203,7 @@ def test_snapshots_are_bounded_and_far_from_each_other() -> None:
     assert len(lengths) == 5 and lengths[-2:] == [390, 400]
     assert max(b - a for a, b in zip([0, *lengths], lengths, strict=False)) < 300
     assert largest == cache.snapshots.nbytes()
+    assert cache.fork(snapshots=2).snapshots.lengths == lengths[-2:]
     none = ParisKVCache(model.config, snapshots=0, **COVERING_OPTIONS)
     model.generate(prompt(1, 100), past_key_values=none, **RUN)
     assert not none.snapshots.lengths
@@ -225,13 +227,54 @@ def test_a_shelf_gives_the_part_of_a_hybrid_that_a_prompt_shares(tmp_path: Path)
     assert {entry.points for entry in Shelf(tmp_path).entries()}
 
 
+def test_a_second_thread_leaves_the_call_of_the_first_alone(tokenizer: Any) -> None:
+    model: Any = ALL_MODELS["llama"].build()
+    talk = hf_kvret.chat(model, tokenizer, cache_config=COVERING_OPTIONS)
+    faults = []
+
+    def disturb(*_: Any) -> None:
+        def send() -> None:
+            with pytest.raises(RuntimeError, match="another thread waits"):
+                talk.send("w9")
+            faults.append(1)
+
+        if not faults:
+            thread = threading.Thread(target=send)
+            thread.start()
+            thread.join()
+
+    hook = model.model.layers[0].mlp.register_forward_pre_hook(disturb)
+    answer = talk.send(_said(0), **RUN)
+    hook.remove()
+    assert faults and answer == _fresh(model, tokenizer, talk.messages[:1])
+
+
+def test_tokens_of_unknown_ids_go_with_a_difference_behind_them() -> None:
+    model: Any = ALL_MODELS["gemma3"].build()
+    cache = ParisKVCache(model.config, on_divergence="crop", **COVERING_OPTIONS)
+    embeddings = model.get_input_embeddings()(prompt(1, 80))
+    model.generate(inputs_embeds=embeddings, past_key_values=cache, **RUN)
+    other = prompt(1, 120, salt=5)
+    answer = model.generate(other, past_key_values=cache, **RUN)
+    assert torch.equal(answer, model.generate(other, **RUN))
+
+
 def test_bad_chats_are_refused(tokenizer: Any) -> None:
     model: Any = ALL_MODELS["llama"].build()
     with pytest.raises(ValueError, match="'pariss': choose one of"):
         hf_kvret.chat(model, tokenizer, "pariss")
     talk = hf_kvret.chat(model, tokenizer)
-    with pytest.raises(ValueError, match="one answer of one beam"):
-        talk.send("w9", num_beams=2)
+    beams = GenerationConfig(num_beams=3)
+    for options in ({"num_beams": 2}, {"generation_config": beams}):
+        with pytest.raises(ValueError, match=r"num_beams: .* ask for one answer"):
+            talk.send("w9", **options)
+    with pytest.raises(ValueError, match="has a cache of its own"):
+        talk.send("w9", past_key_values=talk.cache)
+    with pytest.raises(ValueError, match="snapshots=1 must be at least 2"):
+        hf_kvret.chat(model, tokenizer, cache_config={"snapshots": 1})
+    tokenizer.chat_template = "{{ raise_exception('no system role') }}"
+    with pytest.raises(ValueError, match="refuses these messages: no system role"):
+        talk.send("w9")
     tokenizer.chat_template = None
     with pytest.raises(ValueError, match="has no chat template"):
         hf_kvret.chat(model, tokenizer)

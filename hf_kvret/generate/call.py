@@ -50,12 +50,13 @@ def around_generate(
         cache, past_len = cache_argument(arguments), 0
         call.retrieves = _retrieves(call)
         try:
-            if call.retrieves and cache is not None:
-                go_back(call, cache)
-            prepare_state(call)
             if call.retrieves:
                 past_len = 0 if cache is None else cache.get_seq_length()
                 check_shapes(call, past_len)
+            if call.retrieves and cache is not None:
+                go_back(call, cache)
+                past_len = cache.get_seq_length()
+            prepare_state(call)
             yield partial(check_end, call)
             if call.retrieves and isinstance(arguments.get("custom_generate"), str):
                 check_foreign(call, past_len)

@@ -154,7 +154,7 @@ def chunk_prompt(
         sizes = [chunk] if whole else _sizes(length, chunk, cache)
         if len(sizes) > 1 and not _why_whole(model, cache, model_kwargs, length, sizes[0]):
             generation_config.prefill_chunk_size, chunk = sizes, max(sizes)
-        call.points = frozenset(past + end for end in accumulate(sizes))
+        call.points = frozenset(past + end for end in (*accumulate(sizes), length))
     new_tokens = expected_new_tokens(generation_config, past + length)
     cache.expect(length, chunk, new_tokens)
 

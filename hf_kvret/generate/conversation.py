@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from typing import Any
 
+from jinja2 import TemplateError
 from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.methods.known import METHODS
+from hf_kvret.models.versions import CACHE_NAMES
 from hf_kvret.shelf.questions import answer_options
 
 
@@ -31,6 +34,7 @@ class Chat:
     ) -> None:
         self._model, self._tokenizer = model, tokenizer
         self.cache, self.messages = cache, messages
+        self._is_free = threading.Lock()
 
     def send(self, text: str, **options: Any) -> str:
         """The model's answer to ``text``, which the conversation holds from here on.
@@ -45,14 +49,31 @@ class Chat:
                 ``generation_config`` are given. One answer of one beam.
 
         Raises:
-            ValueError: several beams or answers, or a conversation that the template refuses.
+            RuntimeError: another thread waits for an answer.
+            ValueError: several beams or answers, another cache, or a conversation that the template
+                refuses.
         """
-        if max(options.get("num_beams") or 1, options.get("num_return_sequences") or 1) > 1:
-            raise ValueError("the cache holds one conversation: ask for one answer of one beam")
+        config = options.get("generation_config")
+        for name in ("num_beams", "num_return_sequences"):
+            if (options.get(name) or getattr(config, name, None) or 1) > 1:
+                raise ValueError(f"{name}: the cache holds one conversation, ask for one answer")
+        if options.keys() & CACHE_NAMES:
+            raise ValueError("the conversation has a cache of its own: leave past_key_values out")
+        if not self._is_free.acquire(blocking=False):
+            raise RuntimeError("another thread waits for an answer: ask for one at a time")
+        try:
+            return self._send(text, options)
+        finally:
+            self._is_free.release()
+
+    def _send(self, text: str, options: Mapping[str, Any]) -> str:
         messages = [*self.messages, {"role": "user", "content": text}]
-        prompt = self._tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )["input_ids"].to(self._model.device)
+        try:
+            prompt = self._tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+            )["input_ids"].to(self._model.device)
+        except TemplateError as error:
+            raise ValueError(f"the chat template refuses these messages: {error}") from error
         usual = {"past_key_values": self.cache, "max_new_tokens": 512}
         arguments = answer_options(self._model, self._tokenizer, prompt, options, usual)
         generate: Any = self._model.generate

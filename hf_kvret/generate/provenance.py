@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -23,8 +24,10 @@ from hf_kvret.models.versions import (
     name_cache,
 )
 from hf_kvret.saved.identity import newest_identity
-from hf_kvret.saved.token_record import EMBEDDINGS, InputDigest, ids_of_pictures
+from hf_kvret.saved.token_record import EMBEDDINGS, UNKNOWN, InputDigest, ids_of_pictures
 from hf_kvret_model_patches.decoders import decoder_of
+
+_log = logging.getLogger(__name__)
 
 # Most pending entries, two for a pass, before all of them are written.
 _MOST_PENDING = 256
@@ -70,7 +73,9 @@ def check_origin(
 def go_back(call: Request, cache: RetrievalCache) -> None:
     """Drop what ``cache`` holds beside the prompt of ``call``, where its options say so.
 
-    The last token of a prompt is read in any case. RuntimeError where another call has the cache.
+    The last token of a prompt is read in any case. Tokens that nobody saw the ids of, as of
+    embeddings, count as other ones where the known ones differ behind them. A warning tells where
+    nothing is left. RuntimeError where another call has the cache.
     """
     ids, mask, cache_len = call.prompt_ids(), call.mask(None), cache.get_seq_length()
     if cache.options.on_divergence != "crop" or ids is None or not cache_len:
@@ -80,8 +85,19 @@ def go_back(call: Request, cache: RetrievalCache) -> None:
     if mask.shape != ids.shape or call.arguments.get(EMBEDDINGS) is not None:
         return
     check_free(call, cache)
-    difference = cache.tokens.difference(ids, mask, cache_len)
-    cache.go_back(min(ids.shape[1] - 1, cache_len if difference is None else difference[1]))
+    difference, same = cache.tokens.difference(ids, mask, cache_len), cache_len
+    if difference is not None:
+        same, held = difference[1], cache.tokens.ids(cache_len)
+        assert held is not None, "some of them differ"
+        unknown = (held[:, :same] == UNKNOWN).any(dim=0).nonzero()
+        same = int(unknown[0]) if len(unknown) else same
+    cache.go_back(min(ids.shape[1] - 1, same))
+    if not cache.get_seq_length():
+        _log.warning(
+            "the prompt shares no token with the %d of past_key_values, or no snapshot lies far "
+            "enough back: all of it is read (on_divergence='crop')",
+            cache_len,
+        )
 
 
 def watch(model: PreTrainedModel) -> None:
@@ -196,14 +212,12 @@ def _check_ids(cache: RetrievalCache, ids: torch.Tensor, mask: torch.Tensor) -> 
     if difference is None:
         return
     row, position, prompt_id, cache_id = difference
-    # Layers with a sliding window or a state can't be cut.
-    can_cut = len(cache.retrieval_layers) == len(cache.layers)
-    cut = f"cut the cache to what they share with cache.crop({position - cache_len}), or "
     raise ValueError(
         f"the prompt differs from the tokens in past_key_values: in row {row} at position "
         f"{position} it has id {prompt_id}, the cache holds {cache_id}. Pass the conversation "
         "that the cache holds and the new tokens behind it, with the attention_mask of its padding"
-        f", or {cut if can_cut else ''}begin anew with cache.reset()"
+        f", cut the cache to what they share with cache.crop({position - cache_len}), or begin "
+        "anew with cache.reset(); one made with on_divergence='crop' is cut by generate"
     )
 
 

@@ -77,6 +77,10 @@ class Snapshots(State):
         layers = {number: _copied(*layer_state(layer)) for number, layer in stuck.items()}
         self.crop(length - 1)
         self.held.append(Snapshot(length, layers))
+        self.trim(most)
+
+    def trim(self, most: int) -> None:
+        """Drop those that are least missed, so that at most ``most`` stay."""
         while len(self.held) > most:
             del self.held[self._least_missed()]
 

@@ -115,7 +115,7 @@ class RetrievalConfig:
     graph: Literal["auto", False] = option("auto", OneOf("auto", False))
     compile: Literal["auto", True, False] = option("auto", OneOf("auto", True, False))
     lossless: bool = option(False, FLAG)
-    snapshots: int = option(4, integer(0, "copies"))
+    snapshots: int = option(4, OneOf(0), integer(2, "copies"))
     snapshot_every: int = option(4096, integer(64, "tokens"))
     on_divergence: Literal["error", "crop"] = option("error", OneOf("error", "crop"))
 

@@ -390,6 +390,8 @@ def why_not_compiled(model: PreTrainedModel, cache: RetrievalCache) -> str | Non
         return "some of its layers read the keys of others"
     if is_split(model):
         return "it is split over processes"
+    if model.training:
+        return "it is in training mode"
     own = (layer._compiled_call_impl for layer in layers)
     if is_compiled(model) or any(not isinstance(one, CompiledLayer | None) for one in own):
         return "it is compiled already"

@@ -182,6 +182,7 @@ def _fill(
         cache.tokens.passes = [InputDigest(*one) for one in content["tokens"]["passes"]]
     # Caches that were saved before there were snapshots have none.
     cache.snapshots.load(content.get("snapshots", ()), tensors.with_prefix("snapshots."))
+    cache.snapshots.trim(cache.options.snapshots)
     identity = content["identity"]
     cache.identity = None if identity is None else CacheIdentity(**identity)
     if cache.get_seq_length() and identity is None:

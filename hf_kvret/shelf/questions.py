@@ -167,6 +167,8 @@ def answer_options(
         _log.warning("left out of the model's generation_config: %s", ", ".join(dropped))
     if own is not None:
         usual = {"past_key_values": usual["past_key_values"]}
+    if "max_length" in options:
+        usual = {name: value for name, value in usual.items() if name != "max_new_tokens"}
     return {**arguments, **usual, **options}
 
 

@@ -65,7 +65,11 @@ def test_bytes_are_those_of_a_filled_cache(name: str, tiny: PreTrainedModel) -> 
 
 @pytest.mark.parametrize("name", ["gemma3", "gemma4"])
 def test_layers_that_slide_keep_what_they_keep(name: str) -> None:
-    check(MODELS[name].build(), "flat:store=host:snapshots=1" + SHORT, 200)
+    model, cache = MODELS[name].build(), "flat:store=host:snapshots={}" + SHORT
+    check(model, cache.format(0), 200)
+    choices = [choose_cache(cache.format(count), SMALL) for count in (0, 2, 4)]
+    none, two, four = (Predictor(model.config, one, model.dtype).at(200).host for one in choices)
+    assert four - none == 2 * (two - none) > 0
 
 
 @pytest.mark.parametrize("name", ["latent", "flat:store=host" + SHORT])
