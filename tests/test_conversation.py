@@ -25,7 +25,7 @@ HYBRIDS = (
     *("gemma3", "qwen3_next", "lfm2", "falcon_h1", "kimi_linear", "zamba2", "zaya", "gpt_oss"),
     *("bailing_hybrid", "gemma4"),
 )
-# Of earlier answers it shows no more than what comes behind six words of thought.
+# It shows earlier answers without their first six words, which are thought.
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}> {% if m.role == 'assistant' %}"
     "{{ m.content.split(' ')[6:] | join(' ') }}{% else %}{{ m.content }}{% endif %} {% endfor %}"
@@ -66,7 +66,7 @@ def _saved(cache: RetrievalCache, model: Any, folder: Path) -> RetrievalCache:
     return type(cache).from_pretrained(folder / "saved", model.config, model=model)
 
 
-# What becomes of the cache between two turns.
+# Between two turns one of these happens to the cache.
 WAYS: dict[str, Callable[..., RetrievalCache]] = {
     "kept": lambda cache, *_: cache,
     "forked": lambda cache, *_: cache.fork(),

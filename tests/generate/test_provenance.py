@@ -280,7 +280,7 @@ def test_a_new_picture_for_new_tokens_is_not_refused(vision: Any, shown: Any) ->
     try:
         ask(vision, both, cache)
     except ValueError as error:
-        # Of the model, which looks for places of both pictures among the new tokens.
+        # The model raises this: it looks for places of both pictures among the new tokens.
         assert "past_key_values" not in str(error)
     assert [one.start for one in cache.tokens.passes] == [0, length]
 

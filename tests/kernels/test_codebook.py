@@ -232,7 +232,7 @@ def test_codes_are_counted(place: Place, n: int, C: int, masked: bool) -> None:
     codes, valid = draw_codes(2, 3, n, C, masked)
     counts = run_at(place, book.code_counts, codes, C, valid=valid)
     assert counts.dtype == torch.int32
-    # What is not valid is no code at all, and goes to a column of its own.
+    # Invalid tokens have no code, and go to a column of their own.
     own = codes.long().masked_fill(codes < 0, C)
     expected = torch.zeros(2, 3, C + 1, dtype=torch.long)
     expected.scatter_add_(-1, own, torch.ones_like(own))

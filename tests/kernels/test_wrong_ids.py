@@ -102,7 +102,7 @@ def test_ids_of_rows_that_are_attended_to(where: Place, name: str, heads: int) -
     check(where, name, heads)
 
 
-# Of rows that are no power of two long the kernel of estimates is another one.
+# Rows whose length is no power of two have another kernel of estimates.
 @pytest.mark.factor(
     "name", ["rows", "rows of codes", "slots", "fetched", "estimates of 16", "estimates of 192"]
 )

@@ -18,7 +18,7 @@ from hf_kvret.saved.folder import replace_file, replacing
 from .save_steps import at_each_step, killed_saves
 
 OLD, NEW, NEXT = "a" * 12, "b" * 12, "c" * 12
-# Of `save`: a sync and a new name for each of three files, and two syncs of the folder.
+# `save` syncs and renames each of three files, and syncs the folder twice.
 STEPS = 8
 
 

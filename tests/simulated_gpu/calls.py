@@ -36,7 +36,7 @@ class Calls(TorchFunctionMode):
     ) -> Any:
         kwargs = dict(kwargs or {})
         if func is torch.ops.hf_kvret.attend.default:
-            # What is done in it is followed, too.
+            # Operations within it are followed, too.
             with self:
                 return attend_now(*args)
         answer = _ATTRIBUTES.get(func)

@@ -127,7 +127,7 @@ def test_the_bundled_model_learns_from_its_own_language(tmp_path: Path, program:
     assert "leave --text, --dataset and --uuid-tokens out" in error
 
 
-# Of latent attention: options of each calibration, and those that make its cache exact.
+# Each calibration of latent attention has options, and others make its cache exact.
 LATENT: dict[str, tuple[Any, tuple[str, ...], dict[str, Any]]] = {
     "a2ats": (A2ATSCache, CODEBOOKS, {}),
     "aqua": (AquaKVCache, ("--bits", "4"), {"bits": 16, "first_bits": 16}),

@@ -37,7 +37,7 @@ def test_every_cache_answers_and_reads_few_rows(
     assert full["read_ratio"] == 1 and full["recall"] is None
     assert aqua["read_ratio"] > 0.99 and aqua["host_bytes"] < 0.1 * aqua["full_bytes"]
     for row in (paris, a2ats):
-        # Of the tokens beyond the window, which has up to 96.
+        # These are shares of the tokens beyond the window, which has up to 96.
         assert row["read_ratio"] == pytest.approx(64 / (1024 - 80), rel=0.03)
     assert paris["host_bytes"] > 0 and paris["recall"] > 0.8 > a2ats["recall"] > 0.2
     shown = capsys.readouterr().out
