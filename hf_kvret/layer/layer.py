@@ -17,6 +17,7 @@ from hf_kvret.contracts.block import check_dtypes
 from hf_kvret.contracts.index import Index, Scoring
 from hf_kvret.contracts.state import Tensors
 from hf_kvret.contracts.store import FirstRows, Store
+from hf_kvret.layer.borrowed_index import BorrowedIndex, Lender
 from hf_kvret.layer.cached_rows import CachedRows
 from hf_kvret.layer.draft_round import DraftRound
 from hf_kvret.layer.exact_attention import attend_exactly
@@ -86,6 +87,7 @@ class RetrievalLayer(CacheLayerMixin):
 
     Attributes:
         below: the retrieval layer before this one in the model; see ``stand_on``.
+        lender: keeps what the layer that selects for this one selected; None: it selects itself.
         edits: goes up with everything that is done to the layer, but for a replayed step.
         moves: as edits, but for what ``lossless`` does in a round, which only fills the window.
         final_len: tokens that were announced, held ones included; 0: none.
@@ -120,6 +122,7 @@ class RetrievalLayer(CacheLayerMixin):
         self.round: DraftRound | None = None
         self.pending_attention = False
         self.below: RetrievalLayer | None = None
+        self.lender: Lender | None = None
         self.edits = self.moves = 0
         self.past_len = self.final_len = self.prompt_end = 0
         self.layer_info = LayerInfo()
@@ -132,7 +135,8 @@ class RetrievalLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Make the ``LayerKV`` for tokens shaped like these, ``[B, Hkv, *, D]``."""
-        index, store = self._make_index(), partial(_new_store, self.make_store, self.below)
+        index = self._make_index() if self.lender is None else BorrowedIndex(self.lender)
+        store = partial(_new_store, self.make_store, self.below)
         _, shape, part = self.layer_info
         if index is not None and not (shape and shape.rank):
             index.kv_heads = part.heads(key_states.shape[1])
@@ -459,6 +463,12 @@ class RetrievalLayer(CacheLayerMixin):
             self.kv.make_store = partial(_new_store, self.make_store, below)
             if self.kv.store is not None:
                 self.kv.store.below = partial(_store_of, below)
+
+    def borrow(self, lender: Lender) -> None:
+        """Attend to what ``lender`` keeps, in place of a selection of its own."""
+        self.lender = lender
+        if self.kv is not None:
+            self.kv.index = BorrowedIndex(lender)
 
     @property
     def is_ready(self) -> bool:

@@ -374,3 +374,8 @@ def check_options(options: RetrievalConfig, config: PreTrainedConfig, owner: str
             f"queries of their own, and {owner} learns from the queries of one layer: "
             "take cache_implementation='paris', or flat, a2ats or aqua"
         )
+    if readers and options.select_every > 1:
+        raise ValueError(
+            f"select_every={options.select_every}: {readers} layers of {config.model_type} read "
+            "the keys of another layer, and select for queries of their own; take select_every=1"
+        )

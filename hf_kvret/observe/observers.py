@@ -7,11 +7,13 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, TypeVar
 
 import torch
 from transformers.cache_utils import Cache
 
+from hf_kvret.layer.borrowed_index import Lender
 from hf_kvret.layer.layer import RetrievalLayer
 from hf_kvret.layer.step import StepRecord, Subscriber
 from hf_kvret.observe.recall import RecallMeter
@@ -225,3 +227,17 @@ def subscribe(layers: Sequence[RetrievalLayer], options: RetrievalConfig) -> Non
     for layer in layers:
         counters = LayerCounters()
         layer.subscribers = (counters, RecallMeter()) if options.track_recall else (counters,)
+    _share_selections(layers, options.select_every)
+
+
+def _share_selections(layers: Sequence[RetrievalLayer], every: int) -> None:
+    """Have one of up to ``every`` layers in a row, where they are alike, select for the others."""
+    for _, run in groupby(layers, key=lambda layer: (type(layer), layer.layer_info.shape)):
+        alike = list(run)
+        for start in range(0, len(alike), every):
+            first, *others = alike[start : start + every]
+            if others:
+                lender = Lender(first.layer_info.number)
+                first.subscribers = (*first.subscribers, lender)
+                for layer in others:
+                    layer.borrow(lender)

@@ -112,19 +112,20 @@ def cache_stats(
 def layer_stats(layer: RetrievalLayer) -> dict[str, Any]:
     """Counts of one retrieval layer since the last reset.
 
-    Returns a dict with ``steps`` (selections), ``queries``, ``cold_tokens`` held, ``candidates``
-    (tokens scored closely) and ``selected`` (rows read by selection), both summed over batch, heads
-    and queries, ``cold_rows`` (rows there were to choose from, summed alike), ``read_ratio =
-    selected / cold_rows``, ``exact_rows`` (rows read by exact attention of long second prompts),
-    ``bytes_fetched``, and with ``track_recall`` the means ``recall_overlap``, ``recall_mass``,
-    ``recall_best_mass`` and ``lost_mass`` (see ``Recall``; without it ``lost_mass`` is None).
-    ``prompt_retrieved`` is the number of tokens that were read with ``prompt="retrieve"``, where
-    there were some.
+    Returns a dict with ``steps`` (selections), ``borrowed`` (those that another layer made, see
+    ``select_every``), ``queries``, ``cold_tokens`` held, ``candidates`` (tokens scored closely) and
+    ``selected`` (rows read by selection), both summed over batch, heads and queries, ``cold_rows``
+    (rows there were to choose from, summed alike), ``read_ratio = selected / cold_rows``,
+    ``exact_rows`` (rows read by exact attention of long second prompts), ``bytes_fetched``, and
+    with ``track_recall`` the means ``recall_overlap``, ``recall_mass``, ``recall_best_mass`` and
+    ``lost_mass`` (see ``Recall``; without it ``lost_mass`` is None). ``prompt_retrieved`` is the
+    number of tokens that were read with ``prompt="retrieve"``, where there were some.
     """
     counters, selected = counters_of(layer), layer.selected
     rows = selected + layer.exact_rows
     stats: dict[str, Any] = {
         "steps": counters.steps,
+        "borrowed": 0 if layer.lender is None else counters.steps,
         "queries": counters.queries,
         "cold_tokens": layer.cold_len,
         "candidates": counters.candidates,

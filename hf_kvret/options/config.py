@@ -50,6 +50,9 @@ class RetrievalConfig:
         disk: with ``store="disk"``, the folder for its files.
         rest: the token that represents the cold tokens that are not selected. ``"mean"``: one per
             KV head, the mean of all cold tokens. ``None``: no token.
+        select_every: one selection for so many layers. Retrieval layers that are alike stand in
+            groups of so many: the first layer of a group selects, and the others attend to the
+            tokens that it selected. 1: each layer selects for itself.
         track_recall: compare every selection with the exact top-k. This reads all keys, so it is
             for studies.
         graph: ``"auto"``: ``generate`` replays decode steps from a CUDA graph where it can.
@@ -111,6 +114,7 @@ class RetrievalConfig:
     )
     disk: str | None = option(None, text(note="a folder"), OneOf(None))
     rest: Literal["mean"] | None = option(None, OneOf("mean", None))
+    select_every: int = option(1, integer(1, "layers"))
     track_recall: bool = option(False, FLAG)
     graph: Literal["auto", False] = option("auto", OneOf("auto", False))
     compile: Literal["auto", True, False] = option("auto", OneOf("auto", True, False))

@@ -29,6 +29,7 @@ def _read_everything(cache: Any) -> bool:
 
 
 @pytest.mark.allowed(meet=[("method", "drafts")])
+@pytest.mark.factor("every", [1, 2])
 @pytest.mark.factor("drafts", [1, 5, 32])
 @pytest.mark.factor("store", STORES)
 @pytest.mark.factor("method", METHODS)
@@ -40,12 +41,13 @@ def test_same_as_full_attention(
     method: str,
     store: str,
     drafts: int,
+    every: int,
     artifact_options: ArtifactOptions,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(lossless_call, "_pace", lambda *arguments: GivenPace(drafts, None))
     options = {**COVERING_OPTIONS, "top_k": 4, "max_draft": 32, "lossless": True, "store": store}
-    options |= artifact_options(method, model)
+    options |= {"select_every": every, **artifact_options(method, model)}
     options |= {"device_budget": "20KB"} if store == "split" else {}
     make = caches(method)[method]
     result = run_case(

@@ -91,7 +91,7 @@ def default_cases() -> list[dict[str, Any]]:
     return [*pairwise(telling, _possible, meet), *pairwise(others, _possible, meet=[])]
 
 
-def _check(case: dict[str, Any], artifact_options: ArtifactOptions) -> None:
+def _check(case: dict[str, Any], artifact_options: Callable[..., dict[str, Any]]) -> None:
     model, method = case["model"], case["method"]
     # The codec alone has no use for an artifact.
     learned = {} if method == "aqua_codec" else artifact_options(method.split("_")[0], model)
@@ -104,6 +104,22 @@ def _check(case: dict[str, Any], artifact_options: ArtifactOptions) -> None:
 @pytest.mark.parametrize("case", default_cases(), ids=name_of)
 def test_same_as_full_attention(case: dict[str, Any], artifact_options: ArtifactOptions) -> None:
     _check(case, artifact_options)
+
+
+BORROWED = {
+    "model": TELLING_MODELS,
+    "mode": TELLING_MODES,
+    "method": ("flat", "paris", "lrqk", "ctkvr", "a2ats"),
+    "store": STORES,
+    "rest": list(RESTS),
+}
+
+
+@pytest.mark.parametrize("case", pairwise(BORROWED, _possible, meet=[]), ids=name_of)
+def test_layers_that_borrow_are_the_same(
+    case: dict[str, Any], artifact_options: ArtifactOptions
+) -> None:
+    _check(case, lambda *names: {**artifact_options(*names), "select_every": 2})
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from hf_kvret.testing import LATENT_MODELS
 
 MEANINGLESS: dict[str, Any] = {
     "top_k": 64,
+    "select_every": 2,
     "sink": 2,
     "recent": 16,
     "flush": 8,

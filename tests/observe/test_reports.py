@@ -42,6 +42,7 @@ def test_counts_of_a_hand_made_case(llama: PreTrainedModel) -> None:
             "layer": number,
             "lost_mass": None,
             "steps": 3,
+            "borrowed": 0,
             "queries": 5,
             "cold_tokens": 26,
             "candidates": candidates,

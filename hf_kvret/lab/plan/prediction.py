@@ -186,9 +186,11 @@ class Predictor:
         groups = list(self._groups(cache))
         chained = isinstance(cache, RetrievalCache) and not cache.make_index(cache.options, 0)
         count = _CHAINED if chained else _ALONE
-        layers = sorted(layer for group in groups for layer in group[:count])
+        layers = {layer for group in groups for layer in group[:count]}
+        lenders = (getattr(cache.layers[layer], "lender", None) for layer in layers)
+        layers |= {lender.number for lender in lenders if lender is not None}
         for start, tokens in ((0, length), (length, 1)):
-            for layer in layers:
+            for layer in sorted(layers):
                 self._pass(cache, layer, start, tokens)
         total = CacheBytes()
         for group in groups:
@@ -216,7 +218,8 @@ class Predictor:
         for number, layer in enumerate(cache.layers):
             if isinstance(layer, (RetrievalLayer, *_WHOLE)):
                 window = getattr(layer, "sliding_window", None)
-                key = type(layer), window, layer_shape(self.config, number)
+                borrows = getattr(layer, "lender", None) is not None
+                key = type(layer), window, layer_shape(self.config, number), borrows
                 groups.setdefault(key, []).append(number)
         yield from groups.values()
 

@@ -82,6 +82,8 @@ class AquaConfig(ArtifactConfig):
             ]
         if name == "rest" and value is not None:
             return ["aqua attends to all tokens, nothing is left out; leave it out"]
+        if name == "select_every" and value != 1:
+            return ["aqua attends to all tokens, nothing is selected; leave it out"]
         if name == "lossless" and value:
             return ["aqua keeps rows in codes; take a method that retrieves, as 'paris'"]
         return []

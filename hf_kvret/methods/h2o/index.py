@@ -37,7 +37,12 @@ class H2OConfig(RetrievalConfig):
 
     @classmethod
     def why_not(cls, name: str, value: Any) -> list[str]:
-        """No exact answers."""
+        """No exact answers, and no selection of another layer."""
+        if name == "select_every" and value != 1:
+            return [
+                "h2o keeps tokens for each layer by its own queries, and gives others up; take a "
+                "method that retrieves, as 'paris'"
+            ]
         if name == "lossless" and value:
             return ["h2o gives tokens up for good; take a method that retrieves, as 'paris'"]
         return []

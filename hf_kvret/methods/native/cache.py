@@ -11,7 +11,7 @@ from hf_kvret.cache import RetrievalCache
 from hf_kvret.models.compatibility import index_budget
 from hf_kvret.options.config import RetrievalConfig
 
-_MEANINGLESS = ("rest", "track_recall", "prompt", "lossless")
+_MEANINGLESS = ("rest", "track_recall", "prompt", "lossless", "select_every")
 
 
 @dataclass(frozen=True)

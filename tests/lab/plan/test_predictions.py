@@ -51,7 +51,7 @@ def check(model: PreTrainedModel, name: str, length: int, batch: int = 1) -> Non
     "name",
     [
         "flat",
-        "paris:store=host",
+        "paris:store=host:select_every=3",
         "paris:store=resident",
         "paris:store=higgs-host:bits=3",
         "lrqk:store=higgs",
