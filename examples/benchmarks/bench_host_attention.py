@@ -40,7 +40,6 @@ from hf_kvret.lab.evaluate.measurement import Row
 from hf_kvret.lab.program import common_options as common
 from hf_kvret.lab.program.arguments import DTYPES, known_names, length, lengths, processors
 from hf_kvret.lab.program.options import option
-from hf_kvret.lab.program.progress import tqdm
 from hf_kvret.lab.program.scripts import run_script
 from hf_kvret.lab.report.plots import plot_lines, series
 from hf_kvret.lab.report.results import Cell, Results
@@ -286,11 +285,10 @@ class HostAttention(TimedTogether):
         yield from super().plan(results)
 
     @torch.inference_mode()
-    def rows(self, group: Sequence[Cell], bar: tqdm) -> list[Row]:
+    def rows(self, group: Sequence[Cell]) -> list[Row]:
         """All ways of a size, over rows that are made once for a dtype."""
         dtype, batch, k = (group[0][name] for name in ("dtype", "batch", "k"))
         if dtype not in self._stored:
-            bar.set_postfix_str(f"{dtype}: making rows")
             self._stored.clear()
             draw = Draw(_CPU, self.seed)
             every = make_rows(self._largest(dtype), self._sequences(dtype), draw)

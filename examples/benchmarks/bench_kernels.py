@@ -40,7 +40,6 @@ from hf_kvret.lab.evaluate.measurement import Row
 from hf_kvret.lab.program import common_options as common
 from hf_kvret.lab.program.arguments import DTYPES, check_device, known_names, names
 from hf_kvret.lab.program.options import option
-from hf_kvret.lab.program.progress import tqdm
 from hf_kvret.lab.program.scripts import run_script
 from hf_kvret.lab.report.plots import plot_groups
 from hf_kvret.lab.report.results import Cell, Results
@@ -147,7 +146,7 @@ class Kernels(TimedTogether):
         return CacheFlush(torch.device(self.device))
 
     @torch.inference_mode()
-    def rows(self, group: Sequence[Cell], bar: tqdm) -> list[Row]:
+    def rows(self, group: Sequence[Cell]) -> list[Row]:
         """The ways of one operation and size."""
         name, device = group[0]["op"], torch.device(self.device)
         op, needs = OPS[name], NEEDS[name]

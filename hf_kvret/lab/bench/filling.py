@@ -24,7 +24,7 @@ from hf_kvret.lab.calibrate.aqua import AquaCalibration
 from hf_kvret.lab.calibrate.runner import calibrate
 from hf_kvret.lab.calibrate.study import Calibration, Corpus
 from hf_kvret.lab.evaluate.caches import CacheChoice
-from hf_kvret.lab.evaluate.reader import Reader, Usage
+from hf_kvret.lab.evaluate.usage import Usage, usage_of
 from hf_kvret.lab.program.progress import prompt_bar
 from hf_kvret.layer.indexed import IndexedLayer
 from hf_kvret.layer.layer import RetrievalLayer
@@ -239,7 +239,7 @@ def fill_randomly(
 
 @dataclass(frozen=True)
 class BenchModel:
-    """A model of some layers, ready to be measured.
+    """A model that is ready to be measured.
 
     Attributes:
         model: random weights, transformers' own sdpa attention.
@@ -252,11 +252,6 @@ class BenchModel:
     weights: WeightBytes
     rows: list[LayerRows] | None
     seed: int
-
-    @property
-    def layers(self) -> int:
-        """Layers of the model."""
-        return self.model.config.num_hidden_layers
 
 
 @dataclass(frozen=True)
@@ -292,13 +287,8 @@ class Turn:
 
     def usage(self, cache: Cache, length: int) -> Usage:
         """The usage of ``cache`` after ``length`` tokens of each sequence."""
-        reader = Reader(self.subject.model, self.choice, 0)
-        reader.cache, reader.length = cache, length
-        usage = reader.usage()
-        if isinstance(cache, RetrievalCache):
-            return usage
-        # A reader has one sequence, and only retrieval caches know of more.
-        return dataclasses.replace(usage, full_bytes=self.batch * usage.full_bytes)
+        model, on_host = self.subject.model, self.choice.on_host
+        return usage_of(cache, model, length, batch=self.batch, on_host=on_host)
 
 
 # Artifacts have the methods' own sizes and are made quickly: their values change no times.
@@ -311,29 +301,28 @@ _TOKENS, _LENGTH = 5120, 2560
 
 
 def make_stand_ins(
-    models: Iterable[PreTrainedModel],
+    model: PreTrainedModel,
     choices: Iterable[CacheChoice],
     folder: Path,
     seed: int,
     tokens: int = _TOKENS,
 ) -> None:
-    """Make artifacts for the ``choices`` that lack one, where each model's own are looked for.
+    """Make artifacts for the ``choices`` that lack one, where the model's own are looked for.
 
-    They are learned from random ``tokens`` and kept below ``folder``, which the models'
-    configurations name from then on. Of few tokens "a2ats" has as few codewords.
+    They are learned from random ``tokens`` and kept in ``folder``, which the model's configuration
+    names from then on. Of few tokens "a2ats" has as few codewords.
     """
     lacking = {choice.method for choice in choices if choice.lacks_artifact}
-    for number, model in enumerate(models if lacking else ()):
-        home = folder / str(number)
-        model.config._name_or_path = str(home)
-        text = model.config.get_text_config(decoder=True)
-        length = min(_LENGTH, tokens, getattr(text, "max_position_embeddings", None) or _LENGTH)
-        count = -(-tokens // length)
-        texts = list(random_tokens(model, count, length, seed).cpu())
-        for method in sorted(lacking):
+    if not lacking:
+        return
+    model.config._name_or_path = str(folder)
+    text = model.config.get_text_config(decoder=True)
+    length = min(_LENGTH, tokens, getattr(text, "max_position_embeddings", None) or _LENGTH)
+    texts = list(random_tokens(model, -(-tokens // length), length, seed).cpu())
+    for method in sorted(lacking):
+        sizes = _SIZES[method]
+        if isinstance(sizes, A2ATSCalibration) and tokens < _TOKENS:
+            sizes = dataclasses.replace(sizes, codewords=tokens // 2)
+        with torch.inference_mode(False):
             corpus = Corpus(texts, 0, {"text": "random tokens"})
-            sizes = _SIZES[method]
-            if isinstance(sizes, A2ATSCalibration) and tokens < _TOKENS:
-                sizes = dataclasses.replace(sizes, codewords=tokens // 2)
-            with torch.inference_mode(False):
-                calibrate(model, corpus, sizes, home / method)
+            calibrate(model, corpus, sizes, folder / method)

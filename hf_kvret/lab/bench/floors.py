@@ -16,9 +16,7 @@ from hf_kvret.cache import RetrievalCache
 from hf_kvret.lab.bench.opponents import PreallocatedLayer
 from hf_kvret.lab.bench.shapes import WeightBytes
 from hf_kvret.lab.bench.timing import Bandwidth
-from hf_kvret.lab.evaluate.reader import Usage
-from hf_kvret.layer.indexed import indexer_nbytes
-from hf_kvret.layer.layer import RetrievalLayer
+from hf_kvret.lab.evaluate.usage import Usage, step_reads
 
 
 @dataclass(frozen=True)
@@ -98,9 +96,8 @@ def decode_floor(
         return Floor(device, float(read)) if on_host else Floor(device + read, 0.0)
     device += cache.memory().other_layers
     bus = 0.0
-    for layer in cache.retrieval_layers:
-        floor = layer_floor(layer)
-        bus, device = bus + floor.host_bytes, device + floor.device_bytes
+    for reads in map(step_reads, cache.retrieval_layers):
+        bus, device = bus + reads.bus, device + reads.near
     return Floor(device + selected.near_bytes, bus + selected.bus_bytes)
 
 
@@ -112,25 +109,6 @@ def round_floor(
     device = drafts * draft.device_bytes + weights.read + (0.0 if on_host else rows)
     host = drafts * draft.host_bytes + (rows if on_host else 0.0)
     return Floor(device / (drafts + 1), host / (drafts + 1))
-
-
-def layer_floor(layer: RetrievalLayer) -> Floor:
-    """The bytes that a step reads of one layer beside the rows that it selects."""
-    kv = layer.kv
-    if kv is None:
-        return Floor(0.0, 0.0)
-    keys, values = kv.window.tokens()
-    cost = kv.search_cost()
-    near = keys.nbytes + values.nbytes + cost.nbytes + indexer_nbytes(layer)
-    if kv.store is None or not kv.cold_len:
-        return Floor(near, 0)
-    # The selection compares stored keys with the query; coded rows are read in whole.
-    plain = kv.window.row_dim * keys.element_size()
-    row = kv.store.row_nbytes(plain)
-    key = keys.shape[3] * keys.element_size() if row == plain else row
-    nbytes = cost.keys_read * keys.shape[0] * keys.shape[1] * key
-    far = nbytes * kv.store.bus_share
-    return Floor(near + (nbytes - far), far)
 
 
 def prefill_floor(weights: WeightBytes, usage: Usage, batch: int, context: int) -> Floor:

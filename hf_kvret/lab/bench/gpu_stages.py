@@ -20,7 +20,6 @@ from hf_kvret.lab.bench.shapes import Shape, load_shape, random_model, weight_by
 from hf_kvret.lab.bench.timing import Bandwidth, measure_bandwidth
 from hf_kvret.lab.evaluate.measurement import Row
 from hf_kvret.lab.program.arguments import DTYPES, length
-from hf_kvret.lab.program.progress import tqdm
 from hf_kvret.lab.report.results import Cell
 
 _SEED = 0
@@ -112,12 +111,12 @@ class Bench:
         )
         vars(measurement).update(whole=self.shape.part(measurement.part), bandwidth=self.bandwidth)
         if measurement.part == "whole":
-            vars(measurement).update(subjects=(self.subject,), checker=self.checker)
+            vars(measurement).update(subject=self.subject, checker=self.checker)
         few = {"tokens": _DRY_TOKENS} if self.dry else {}
         with TemporaryDirectory() as folder:
             choices = measurement.choices.values()
-            make_stand_ins([self.subject.model], choices, Path(folder), _SEED, **few)
-            return measurement.rows([cell], tqdm(disable=True))[0]
+            make_stand_ins(self.subject.model, choices, Path(folder), _SEED, **few)
+            return measurement.rows([cell])[0]
 
 
 def cells_of(stage: Stage, dry: bool) -> list[Cell]:

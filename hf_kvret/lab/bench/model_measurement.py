@@ -1,9 +1,9 @@
-"""Measurements of caches on a model: models, caches, rounds, and rows of time measurements."""
+"""Measurements of caches on a model: a model, caches, rounds, and rows."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import groupby
@@ -13,7 +13,6 @@ from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
 
 import torch
-from transformers import PreTrainedConfig
 
 from hf_kvret.lab.bench.checks import Checker
 from hf_kvret.lab.bench.filling import (
@@ -31,7 +30,6 @@ from hf_kvret.lab.bench.shapes import (
     PARTS,
     SHAPES,
     Shape,
-    WeightBytes,
     load_shape,
     random_model,
     weight_bytes,
@@ -39,7 +37,7 @@ from hf_kvret.lab.bench.shapes import (
 from hf_kvret.lab.bench.timing import Bandwidth, describe, measure_bandwidth, quartiles
 from hf_kvret.lab.evaluate.caches import CacheChoice
 from hf_kvret.lab.evaluate.measurement import CacheMeasurement, Row, attempt
-from hf_kvret.lab.evaluate.reader import Usage
+from hf_kvret.lab.evaluate.usage import Usage
 from hf_kvret.lab.program import common_options as common
 from hf_kvret.lab.program.arguments import DTYPES, lengths, whole_number
 from hf_kvret.lab.program.options import option
@@ -55,11 +53,28 @@ _OPTIONS = ("dtype", "device", "seed", "top_k", "store", "fill", "steps", "warmu
 _MACHINE = ("processor", "threads", "accelerator", "versions")
 
 
+@dataclass(frozen=True)
+class TimedSample:
+    """The result of one turn.
+
+    Attributes:
+        seconds: of each timed step or prompt.
+        floor: of one of them, with the cache as it is after the last.
+        usage: of the cache after the last.
+        more: further entries of a row, which by default are those of the last turn.
+    """
+
+    seconds: list[float]
+    floor: Floor
+    usage: Usage
+    more: Row
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelMeasurement(CacheMeasurement):
     """Caches on a model of true shape with random weights.
 
-    Every cache in turn, several times, each checked before it is measured. Models are built when
+    Every cache in turn, several times, each checked before it is measured. The model is built when
     the first group of cells is asked for.
     """
 
@@ -67,7 +82,7 @@ class ModelMeasurement(CacheMeasurement):
     shape: str = option("tiny", f"{', '.join(SHAPES)}, or a folder or hub id with config.json")
     layers: int | None = option(
         None,
-        "build this many of the model's layers, and scale to all of them",
+        "build this many of the model's layers",
         kind=whole_number(1),
     )
     part: str = option(
@@ -109,7 +124,7 @@ class ModelMeasurement(CacheMeasurement):
 
     @property
     def place(self) -> torch.device:
-        """Where the models are."""
+        """Where the model is."""
         return torch.device(self.device)
 
     @property
@@ -117,31 +132,19 @@ class ModelMeasurement(CacheMeasurement):
         """Layers of the model that is measured."""
         return self.whole.layers if self.layers is None else self.layers
 
-    @property
-    def scaled(self) -> bool:
-        """Whether fewer layers are measured than the model has."""
-        return self.built < self.whole.layers
-
     @cached_property
-    def subjects(self) -> tuple[BenchModel, ...]:
-        """The model to measure; where it has not all layers, one with half as many too.
+    def subject(self) -> BenchModel:
+        """The model to measure.
 
         Raises:
-            ValueError: their weights do not fit into what memory is free.
+            ValueError: its weights do not fit into what memory is free.
         """
-        dtype = DTYPES[self.dtype]
-        counts = (self.built, self.built // 2) if self.scaled else (self.built,)
-        configs = [self.whole.with_layers(count) for count in counts]
-        sizes = [weight_bytes(config, dtype) for config in configs]
-        check_weights(sum(size.held for size in sizes), self.place, self.shape)
-        random = "random" in self._fills()
-
-        def subject(config: PreTrainedConfig, size: WeightBytes) -> BenchModel:
-            model = random_model(config, dtype, self.place, self.seed)
-            rows = measure_rows(model, self.seed) if random else None
-            return BenchModel(model, size, rows, self.seed)
-
-        return tuple(map(subject, configs, sizes))
+        dtype, config = DTYPES[self.dtype], self.whole.with_layers(self.built)
+        weights = weight_bytes(config, dtype)
+        check_weights(weights.held, self.place, self.shape)
+        model = random_model(config, dtype, self.place, self.seed)
+        rows = measure_rows(model, self.seed) if "random" in self._fills() else None
+        return BenchModel(model, weights, rows, self.seed)
 
     @cached_property
     def bandwidth(self) -> Bandwidth:
@@ -151,20 +154,14 @@ class ModelMeasurement(CacheMeasurement):
     @cached_property
     def checker(self) -> Checker:
         """Checks each cache once at each size."""
-        first = self.subjects[0]
-        return Checker(first.model, first.rows, self.seed)
+        return Checker(self.subject.model, self.subject.rows, self.seed)
 
     def check(self) -> None:
         super().check()
         if min(self.context) < _LEAST_CONTEXT:
             raise ValueError(f"--context {min(self.context)}: at least {_LEAST_CONTEXT} tokens")
         self.whole.with_layers(self.built)
-        if self.scaled and self.built == 1:
-            raise ValueError(
-                "--layers 1: scaling takes two runs, with all and with half of the layers given; "
-                "at least 2"
-            )
-        check_choices(self.choices, self.whole.config, self.context, self.scaled)
+        check_choices(self.choices, self.whole.config, self.context)
         self._fills()
 
     def setup(self) -> dict[str, Any]:
@@ -194,49 +191,69 @@ class ModelMeasurement(CacheMeasurement):
         if not cells:
             return
         with TemporaryDirectory() as folder:
-            models = [one.model for one in self.subjects]
-            make_stand_ins(models, self.choices.values(), Path(folder), self.seed)
+            make_stand_ins(self.subject.model, self.choices.values(), Path(folder), self.seed)
             # It is measured before caches take the memory.
             _ = self.bandwidth
             for _, of_size in groupby(cells, lambda cell: (cell["context"], cell["batch"])):
                 group = list(of_size)
                 yield from ([cell] for cell in group) if self.rounds == 1 else (group,)
 
-    def rows(self, group: Sequence[Cell], bar: tqdm) -> list[Row]:
+    def rows(self, group: Sequence[Cell]) -> list[Row]:
         """A cell that runs out of memory, or whose cache is wrong, has a row that says so."""
-        rows = [self.check_row(cell, bar) for cell in group]
-        samples: list[dict[int, list[Any]]] = [{} for _ in group]
-        share = 1 / (self.rounds * len(self.subjects))
-        for number in range(self.rounds):
-            for cell, row, by_layers in zip(group, rows, samples, strict=True):
-                for subject in self.subjects:
-                    size = f"{cell['context']} x {cell['batch']}"
-                    bar.set_postfix_str(f"{cell['cache']} {size}, round {number + 1}")
-                    if why_missing(row) is None:
-                        sample, why = attempt(partial(self.once, self.turn(cell, subject)))
-                        by_layers.setdefault(subject.layers, []).append(sample)
-                        row.update(why)
-                    bar.update(share)
+        rows = [self.check_row(cell) for cell in group]
+        samples: list[list[TimedSample]] = [[] for _ in group]
+        for _ in tqdm(range(self.rounds), leave=False, unit="round"):
+            for cell, row, taken in zip(group, rows, samples, strict=True):
+                if why_missing(row) is None:
+                    sample, why = attempt(partial(self.once, self.turn(cell)))
+                    taken.append(sample)
+                    row.update(why)
         return [
-            row if why_missing(row) else row | self.row(cell, by_layers)
-            for cell, row, by_layers in zip(group, rows, samples, strict=True)
+            row if why_missing(row) else row | self.row(cell, taken)
+            for cell, row, taken in zip(group, rows, samples, strict=True)
         ]
 
     @abstractmethod
-    def once(self, turn: Turn) -> Any:
+    def once(self, turn: Turn) -> TimedSample:
         """A sample, measured now; the cache is gone afterwards."""
 
     @abstractmethod
-    def row(self, cell: Cell, samples: Mapping[int, Sequence[Any]]) -> Row:
-        """The entries of a row besides ``fill`` and ``check``, from samples by number of layers.
+    def tokens(self, cell: Cell) -> int:
+        """New tokens of one timed step or prompt."""
 
-        Measurements and estimates stay apart: all scaled numbers are in ``scaled``.
+    def row(self, cell: Cell, samples: Sequence[TimedSample]) -> Row:
+        """The entries of a row besides ``fill`` and ``check``, from a sample of each round.
+
+        It has seconds as median and quartiles, tokens a second, the bytes of the cache, and the
+        floor.
         """
+        last, bandwidth = samples[-1], self.bandwidth
+        seconds = [value for one in samples for value in one.seconds]
+        low, middle, high = quartiles(seconds)
+        least = last.floor.seconds(bandwidth)
+        return {
+            "seconds": middle,
+            "seconds_quartiles": [low, high],
+            "seconds_mean": fmean(seconds),
+            "seconds_by_round": [median(one.seconds) for one in samples],
+            "timed": len(seconds),
+            "floor_device_bytes": last.floor.device_bytes,
+            "floor_host_bytes": last.floor.host_bytes,
+            "floor_seconds": least,
+            "time_over_floor": middle / least,
+            "device_bandwidth": bandwidth.device,
+            "host_bandwidth": bandwidth.host,
+            "tokens_per_second": self.tokens(cell) / middle,
+            "device_bytes": last.usage.device_bytes,
+            "host_bytes": last.usage.host_bytes,
+            "full_bytes": last.usage.full_bytes,
+            **last.more,
+        }
 
-    def turn(self, cell: Cell, subject: BenchModel) -> Turn:
+    def turn(self, cell: Cell) -> Turn:
         """A turn of a cell."""
         choice = self.choices[cell["cache"]]
-        return Turn(subject, choice, cell["context"], cell["batch"], self.fill_of(cell))
+        return Turn(self.subject, choice, cell["context"], cell["batch"], self.fill_of(cell))
 
     def fill_of(self, cell: Cell) -> str:
         """``"prefill"`` or ``"random"``."""
@@ -261,118 +278,13 @@ class ModelMeasurement(CacheMeasurement):
             for name in self.choices
         }
 
-    def check_row(self, cell: Cell, bar: tqdm) -> Row:
+    def check_row(self, cell: Cell) -> Row:
         """How a cell's cache is filled, and the result of its check or why it can't be measured."""
         fill = self.fill_of(cell)
         row: Row = {"fill": fill, **self._layers}
         choice, size = self.choices[cell["cache"]], (cell["context"], cell["batch"])
-        short = shortage(self.subjects[0].model, choice, cell["batch"], cell["context"])
+        short = shortage(self.subject.model, choice, cell["batch"], cell["context"])
         if short is not None:
             return row | {"out_of_memory": short}
-        bar.set_postfix_str(f"{cell['cache']}: check")
         result, why = attempt(lambda: self.checker.check(choice, *size, fill))
         return row | {"check": result} | why
-
-
-@dataclass(frozen=True)
-class TimedSample:
-    """The result of one turn of a time measurement.
-
-    Attributes:
-        seconds: of each timed step or prompt.
-        floor: of one of them, with the cache as it is after the last.
-        usage: of the cache after the last.
-        more: further entries of a row, which by default are those of the last turn.
-    """
-
-    seconds: list[float]
-    floor: Floor
-    usage: Usage
-    more: Row
-
-
-def timed_row(
-    measurement: ModelMeasurement, tokens: int, samples: Mapping[int, Sequence[TimedSample]]
-) -> Row:
-    """The row of a time measurement, from its samples by number of layers.
-
-    It has seconds as median and quartiles, ``tokens`` (of one step or prompt) a second, the bytes
-    of the cache, and the floor. Where fewer layers were measured than the model has, ``scaled`` has
-    the estimates for all.
-    """
-    rounds, bandwidth = samples[measurement.built], measurement.bandwidth
-    usage, floor = rounds[-1].usage, rounds[-1].floor
-    seconds = [value for one in rounds for value in one.seconds]
-    low, middle, high = quartiles(seconds)
-    least = floor.seconds(bandwidth)
-    row: Row = {
-        "seconds": middle,
-        "seconds_quartiles": [low, high],
-        "seconds_mean": fmean(seconds),
-        "seconds_by_round": [median(one.seconds) for one in rounds],
-        "timed": len(seconds),
-        "floor_device_bytes": floor.device_bytes,
-        "floor_host_bytes": floor.host_bytes,
-        "floor_seconds": least,
-        "time_over_floor": middle / least,
-        "device_bandwidth": bandwidth.device,
-        "host_bandwidth": bandwidth.host,
-        "tokens_per_second": tokens / middle,
-        "device_bytes": usage.device_bytes,
-        "host_bytes": usage.host_bytes,
-        "full_bytes": usage.full_bytes,
-        **rounds[-1].more,
-    }
-    return row | ({"scaled": _scaled(measurement, tokens, samples)} if measurement.scaled else {})
-
-
-def _scaled(
-    measurement: ModelMeasurement, tokens: int, samples: Mapping[int, Sequence[TimedSample]]
-) -> Row:
-    """Estimates for the whole model.
-
-    Seconds are None where the larger model was not slower, so that noise hides the layers.
-    """
-    few, many = sorted(samples)
-    layers = measurement.whole.layers
-
-    def estimate(value: Callable[[Sequence[TimedSample]], float]) -> tuple[float, float]:
-        """A value of all layers, and what a layer adds to it: the line through both models."""
-        first, last = value(samples[few]), value(samples[many])
-        slope = (last - first) / (many - few)
-        return last + slope * (layers - many), slope
-
-    def whole(value: Callable[[TimedSample], float]) -> float:
-        return estimate(lambda rounds: value(rounds[-1]))[0]
-
-    def of_round(number: int) -> float:
-        return estimate(lambda rounds: median(rounds[number].seconds))[0]
-
-    floor = Floor(
-        whole(lambda one: one.floor.device_bytes), whole(lambda one: one.floor.host_bytes)
-    )
-    least = floor.seconds(measurement.bandwidth)
-    row: Row = {
-        "layers": layers,
-        "from_layers": [few, many],
-        "seconds": None,
-        "seconds_per_layer": None,
-        "floor_device_bytes": floor.device_bytes,
-        "floor_host_bytes": floor.host_bytes,
-        "floor_seconds": least,
-        "time_over_floor": None,
-        "device_bytes": whole(lambda one: one.usage.device_bytes),
-        "host_bytes": whole(lambda one: one.usage.host_bytes),
-        "tokens_per_second": None,
-    }
-    seconds, per_layer = estimate(lambda rounds: median(s for one in rounds for s in one.seconds))
-    if per_layer > 0:
-        by_round = [of_round(number) for number in range(measurement.rounds)]
-        row |= {
-            "seconds": seconds,
-            "seconds_by_round": [min(by_round), max(by_round)],
-            "seconds_per_layer": per_layer,
-            "time_over_floor": seconds / least,
-            "tokens_per_second": tokens / seconds,
-        }
-    return row

@@ -154,16 +154,12 @@ def check_choices(
     choices: dict[str, CacheChoice],
     config: PreTrainedConfig,
     contexts: Sequence[int],
-    fewer_layers: bool,
 ) -> None:
     """Look at retrieval caches before a model is built.
 
-    Args:
-        fewer_layers: only some of the model's layers are built.
-
     Raises:
-        ValueError: a context at which one would be plain attention, head sizes that it can't have,
-            or a store that depends on how many layers there are where only some are.
+        ValueError: a context at which one would be plain attention, or head sizes that it can't
+            have.
     """
     for name, options in ((name, choice.options) for name, choice in choices.items()):
         if options is None or not options.retrieves:
@@ -178,11 +174,6 @@ def check_choices(
                 f"(dense_below={options.dense_len}, recent={options.recent}, "
                 f"flush={options.flush}); give a longer context, or smaller options as "
                 f"{name}:dense_below=0:recent=64:flush=64"
-            )
-        if fewer_layers and options.store == "auto":
-            raise ValueError(
-                f"{name} with store=auto decides by the number of layers, so fewer of them may "
-                "decide otherwise: give --store device or host with --layers"
             )
 
 

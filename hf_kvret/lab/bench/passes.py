@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -23,7 +23,7 @@ from hf_kvret.lab.bench.floors import (
     round_floor,
     selections,
 )
-from hf_kvret.lab.bench.model_measurement import ModelMeasurement, TimedSample, timed_row
+from hf_kvret.lab.bench.model_measurement import ModelMeasurement, TimedSample
 from hf_kvret.lab.bench.stepping import LosslessRounds, Steps, attention_clock, make_steps
 from hf_kvret.lab.bench.tables import plot_contexts, timing_table
 from hf_kvret.lab.bench.timing import StepClock
@@ -96,10 +96,13 @@ class Decode(ModelMeasurement):
             return LosslessRounds(model, cache, turn.context)
         return make_steps(turn.choice, model, cache, turn.context)
 
-    def row(self, cell: Cell, samples: Mapping[int, Sequence[TimedSample]]) -> Row:
-        """See ``timed_row``; ``steps`` counts the timed steps by kind."""
-        kinds = Counter(kind for sample in samples[self.built] for kind in sample.more["steps"])
-        return timed_row(self, cell["batch"], samples) | {"steps": dict(kinds.most_common())}
+    def tokens(self, cell: Cell) -> int:
+        return cell["batch"]
+
+    def row(self, cell: Cell, samples: Sequence[TimedSample]) -> Row:
+        """As for every measurement; ``steps`` counts the timed steps by kind."""
+        kinds = Counter(kind for sample in samples for kind in sample.more["steps"])
+        return super().row(cell, samples) | {"steps": dict(kinds.most_common())}
 
     @classmethod
     def table(cls, results: Results) -> str:
@@ -160,9 +163,8 @@ class Prefill(ModelMeasurement):
         floor = prefill_floor(turn.subject.weights, usage, turn.batch, turn.context)
         return TimedSample(seconds, floor, usage, {"chunk": chunk})
 
-    def row(self, cell: Cell, samples: Mapping[int, Sequence[TimedSample]]) -> Row:
-        """Median and quartiles of the time to the first token, tokens a second, and ``chunk``."""
-        return timed_row(self, cell["batch"] * cell["context"], samples)
+    def tokens(self, cell: Cell) -> int:
+        return cell["batch"] * cell["context"]
 
     @classmethod
     def table(cls, results: Results) -> str:

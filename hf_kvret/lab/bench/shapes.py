@@ -171,7 +171,7 @@ class Shape:
             if types and len(set(types)) > 1:
                 raise ValueError(
                     f"--layers {layers}: the layers of {self.name} differ "
-                    f"({', '.join(sorted(set(types)))}), so some of them can't be scaled to all: "
+                    f"({', '.join(sorted(set(types)))}), so some of them say nothing of all: "
                     "leave --layers out"
                 )
             if types:

@@ -1,4 +1,4 @@
-"""Rows of a benchmark as markdown and as pictures. Measured and scaled columns stay apart."""
+"""Rows of a benchmark as markdown and as pictures."""
 
 from __future__ import annotations
 
@@ -75,15 +75,9 @@ def timing_table(results: Results, unit: str) -> str:
         columns["tokens a pass"] = of("{:,}".format, "chunk")
     if any(row.get("attention_seconds") for _, row in results):
         columns["ms attention of a layer"] = of(ms, "attention_seconds")
-    if any("scaled" in row for _, row in results):
-        columns |= {
-            f"scaled {unit}": of(_with_rounds, "scaled"),
-            "scaled tokens/s": of(per_second, "scaled", "tokens_per_second"),
-            "scaled ms a layer": of(ms, "scaled", "seconds_per_layer"),
-            "scaled floor ms": of(ms, "scaled", "floor_seconds"),
-            "scaled time / floor": of(tenths, "scaled", "time_over_floor"),
-            "scaled device MB": of(mb, "scaled", "device_bytes"),
-        }
+    if _is_scaled(results):
+        columns[f"scaled {unit}"] = of(_with_rounds, "scaled")
+        columns["scaled ms a layer"] = of(ms, "scaled", "seconds_per_layer")
     return _described(results, table_of(results, columns, len(SIZE) + 1) + _step_notes(results))
 
 
@@ -106,16 +100,22 @@ def _step_notes(results: Results) -> str:
     return "\n\n" + "\n".join(lines) if lines else ""
 
 
+def _is_scaled(results: Results) -> bool:
+    """Whether there are estimates for all layers, which files of earlier versions have."""
+    return any("scaled" in row for _, row in results)
+
+
 def _described(results: Results, table: str) -> str:
-    """The table, below what it says of the whole model where only some layers were measured."""
+    """The table, below how many layers were measured where these are not all."""
     setup = results.setup
     if setup["layers"] == setup["of_layers"]:
         return table
     head = "a small head and small MLPs" if setup.get("part") == "attention" else "its head"
-    return (
-        f"Measured: {setup['layers']} of {setup['of_layers']} layers of {setup['shape']} with "
-        f'{head}. Columns that begin with "scaled" are estimates for all of them.\n\n{table}'
-    )
+    count, name = f"{setup['layers']} of {setup['of_layers']}", setup["shape"]
+    measured = f"Measured: {count} layers of {name} with {head}."
+    if _is_scaled(results):
+        measured += ' Columns that begin with "scaled" are estimates for all of them.'
+    return f"{measured}\n\n{table}"
 
 
 def plot_contexts(path: Path, results: Results, title: str) -> None:

@@ -100,7 +100,7 @@ class Demo(CacheMeasurement):
     def cells(self) -> list[Cell]:
         return [{"cache": name} for name in self.choices]
 
-    def rows(self, group: Sequence[Cell], bar: tqdm) -> list[Row]:
+    def rows(self, group: Sequence[Cell]) -> list[Row]:
         """A row for each cache: its answers, bytes and reads.
 
         ``right_ratio`` is the share of questions answered with exactly the needle's value;
@@ -109,7 +109,7 @@ class Demo(CacheMeasurement):
         ``recall`` the share of the exact top-k that was selected and ``mass`` that of the cold
         attention on it, means over layers, None for caches that don't retrieve.
         """
-        return [self._ask_all(self.choices[cell["cache"]], bar) for cell in group]
+        return [self._ask_all(self.choices[cell["cache"]]) for cell in group]
 
     @cached_property
     def _model(self) -> Any:
@@ -136,10 +136,9 @@ class Demo(CacheMeasurement):
         language = NeedleLanguage()
         return self.context + language.question_len + language.value_len
 
-    def _ask_all(self, choice: CacheChoice, bar: tqdm) -> Row:
+    def _ask_all(self, choice: CacheChoice) -> Row:
         tokens, prompts, answers = self._document
         again = prompts[: self.recall_questions]
-        step = 1 / (len(prompts) + len(again))
         reader = Reader(self._model, choice, self._capacity)
         reader.prefill(tokens)
         right, seconds, used = 0, [], UsageSum()
@@ -157,7 +156,6 @@ class Demo(CacheMeasurement):
             }
             seconds.append(turn.seconds)
             used.add(turn)
-            bar.update(step)
         usage = reader.usage()
         recall = mean_recall(_recall(reader, again, answers.shape[1]))
         return {

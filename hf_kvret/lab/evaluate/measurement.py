@@ -123,8 +123,8 @@ class Measurement(ABC):
             yield [cell]
 
     @abstractmethod
-    def rows(self, group: Sequence[Cell], bar: tqdm) -> Sequence[Row]:
-        """The row of each cell of a group; ``bar`` is that of all cells, and counts them.
+    def rows(self, group: Sequence[Cell]) -> Sequence[Row]:
+        """The row of each cell of a group.
 
         Raises:
             CheckFailed: the cells get no rows, are named at the end, and are tried the next time.
@@ -198,7 +198,6 @@ def measure(measurement: Measurement, results: Results) -> list[tuple[Cell, str]
         ValueError: the rows of a cache that is measured now are of another artifact.
     """
     failed: list[tuple[Cell, str]] = []
-    done = 0
     groups = measurement.plan(results)
     # The first group is taken before there is a bar, as mistakes are named then.
     first = list(islice(groups, 1))
@@ -208,22 +207,18 @@ def measure(measurement: Measurement, results: Results) -> list[tuple[Cell, str]
         total=measurement.count(results),
         desc=measurement.name or measurement.command,
         unit="cell",
-        bar_format="{l_bar}{bar}| {n:.0f}/{total_fmt} cells [{elapsed}<{remaining}{postfix}]",
-        # The mean speed: parts of a cell go at speeds of their own.
-        smoothing=0,
         disable=not first,
     ) as bar:
         for group in chain(first, groups):
             bar.set_postfix_str(" ".join(map(str, group[0].values())))
-            rows, why = attempt(partial(measurement.rows, group, bar))
+            rows, why = attempt(partial(measurement.rows, group))
             if rows is None:
                 failed += [(cell, *why.values()) for cell in group]
             else:
                 for cell, row in zip(group, rows, strict=True):
                     artifact = measurement.artifact_sha256(cell["cache"])
                     results.add(cell, row if artifact is None else row | {"artifact": artifact})
-            done += len(group)
-            bar.update(done - bar.n)
+            bar.update(len(group))
     return failed
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,11 +14,9 @@ from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLa
 
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.lab.evaluate.caches import CacheChoice
+from hf_kvret.lab.evaluate.usage import Usage, usage_of
 from hf_kvret.lab.program.progress import prompt_bar
-from hf_kvret.layer.indexed import indexer_nbytes
-from hf_kvret.layer.layer import RetrievalLayer
 from hf_kvret.lossless.steps import LosslessSteps
-from hf_kvret.models.compatibility import layer_shapes
 from hf_kvret.models.versions import as_argument
 
 # These layers replace their tensors and never write into them, so that copies may share.
@@ -29,34 +27,6 @@ _CHUNK = 16
 
 LayerRecall = dict[str, Any]
 """``layer``, and ``overlap``, ``mass`` and ``best_mass`` as in ``observe.recall.Recall``."""
-
-
-@dataclass(frozen=True)
-class Usage:
-    """Bytes that a cache holds, and rows that its decoding read.
-
-    Attributes:
-        device_bytes, host_bytes: held now, spare capacity included.
-        full_bytes: keys and values of all tokens, uncompressed.
-        rows_read: cold rows that decoding read, summed over layers, heads and queries; those that
-            long questions read exactly included.
-        rows_cold: cold rows there were to read, summed alike.
-        step_bytes: bytes of the cache that its next decode step reads: keys and values, or what
-            stands for them; for retrieval the window, the part of the index that a selection
-            reads, and the selected rows.
-    """
-
-    device_bytes: int
-    host_bytes: int
-    full_bytes: int
-    rows_read: int
-    rows_cold: int
-    step_bytes: int
-
-    @property
-    def read_ratio(self) -> float | None:
-        """Share of the cold rows that was read; None before anything was cold."""
-        return self.rows_read / self.rows_cold if self.rows_cold else None
 
 
 class UsageSum:
@@ -254,23 +224,7 @@ class Reader:
 
     def usage(self) -> Usage:
         """Bytes held and rows read so far; rows since the reader was made or forked."""
-        if isinstance(self.cache, RetrievalCache):
-            memory, layers = self.cache.memory(), self.cache.stats()["layers"]
-            return Usage(
-                memory.device,
-                memory.host,
-                memory.full_attention,
-                sum(layer["selected"] + layer["exact_rows"] for layer in layers),
-                sum(layer["cold_rows"] + layer["exact_rows"] for layer in layers),
-                memory.other_layers + sum(map(_step_bytes, self.cache.retrieval_layers)),
-            )
-        size = sum(_nbytes(vars(layer)) for layer in self.cache.layers)
-        host = size if self.choice.on_host else 0
-        width = sum(shape.width for shape in layer_shapes(self.model.config))
-        full = 2 * self.length * width * self.model.dtype.itemsize
-        # All rows that are left are read, whatever their encoding; a press leaves fewer.
-        length = self.cache.get_seq_length()
-        return Usage(size - host, host, full, int(length), self.length, size)
+        return usage_of(self.cache, self.model, self.length, on_host=self.choice.on_host)
 
 
 def begin(
@@ -327,37 +281,3 @@ def divergence(full: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         p, q = (logits.double().log_softmax(-1) for logits in chunks)
         results.append((p.exp() * (p - q)).sum(-1).clamp(min=0))
     return torch.cat(results)
-
-
-def _step_bytes(layer: RetrievalLayer) -> int:
-    """Bytes that the next step reads of a retrieval layer; see ``Usage.step_bytes``."""
-    kv = layer.kv
-    if kv is None:
-        return 0
-    keys, values = kv.window.tokens()
-    read = keys.nbytes + values.nbytes + indexer_nbytes(layer)
-    if not kv.cold_len:
-        return read
-    cost = kv.search_cost()
-    selected = layer.config.budget(kv.cold_len)
-    row = (keys.shape[3] + values.shape[3]) * keys.element_size()
-    if kv.store is not None:
-        row = kv.store.row_nbytes(row)
-    rows = keys.shape[0] * keys.shape[1] * selected
-    mean = 0 if kv.sums is None else kv.sums.mean_nbytes()
-    return read + cost.nbytes + rows * row + mean
-
-
-def _nbytes(value: Any) -> int:
-    """Bytes of the tensors in a value, those inside containers and quantized wrappers too."""
-    if isinstance(value, torch.Tensor):
-        inner = getattr(value, "__tensor_flatten__", None)
-        if inner is not None and type(value) is not torch.Tensor:
-            names, _ = inner()
-            return sum(_nbytes(getattr(value, name)) for name in names)
-        return value.nbytes
-    if isinstance(value, dict):
-        return sum(map(_nbytes, value.values()))
-    if isinstance(value, (tuple, list)):
-        return sum(map(_nbytes, value))
-    return 0

@@ -18,7 +18,6 @@ from hf_kvret.lab.evaluate.texts import describe_file
 from hf_kvret.lab.program.arguments import DTYPES
 from hf_kvret.lab.program.common_options import device_map_option
 from hf_kvret.lab.program.options import option
-from hf_kvret.lab.program.progress import tqdm
 from hf_kvret.lab.report.results import Cell, Results
 from hf_kvret.registry import registered_methods
 
@@ -114,7 +113,7 @@ class Task(CacheMeasurement):
         self.check_cells(self.waiting(results))
         yield from super().plan(results)
 
-    def rows(self, group: Sequence[Cell], bar: tqdm) -> list[Row]:
+    def rows(self, group: Sequence[Cell]) -> list[Row]:
         return [self.run(cell, self.choices[cell["cache"]]) for cell in group]
 
     @abstractmethod

@@ -19,13 +19,13 @@ from transformers.cache_utils import (
 
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.lab.bench.filling import attend, update_indexer
-from hf_kvret.lab.bench.floors import held_bytes, layer_floor
+from hf_kvret.lab.bench.floors import held_bytes
 from hf_kvret.lab.evaluate.caches import CacheChoice
+from hf_kvret.lab.evaluate.usage import step_reads
 from hf_kvret.layer.layer import RetrievalLayer
 from hf_kvret.layer.snapshots import is_stuck
 from hf_kvret.models.compatibility import layer_shape
 from hf_kvret.models.versions import DummyLayer
-from hf_kvret.observe.observers import counters_of
 from hf_kvret.observe.reports import memory_report
 from hf_kvret.options.config import byte_count
 from hf_kvret.stores import READ_BY_CPU
@@ -252,10 +252,10 @@ class Predictor:
                 store_host=copies * nbytes,
                 read_device=nbytes if read is None else read,
             )
-        report, floor = memory_report([layer], [layer]), layer_floor(layer)
-        assert options is not None, "retrieval caches have some"
-        near, far = floor.device_bytes, floor.host_bytes
-        rows, over_bus = _selected_bytes(layer)
+        report, (near, far, rows) = memory_report([layer], [layer]), step_reads(layer)
+        assert options is not None and layer.kv is not None, "a filled retrieval layer has both"
+        store = layer.kv.store
+        over_bus = store is not None and store.bus_share > 0
         # All rows of a resident store may be near; ``_split`` divides those of a split store.
         if options.splits_rows or (over_bus and options.store != "resident"):
             far += rows
@@ -269,21 +269,6 @@ class Predictor:
         return CacheBytes(
             *(report.window, report.index, device, host, report.shared), *(near, bus, cpu)
         )
-
-
-def _selected_bytes(layer: RetrievalLayer) -> tuple[float, bool]:
-    """Bytes of the rows that a step selects in a layer, and whether they lie in host memory."""
-    kv = layer.kv
-    if kv is None or kv.store is None or not layer.cold_len:
-        return 0.0, False
-    window, cold_len = kv.window, layer.cold_len
-    # One step has counted the rows to choose from, summed over heads.
-    heads = counters_of(layer).cold_rows / cold_len
-    count = cold_len
-    if kv.index is not None or layer.config.follows_model:
-        count = layer.config.budget(cold_len)
-    row = kv.store.row_nbytes(window.row_dim * window.keys.element_size())
-    return heads * count * row, kv.store.bus_share > 0
 
 
 def skipped_layers(cache: Cache) -> Sequence[int]:

@@ -179,7 +179,7 @@ class Tune(Measurement):
             return None
         return artifact_sha256(self.variants[cache].base, self.subject.model.config)
 
-    def rows(self, group: Sequence[Cell], bar: tqdm) -> list[Row]:
+    def rows(self, group: Sequence[Cell]) -> list[Row]:
         """See ``Walker.row``; variants have their method and configuration too.
 
         The row of a cache that does not fit into memory says so.

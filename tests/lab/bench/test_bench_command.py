@@ -1,4 +1,4 @@
-"""``hf-kvret bench decode`` and ``prefill`` end to end on a CPU: rows, scaling, full memory."""
+"""``hf-kvret bench decode`` and ``prefill`` on a CPU: rows, fewer layers, full memory."""
 
 from __future__ import annotations
 
@@ -53,16 +53,6 @@ def turns(monkeypatch: pytest.MonkeyPatch) -> list[Turn]:
     return taken
 
 
-@pytest.fixture
-def six_layers(tmp_path: Path) -> str:
-    """A folder with the config.json of a tiny model of six layers."""
-    folder = tmp_path / "six-layers"
-    config = load_shape("tiny").config
-    config.num_hidden_layers = 6
-    config.save_pretrained(folder)
-    return str(folder)
-
-
 def test_decode_measures_every_cache_in_every_round(
     rows_of: Rows, turns: list[Turn], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -75,7 +65,7 @@ def test_decode_measures_every_cache_in_every_round(
     ]
     assert len(rows) == 4
     for row in rows.values():
-        assert row["timed"] == 6 and row["fill"] == "random" and "scaled" not in row
+        assert row["timed"] == 6 and row["fill"] == "random"
         low, high = row["seconds_quartiles"]
         assert 0 < low <= row["seconds"] <= high
         assert row["time_over_floor"] == pytest.approx(row["seconds"] / row["floor_seconds"])
@@ -124,21 +114,14 @@ def test_prefill_reads_prompts_as_generate_does(
     assert "| tokens a pass |" in capsys.readouterr().out
 
 
-def test_fewer_layers_are_measured_and_scaled_apart(
-    measure: Callable[..., Results], six_layers: str, capsys: pytest.CaptureFixture[str]
+def test_fewer_layers_are_measured_and_said(
+    measure: Callable[..., Results], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["decode", *ONCE, "--shape", six_layers, "--caches", "dense"]
-    ((_, row),) = measure(*arguments, "--layers", "4")
-    scaled = row["scaled"]
-    assert (row["layers"], row["of_layers"], scaled["from_layers"]) == (4, 6, [2, 4])
-    # Bytes do lie on a line: a layer of the cache, a layer of weights.
-    assert scaled["device_bytes"] == pytest.approx(row["device_bytes"] * 6 / 4)
-    capsys.readouterr()
-    ((_, measured),) = measure(*arguments)
-    assert scaled["floor_device_bytes"] == pytest.approx(measured["floor_device_bytes"])
-    assert "scaled" not in measured and "scaled" not in capsys.readouterr().out
-    if scaled["seconds"] is not None:
-        assert scaled["seconds"] == pytest.approx(row["seconds"] + 2 * scaled["seconds_per_layer"])
+    ((_, row),) = measure("decode", *ONCE, "--layers", "1", "--caches", "dense")
+    assert (row["layers"], row["of_layers"]) == (1, 2)
+    # One layer, keys and values, two heads, 260 tokens of 256 bytes.
+    assert row["full_bytes"] == 2 * 2 * 260 * 256
+    assert "Measured: 1 of 2 layers of tiny" in capsys.readouterr().out
 
 
 def test_a_need_beyond_the_memory_is_a_row_and_allocates_nothing(
@@ -208,7 +191,7 @@ def test_steps_that_take_too_long_are_fewer() -> None:
     # No step of this model takes less than a microsecond, so that three are all that is allowed.
     decode = Decode(device="cpu", caches="dense", steps=50, warmup=1, limit=1e-6)
     cell = {"cache": "dense", "context": 64, "batch": 1}
-    assert len(decode.once(decode.turn(cell, decode.subjects[0])).seconds) == 3
+    assert len(decode.once(decode.turn(cell)).seconds) == 3
     assert decode.steps_within(0.0) == 50
 
 
@@ -220,20 +203,13 @@ def test_steps_that_take_too_long_are_fewer() -> None:
         ("decode --caches dense-graph", "CUDA graphs need a CUDA device"),
         ("decode --shape gpt-17", "neither a known shape"),
         ("decode --layers 3", "1 to 2 to build"),
-        ("decode --layers 1", "scaling takes two runs"),
         ("decode --context 1K --caches flat", "flat attends to everything below 2000"),
         ("decode --shape llama-3.1-70b --caches full", "weights take"),
-        (
-            f"decode --shape SIX_LAYERS --layers 4 --caches flat:{SMALL}:store=auto",
-            "store=auto decides by the number of layers",
-        ),
     ],
 )
-def test_mistakes_are_refused(
-    words: str, message: str, bench: Callable[..., int], six_layers: str
-) -> None:
+def test_mistakes_are_refused(words: str, message: str, bench: Callable[..., int]) -> None:
     with pytest.raises(ValueError, match=message):
-        bench(*words.replace("SIX_LAYERS", six_layers).split())
+        bench(*words.split())
 
 
 def test_a_captured_step_is_no_way_to_read_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from hf_kvret.lab.bench.floors import (
 )
 from hf_kvret.lab.bench.opponents import PreallocatedCache, choose_bench_cache
 from hf_kvret.lab.bench.shapes import WeightBytes
-from hf_kvret.lab.evaluate.reader import Usage
+from hf_kvret.lab.evaluate.usage import Usage
 from hf_kvret.methods.ctkvr import CTkvrIndex
 
 WEIGHTS = WeightBytes(held=5000, read=4000, row=10)

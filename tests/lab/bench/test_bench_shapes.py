@@ -92,7 +92,7 @@ def test_fewer_layers_keep_everything_else() -> None:
         shape.with_layers(37)
 
 
-def test_layers_that_differ_are_not_scaled(tmp_path: Path) -> None:
+def test_some_of_layers_that_differ_are_refused(tmp_path: Path) -> None:
     written = load_shape("qwen3-8b").config.to_dict()
     kinds = ["full_attention", "sliding_attention"] * 18
     written |= {"layer_types": kinds, "use_sliding_window": True, "sliding_window": 4096}

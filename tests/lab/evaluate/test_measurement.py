@@ -21,7 +21,6 @@ from hf_kvret.lab.evaluate.measurement import (
     run_measurement,
 )
 from hf_kvret.lab.program.options import option
-from hf_kvret.lab.program.progress import tqdm
 from hf_kvret.lab.report.results import Cell, Results
 from hf_kvret.lab.report.tables import table_of
 
@@ -50,7 +49,7 @@ class Squares(Measurement):
     def cells(self) -> list[Cell]:
         return [{"cache": f"of {number}", "number": number} for number in range(self.most)]
 
-    def rows(self, group: Sequence[Cell], bar: tqdm) -> list[Row]:
+    def rows(self, group: Sequence[Cell]) -> list[Row]:
         self.events.append("+".join(str(cell["number"]) for cell in group))
         for cell in group:
             if cell["number"] in self.raises:
@@ -136,7 +135,7 @@ def test_a_row_that_says_why_a_check_failed_is_measured_again(
     outputs = Outputs(json=tmp_path / "a.json")
     with monkeypatch.context() as patch:
         wrong = [{"check_failed": "1 is no square"}]
-        patch.setattr(Squares, "rows", lambda self, group, progress: wrong)
+        patch.setattr(Squares, "rows", lambda self, group: wrong)
         assert run_measurement(Squares(most=1), outputs) == 1
     assert capsys.readouterr().err.endswith(": error: 1 is no square\n")
     assert run_measurement(Squares(most=1), outputs) == 0
