@@ -37,7 +37,7 @@ from hf_kvret.lab.bench.limits import available_host_memory, byte_count
 from hf_kvret.lab.bench.tables import ms
 from hf_kvret.lab.bench.timing import describe, measure_bandwidth
 from hf_kvret.lab.evaluate.measurement import Row
-from hf_kvret.lab.program import common_options as common
+from hf_kvret.lab.program import options as common
 from hf_kvret.lab.program.arguments import DTYPES, known_names, length, lengths, processors
 from hf_kvret.lab.program.options import option
 from hf_kvret.lab.program.scripts import run_script

@@ -37,7 +37,7 @@ from kernel_work import NEEDS, count, method_shape
 
 from hf_kvret.lab.bench.timing import describe, measure_bandwidth
 from hf_kvret.lab.evaluate.measurement import Row
-from hf_kvret.lab.program import common_options as common
+from hf_kvret.lab.program import options as common
 from hf_kvret.lab.program.arguments import DTYPES, check_device, known_names, names
 from hf_kvret.lab.program.options import option
 from hf_kvret.lab.program.scripts import run_script

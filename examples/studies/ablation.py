@@ -20,8 +20,7 @@ from hf_kvret.lab.evaluate.subject import Subject
 from hf_kvret.lab.evaluate.task import Task
 from hf_kvret.lab.evaluate.texts import describe_file, text_windows
 from hf_kvret.lab.program.arguments import known_names
-from hf_kvret.lab.program.common_options import context_option, count_option, text_option
-from hf_kvret.lab.program.options import option
+from hf_kvret.lab.program.options import context_option, count_option, option, text_option
 from hf_kvret.lab.report.plots import part_pictures, plot_lines
 from hf_kvret.lab.report.results import Cell, Results
 from hf_kvret.lab.report.tables import markdown_table, with_step

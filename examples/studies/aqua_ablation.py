@@ -54,13 +54,13 @@ from hf_kvret.lab.evaluate.reader import Reader
 from hf_kvret.lab.evaluate.subject import Subject
 from hf_kvret.lab.evaluate.texts import describe_file, read_text, token_ids
 from hf_kvret.lab.program.arguments import file_path, length, number
-from hf_kvret.lab.program.common_options import (
+from hf_kvret.lab.program.options import (
     budget_option,
     context_option,
     count_option,
+    option,
     text_option,
 )
-from hf_kvret.lab.program.options import option
 from hf_kvret.lab.program.scripts import run_script
 from hf_kvret.lab.report.results import Cell
 from hf_kvret.methods.aqua import AquaConfig, AquaKVCache, AquaStore

@@ -21,8 +21,13 @@ from hf_kvret.lab.evaluate.reader import check_positions
 from hf_kvret.lab.evaluate.task import Task, lengths_of
 from hf_kvret.lab.evaluate.texts import text_windows
 from hf_kvret.lab.program.arguments import lengths, names
-from hf_kvret.lab.program.common_options import context_option, count_option, text_option
-from hf_kvret.lab.program.options import option, with_default
+from hf_kvret.lab.program.options import (
+    context_option,
+    count_option,
+    option,
+    text_option,
+    with_default,
+)
 from hf_kvret.lab.program.scripts import run_script
 from hf_kvret.lab.report.plots import plot_groups
 from hf_kvret.lab.report.results import Cell, Results

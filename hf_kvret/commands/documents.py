@@ -20,8 +20,7 @@ from hf_kvret.lab.evaluate.bundled import default_model
 from hf_kvret.lab.evaluate.caches import choose_cache
 from hf_kvret.lab.evaluate.subject import Subject, load_subject
 from hf_kvret.lab.program.arguments import DTYPES, check_device, file_path, whole_number
-from hf_kvret.lab.program.common_options import count_option, device_option, dtype_option
-from hf_kvret.lab.program.options import option
+from hf_kvret.lab.program.options import count_option, device_option, dtype_option, option
 from hf_kvret.lab.program.program import add_command
 from hf_kvret.lab.program.progress import prompt_bar, tqdm
 from hf_kvret.lab.report.tables import markdown_table

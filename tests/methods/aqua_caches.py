@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import hf_kvret
 from hf_kvret.artifacts.shared import shared_artifact
-from hf_kvret.lab.calibrate.regression import predict
+from hf_kvret.lab.calibrate.aqua import predict
 from hf_kvret.lab.calibrate.tiny import tiny_artifact
 from hf_kvret.methods.aqua import AquaKVCache, AquaStore
 from hf_kvret.testing import COVERING_OPTIONS

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from hf_kvret import AquaKVCache
 from hf_kvret.artifacts.shared import shared_artifact
-from hf_kvret.lab.calibrate.regression import predict
+from hf_kvret.lab.calibrate.aqua import predict
 from hf_kvret.testing import LATENT_MODELS
 from hf_kvret.testing.scenario import prompt
 from hf_kvret_kernels.higgs import HiggsCodec

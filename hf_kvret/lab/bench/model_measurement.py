@@ -38,7 +38,7 @@ from hf_kvret.lab.bench.timing import Bandwidth, describe, measure_bandwidth, qu
 from hf_kvret.lab.evaluate.caches import CacheChoice
 from hf_kvret.lab.evaluate.measurement import CacheMeasurement, Row, attempt
 from hf_kvret.lab.evaluate.usage import Usage
-from hf_kvret.lab.program import common_options as common
+from hf_kvret.lab.program import options as common
 from hf_kvret.lab.program.arguments import DTYPES, lengths, whole_number
 from hf_kvret.lab.program.options import option
 from hf_kvret.lab.program.progress import tqdm

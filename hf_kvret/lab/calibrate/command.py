@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 
 from hf_kvret.artifacts.artifact import CalibrationArtifact
-from hf_kvret.artifacts.files import check_no_foreign_artifact
+from hf_kvret.artifacts.files import DESCRIPTION, check_no_foreign_artifact
 from hf_kvret.artifacts.hub import find_folder
-from hf_kvret.lab.calibrate.command_options import METHODS, CalibrateOptions
-from hf_kvret.lab.calibrate.inspection import describe, quality_table, verify
+from hf_kvret.lab.calibrate.a2ats import A2ATSCalibration
+from hf_kvret.lab.calibrate.aqua import AquaCalibration
 from hf_kvret.lab.calibrate.runner import calibrate
 from hf_kvret.lab.calibrate.sources import (
     cut,
@@ -24,11 +26,217 @@ from hf_kvret.lab.calibrate.sources import (
 from hf_kvret.lab.calibrate.study import Corpus
 from hf_kvret.lab.evaluate.subject import Subject, load_subject
 from hf_kvret.lab.evaluate.texts import describe_file, read_text, token_ids
-from hf_kvret.lab.program.arguments import DTYPES, check_device
-from hf_kvret.lab.program.options import option
+from hf_kvret.lab.program.arguments import (
+    DTYPES,
+    check_device,
+    file_path,
+    length,
+    length_or_none,
+    number,
+    share,
+    whole_number,
+)
+from hf_kvret.lab.program.options import (
+    count_option,
+    device_map_option,
+    device_option,
+    dtype_option,
+    option,
+    seed_option,
+)
 from hf_kvret.lab.program.program import add_command
 from hf_kvret.lab.report import outputs
+from hf_kvret.lab.report.tables import markdown_table
+from hf_kvret.methods.a2ats.learned import CODEWORD_DTYPES
+from hf_kvret.methods.aqua.coding import BITS, GROUPS
+from hf_kvret.methods.aqua.learned import SPACES
+from hf_kvret.saved import description as caches
 from hf_kvret.saved.identity import printable
+
+_AQUA = AquaCalibration()
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrateOptions:
+    """Options of every method: a model, texts to learn from, and where the artifact goes.
+
+    A subclass has those of its ``Calibration``, by the same names.
+    """
+
+    Calibration: ClassVar[type[Any]]
+    summary: ClassVar[str]
+    description: ClassVar[str]
+    usual_uuid_tokens: ClassVar[int]
+
+    model: str = option(
+        help="a folder, a hub id, or a model of ours: reference, needle (documents of its own)"
+    )
+    text: Path | None = option(None, "text to learn from", kind=file_path, metavar="FILE")
+    dataset: str | None = option(
+        None, "a data set on the hub instead, as ID or ID:CONFIGURATION", metavar="ID"
+    )
+    tokens: int = option(64 * 1024, "of text, held-out included", kind=length)
+    uuid_tokens: int | None = option(
+        None,
+        "of random UUIDs beside text; 0 for none; 16K for a2ats and none for others if left out",
+        kind=length_or_none,
+    )
+    length: int = option(4096, "most tokens of a sequence", kind=length)
+    held_out: float = option(
+        0.1, "share of the text that only measures quality", kind=share(zero=True)
+    )
+    name: str | None = option(
+        None, "of the model in the artifact; default: its hub id or folder's name"
+    )
+    out: Path = option(help="folder of the artifact", kind=file_path, metavar="DIR")
+    dtype: str = dtype_option()
+    device: str = device_option()
+    device_map: str | None = device_map_option()
+    seed: int = seed_option(0)
+
+    def calibration(self) -> Any:
+        """The method's own part; ValueError for options that don't go together."""
+        mine = {one.name for one in fields(self)}
+        shared = [one.name for one in fields(self.Calibration) if one.name in mine]
+        return self.Calibration(**{name: getattr(self, name) for name in shared})
+
+
+@dataclass(frozen=True, kw_only=True)
+class A2ATSOptions(CalibrateOptions):
+    """A2ATS: codebooks of keys before RoPE."""
+
+    Calibration: ClassVar[type[Any]] = A2ATSCalibration
+    summary: ClassVar[str] = "codebooks of keys before RoPE"
+    description: ClassVar[str] = (
+        "Learn codebooks of each KV head from keys before RoPE, one for all inputs, with errors "
+        "counted as queries see them (A2ATS, equations 13 to 15)."
+    )
+    usual_uuid_tokens: ClassVar[int] = 16 * 1024
+
+    codewords: int = count_option(4096, "of each KV head")
+    codeword_dtype: str = option("bfloat16", "as they are saved", choices=CODEWORD_DTYPES)
+    distance: int = option(2048, "b, of all tokens that are not local", kind=whole_number(0))
+    rounds: int = option(300, "of k-means at most", kind=whole_number(0))
+    space: str = option(
+        "windowed", "rotated: for positions of three parts", choices=("windowed", "rotated")
+    )
+
+
+def anchor_bits(text: str) -> int | str:
+    """A number of bits, or ``auto``; the parser compares it with its choices."""
+    if text != "auto" and not text.isdecimal():
+        choices = ", ".join(map(str, BITS))
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {choices} bits, and not auto")
+    return text if text == "auto" else int(text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AquaOptions(CalibrateOptions):
+    """AQUA-KV: predictors; fields are those of ``AquaCalibration``, and so are defaults."""
+
+    Calibration: ClassVar[type[Any]] = AquaCalibration
+    summary: ClassVar[str] = "predictors of a layer's keys and values from those of the layer below"
+    description: ClassVar[str] = (
+        "Learn what predicts a layer's keys and values from those of the layer below; the cache "
+        "keeps what is left, in few bits (AQUA-KV)."
+    )
+    usual_uuid_tokens: ClassVar[int] = 0
+
+    bits: int = option(
+        _AQUA.bits,
+        "of residuals, served unless a cache is given others; 16: not coded",
+        choices=BITS,
+    )
+    first_bits: int | str = option(
+        _AQUA.first_bits,
+        "of the first layer; 16: left as it is; auto: 4 or 16, by the error",
+        kind=anchor_bits,
+        choices=(*BITS, "auto"),
+    )
+    group: int | None = option(
+        None,
+        "numbers that share a scale; default: as many as fit, up to 1024",
+        kind=int,
+        choices=GROUPS,
+    )
+    ridge: float = option(_AQUA.ridge, "in mean variances of an input", kind=number(0))
+    sinks: int = option(_AQUA.sinks, "first tokens of a sequence, left out", kind=whole_number(0))
+    space: str = option(_AQUA.space, "of keys, and RoPE", choices=SPACES)
+    anchor_mean: bool = option(False, "take the mean off in the first layer")
+
+
+METHODS: tuple[type[CalibrateOptions], ...] = (A2ATSOptions, AquaOptions)
+"""The methods that are calibrated."""
+
+
+def describe(artifact: CalibrationArtifact) -> str:
+    """Method, model, data, options, sizes and digest."""
+    model = artifact.model
+    options = {name: value for name, value in artifact.options.items() if name != "layers"}
+    layers = f", {len(artifact.quality)} layers" if artifact.quality else ""
+    return "\n".join(
+        printable(line)
+        for line in [
+            f"method   {artifact.method}{layers}",
+            f"model    {model.name} ({model.facts.get('model_type')}, {model.sha256[:12]})",
+            f"data     {_list(artifact.data)}",
+            f"options  {_list(options)}",
+            f"tensors  {len(artifact.tensors)}, {artifact.nbytes / 2**20:.2f} MiB",
+            f"sha256   {artifact.sha256}",
+        ]
+    )
+
+
+def quality_table(artifact: CalibrationArtifact) -> str:
+    """A markdown table of the figures of quality, a line for each layer; a sentence for none."""
+    if not artifact.quality:
+        return "no figures of quality"
+    names = list(dict.fromkeys(name for row in artifact.quality for name in row))
+    rows = [[_cell(row.get(name)) for name in names] for row in artifact.quality]
+    return markdown_table([name.replace("_", " ") for name in names], rows)
+
+
+def verify(path: Path) -> list[str]:
+    """Lines that say which cache and artifact the folder ``path`` holds, and what was checked.
+
+    Every checksum is. Whether they fit a model shows when they are loaded.
+
+    Raises:
+        OSError: a file is missing, or can't be read.
+        ValueError: damage, or nothing that can be verified.
+    """
+    lines = caches.verify_cache(path) if (path / caches.DESCRIPTION).exists() else []
+    if _holds_artifact(path):
+        artifact = CalibrationArtifact.from_pretrained(path)
+        lines += [
+            f"artifact {artifact.method} of {artifact.model.name}",
+            f"tensors  {len(artifact.tensors)}, {artifact.nbytes / 2**20:.2f} MiB: whole",
+            f"sha256   {artifact.sha256}",
+        ]
+    if not lines:
+        raise ValueError(f"{path}: --verify checks folders with saved caches and artifacts")
+    return [printable(line) for line in lines]
+
+
+def _holds_artifact(path: Path) -> bool:
+    """Whether an artifact, damaged perhaps, seems to be in ``path``.
+
+    ``config.json`` is also what transformers calls the configuration of a model.
+    """
+    file = path / DESCRIPTION
+    content = file.read_bytes() if file.is_file() else b""
+    return b'"format_version"' in content or (file.exists() and b'"model_type"' not in content)
+
+
+def _list(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in values.items())
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
 
 _EXAMPLE = "--model MODEL --text novel.txt --out MODEL/"
 

@@ -21,8 +21,7 @@ from hf_kvret.lab.evaluate.measurement import CacheMeasurement, Row
 from hf_kvret.lab.evaluate.needles import NeedleLanguage
 from hf_kvret.lab.evaluate.reader import LayerRecall, Reader, UsageSum, mean_recall
 from hf_kvret.lab.program.arguments import DTYPES, length
-from hf_kvret.lab.program.common_options import count_option
-from hf_kvret.lab.program.options import option, with_default
+from hf_kvret.lab.program.options import count_option, option, with_default
 from hf_kvret.lab.program.progress import tqdm
 from hf_kvret.lab.report.plots import plot_shares
 from hf_kvret.lab.report.results import Cell, Results

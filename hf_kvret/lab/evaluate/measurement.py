@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 import torch
 
 from hf_kvret.lab.evaluate.caches import CacheChoice, choose_cache, choose_caches
-from hf_kvret.lab.program import common_options as common
+from hf_kvret.lab.program import options as common
 from hf_kvret.lab.program.arguments import check_device, file_path, names
 from hf_kvret.lab.program.options import add_options, option, read_options
 from hf_kvret.lab.program.program import example_lines

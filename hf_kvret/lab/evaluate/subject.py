@@ -16,8 +16,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils import is_accelerate_available
 
 from hf_kvret.generate.attach import attach
-from hf_kvret.lab.evaluate.bundled import OUR_MODELS, example_model
-from hf_kvret.lab.evaluate.smollm2 import SMOLLM2_MODEL, expand_smollm2
+from hf_kvret.lab.evaluate.bundled import OUR_MODELS, SMOLLM2_MODEL, example_model, expand_smollm2
 from hf_kvret.saved.identity import facts_of, printable
 from hf_kvret.saved.plain_json import plain_bytes
 from hf_kvret.shelf.questions import plain_generation_config

@@ -16,8 +16,7 @@ from hf_kvret.lab.evaluate.reader import Reader
 from hf_kvret.lab.evaluate.subject import Subject, load_subject, model_folder
 from hf_kvret.lab.evaluate.texts import describe_file
 from hf_kvret.lab.program.arguments import DTYPES
-from hf_kvret.lab.program.common_options import device_map_option
-from hf_kvret.lab.program.options import option
+from hf_kvret.lab.program.options import device_map_option, option
 from hf_kvret.lab.report.results import Cell, Results
 from hf_kvret.registry import registered_methods
 

@@ -16,31 +16,29 @@ from typing import Any
 import torch
 
 from hf_kvret.lab.program.arguments import check_device, file_path, known_names
-from hf_kvret.lab.program.common_options import device_option
-from hf_kvret.lab.program.options import option
+from hf_kvret.lab.program.options import device_option, option
 from hf_kvret.lab.program.program import add_command
 from hf_kvret.lab.program.progress import tqdm
 from hf_kvret.lab.report.environment import describe_environment
 from hf_kvret.lab.report.outputs import check_file
 from hf_kvret.lab.report.tables import markdown_table
-from hf_kvret.lab.selftest.check import (
+from hf_kvret.lab.selftest.checks import (
     FAILED,
     GROUPS,
     PASSED,
     SKIPPED,
+    Bundled,
     Check,
     Verdict,
-    run_check,
-    without_folders,
-)
-from hf_kvret.lab.selftest.decoding import (
-    Bundled,
     cache_checks,
+    host_row_checks,
+    kernel_checks,
     quietly,
+    run_check,
     step_checks,
     stream_checks,
+    without_folders,
 )
-from hf_kvret.lab.selftest.kernels import host_row_checks, kernel_checks
 from hf_kvret.saved.folder import replace_file
 from hf_kvret_kernels import host_library
 
@@ -90,7 +88,7 @@ def run_selftest(options: SelfTest) -> int:
         check_file("--report", options.report)
     device = torch.device(options.device)
     described = describe(device)
-    verdicts = run_checks(list(checks(device, options.only)), device)
+    verdicts = run_checks(list(every_check(device, options.only)), device)
     if options.json:
         content = described | {"checks": [asdict(one) for one in verdicts]}
         print(json.dumps(content, indent=1))
@@ -102,7 +100,7 @@ def run_selftest(options: SelfTest) -> int:
     return int(any(one.status == FAILED for one in verdicts))
 
 
-def checks(device: torch.device, groups: Sequence[str] = tuple(GROUPS)) -> Iterator[Check]:
+def every_check(device: torch.device, groups: Sequence[str] = tuple(GROUPS)) -> Iterator[Check]:
     """Every check of these groups for a device, in the order of ``GROUPS``."""
     bundled = Bundled(device)
     every = itertools.chain(

@@ -17,21 +17,27 @@ from hf_kvret.lab.evaluate.subject import Subject, load_subject
 from hf_kvret.lab.evaluate.texts import describe_file, read_text, token_ids
 from hf_kvret.lab.program import arguments
 from hf_kvret.lab.program.arguments import DTYPES, check_device, names, several
-from hf_kvret.lab.program.common_options import (
+from hf_kvret.lab.program.options import (
     count_option,
     device_map_option,
     device_option,
     dtype_option,
+    option,
     seed_option,
     text_option,
 )
-from hf_kvret.lab.program.options import option
 from hf_kvret.lab.program.progress import tqdm
 from hf_kvret.lab.report.outputs import check_file
 from hf_kvret.lab.report.results import Cell, Results
 from hf_kvret.lab.tune.measuring import Walker, cut_windows, needle_windows
-from hf_kvret.lab.tune.selection import FULL, complete, standing
-from hf_kvret.lab.tune.table import draw_tuning, tuning_text, write_choice
+from hf_kvret.lab.tune.selection import (
+    FULL,
+    complete,
+    draw_tuning,
+    standing,
+    tuning_text,
+    write_choice,
+)
 from hf_kvret.lab.tune.variants import Variant, check_method, ladder, make_variants
 
 

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_kvret.lab.calibrate.aqua import AquaCalibration
-from hf_kvret.lab.calibrate.regression import Rows, fit_linear, predict
+from hf_kvret.lab.calibrate.aqua import AquaCalibration, Rows, fit_linear, predict
 from hf_kvret.lab.calibrate.study import Carried, LayerFindings
 from hf_kvret.lab.calibrate.taps import LayerTokens
 from hf_kvret_kernels import higgs

@@ -16,8 +16,7 @@ from hf_kvret import A2ATSCache, AquaKVCache
 from hf_kvret.artifacts import CalibrationArtifact
 from hf_kvret.lab.calibrate.a2ats import A2ATSCalibration, CodebookStudy
 from hf_kvret.lab.calibrate.aqua import AquaCalibration
-from hf_kvret.lab.calibrate.command import make_corpus
-from hf_kvret.lab.calibrate.command_options import A2ATSOptions, AquaOptions
+from hf_kvret.lab.calibrate.command import A2ATSOptions, AquaOptions, make_corpus
 from hf_kvret.lab.calibrate.runner import calibrate
 from hf_kvret.lab.calibrate.study import Corpus
 from hf_kvret.lab.evaluate.subject import load_subject

@@ -11,7 +11,7 @@ import torch
 
 from hf_kvret import FlatKVCache, attach
 from hf_kvret.artifacts import CalibrationArtifact
-from hf_kvret.lab.calibrate.inspection import quality_table, verify
+from hf_kvret.lab.calibrate.command import quality_table, verify
 from hf_kvret.lab.evaluate.bundled import BUNDLED_MODEL
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
 from hf_kvret.testing.scenario import prompt

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_kvret.lab.calibrate.regression import Rows, fit_linear, predict
+from hf_kvret.lab.calibrate.aqua import Rows, fit_linear, predict
 
 from .draws import CPU, draw
 

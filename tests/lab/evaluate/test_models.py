@@ -20,11 +20,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_kvret
 from hf_kvret.artifacts import CalibrationArtifact
-from hf_kvret.lab.evaluate.bundled import OUR_MODELS, example_model, load_bundled_model
+from hf_kvret.lab.evaluate.bundled import (
+    OUR_MODELS,
+    example_model,
+    expand_smollm2,
+    load_bundled_model,
+)
 from hf_kvret.lab.evaluate.caches import choose_cache
 from hf_kvret.lab.evaluate.reader import Reader
 from hf_kvret.lab.evaluate.ruler.prompts import generate, sample_score
-from hf_kvret.lab.evaluate.smollm2 import expand_smollm2
 from hf_kvret.lab.evaluate.subject import load_subject
 from hf_kvret.lab.evaluate.texts import token_ids
 

@@ -12,7 +12,7 @@ from transformers import AutoConfig
 
 from hf_kvret.cli import main
 from hf_kvret.lab.bench.shapes import weight_bytes
-from hf_kvret.lab.plan import machine
+from hf_kvret.lab.plan import command
 
 Report = Callable[[str], dict[str, Any]]
 
@@ -93,7 +93,7 @@ def test_memory_that_is_not_given_is_what_is_free_here(
     report: Report,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(machine, "free_host_bytes", lambda: 20_000_000)
+    monkeypatch.setattr(command, "free_host_bytes", lambda: 20_000_000)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu is not None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1_000_000 * (gpu or 0), 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A GPU")
@@ -150,7 +150,7 @@ def test_mistakes_are_told_in_a_line(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(machine, "free_host_bytes", lambda: None)
+    monkeypatch.setattr(command, "free_host_bytes", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(["fits", *words.split()]) == 2
     error = capsys.readouterr().err

@@ -14,11 +14,23 @@ from transformers import PreTrainedModel
 
 import hf_kvret
 from hf_kvret import cli
-from hf_kvret.lab.selftest import command, decoding, kernels
-from hf_kvret.lab.selftest.check import FAILED, GROUPS, PASSED, SKIPPED, Check, Skip, run_check
-from hf_kvret.lab.selftest.command import checks, run_checks
-from hf_kvret.lab.selftest.decoding import METHODS, Bundled, cache_checks, replayed, step_checks
-from hf_kvret.lab.selftest.kernels import kernel_checks
+from hf_kvret.lab.selftest import checks, command
+from hf_kvret.lab.selftest.checks import (
+    FAILED,
+    GROUPS,
+    METHODS,
+    PASSED,
+    SKIPPED,
+    Bundled,
+    Check,
+    Skip,
+    cache_checks,
+    kernel_checks,
+    replayed,
+    run_check,
+    step_checks,
+)
+from hf_kvret.lab.selftest.command import every_check, run_checks
 from hf_kvret.registry import registered_methods
 from hf_kvret.stores import DISK, SPLIT, STORES
 from hf_kvret.testing import MODELS
@@ -36,10 +48,10 @@ needs_library = pytest.mark.skipif(
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short prompts and small shapes, which take the same code."""
-    monkeypatch.setattr(decoding, "_PROMPT_LEN", 60)
-    monkeypatch.setattr(decoding, "_STEPS", 6)
+    monkeypatch.setattr(checks, "_PROMPT_LEN", 60)
+    monkeypatch.setattr(checks, "_STEPS", 6)
     for name, size in {"length": 230, "top_k": 40, "candidates": 115, "listed": 90}.items():
-        monkeypatch.setitem(kernels._SIZES, name, size)
+        monkeypatch.setitem(checks._SIZES, name, size)
 
 
 class Small(Bundled):
@@ -80,7 +92,7 @@ def test_every_method_and_every_store_is_checked() -> None:
 
 def test_each_group_has_checks_with_a_remedy_on_either_device() -> None:
     for device in ("cpu", "cuda"):
-        some = list(checks(torch.device(device)))
+        some = list(every_check(torch.device(device)))
         assert list(dict.fromkeys(one.group for one in some)) == list(GROUPS)
         assert all(one.remedy for one in some)
 
@@ -122,7 +134,7 @@ def test_a_wrong_kernel_is_noticed_and_named(
 
     monkeypatch.setattr(host_library, "attend", partial(wrong, host_library.attend))
     some = [one for one in OPERATIONS if one.name in ("gather_attention", "gather_scores")]
-    monkeypatch.setattr(kernels, "OPERATIONS", some)
+    monkeypatch.setattr(checks, "OPERATIONS", some)
     report = tmp_path / "report.md"
     words = ["selftest", "--device", "cpu", "--only", "kernels", "--report", str(report)]
     assert cli.main(words) == 1

@@ -20,8 +20,8 @@ from hf_kvret.lab.tune.selection import (
     front,
     standing,
     still_running,
+    tuning_text,
 )
-from hf_kvret.lab.tune.table import tuning_text
 from hf_kvret.lab.tune.variants import Variant, ladder, make_variants
 from hf_kvret.registry import registered_methods
 

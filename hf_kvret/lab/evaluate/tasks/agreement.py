@@ -23,7 +23,7 @@ from hf_kvret.lab.evaluate.reader import (
 )
 from hf_kvret.lab.evaluate.task import Task, lengths_of
 from hf_kvret.lab.evaluate.texts import text_windows
-from hf_kvret.lab.program.common_options import context_option, count_option, text_option
+from hf_kvret.lab.program.options import context_option, count_option, text_option
 from hf_kvret.lab.program.progress import tqdm
 from hf_kvret.lab.report.plots import plot_groups, plot_lines
 from hf_kvret.lab.report.results import Cell, Results

@@ -21,7 +21,7 @@ from hf_kvret.lab.evaluate.needles import (
 )
 from hf_kvret.lab.evaluate.reader import UsageSum, begin, check_positions
 from hf_kvret.lab.evaluate.task import Task, lengths_of
-from hf_kvret.lab.program import common_options as common
+from hf_kvret.lab.program import options as common
 from hf_kvret.lab.program.arguments import several, whole_number
 from hf_kvret.lab.program.options import option
 from hf_kvret.lab.program.progress import tqdm

@@ -15,8 +15,7 @@ from hf_kvret.lab.evaluate.reader import Reader, UsageSum, check_positions
 from hf_kvret.lab.evaluate.task import Task, lengths_of
 from hf_kvret.lab.evaluate.texts import text_windows
 from hf_kvret.lab.program.arguments import share
-from hf_kvret.lab.program.common_options import context_option, count_option, text_option
-from hf_kvret.lab.program.options import option
+from hf_kvret.lab.program.options import context_option, count_option, option, text_option
 from hf_kvret.lab.program.progress import tqdm
 from hf_kvret.lab.report.plots import plot_lines, series
 from hf_kvret.lab.report.results import Cell, Results

@@ -17,8 +17,7 @@ from hf_kvret.lab.evaluate.ruler.prompts import TASKS, Sample, generate, sample_
 from hf_kvret.lab.evaluate.task import Task, lengths_of
 from hf_kvret.lab.evaluate.texts import encode, token_ids
 from hf_kvret.lab.program.arguments import file_path, known_names
-from hf_kvret.lab.program.common_options import context_option, count_option, questions_option
-from hf_kvret.lab.program.options import option
+from hf_kvret.lab.program.options import context_option, count_option, option, questions_option
 from hf_kvret.lab.program.progress import tqdm
 from hf_kvret.lab.report.plots import count_label, plot_heat_maps
 from hf_kvret.lab.report.results import Cell, Results
