@@ -22,8 +22,8 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from hf_kvret.contracts.block import TokenBlock
+from hf_kvret.lab.calibrate.a2ats import k_means
 from hf_kvret.lab.calibrate.aqua import Rows, fit_linear, predict
-from hf_kvret.lab.calibrate.k_means import k_means
 from hf_kvret.lab.calibrate.taps import LayerTokens, before_rope, tap_attention
 from hf_kvret.lab.evaluate.caches import CacheChoice
 from hf_kvret.lab.evaluate.subject import Subject

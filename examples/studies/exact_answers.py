@@ -20,14 +20,8 @@ from hf_kvret.lab.evaluate.caches import CacheChoice
 from hf_kvret.lab.evaluate.reader import check_positions
 from hf_kvret.lab.evaluate.task import Task, lengths_of
 from hf_kvret.lab.evaluate.texts import text_windows
+from hf_kvret.lab.program import options
 from hf_kvret.lab.program.arguments import lengths, names
-from hf_kvret.lab.program.options import (
-    context_option,
-    count_option,
-    option,
-    text_option,
-    with_default,
-)
 from hf_kvret.lab.program.scripts import run_script
 from hf_kvret.lab.report.plots import plot_groups
 from hf_kvret.lab.report.results import Cell, Results
@@ -57,14 +51,14 @@ class ExactAnswers(Task):
         "--caches paris:dense_below=0:recent=16:flush=8"
     )
 
-    caches: str = with_default(Task, "caches", "flat,paris,lrqk,ctkvr")
-    text: Path = text_option()
-    context: tuple[int, ...] = context_option((4096,), "tokens of a context")
-    windows: int = count_option(1, "at most this many contexts of each length")
-    new_tokens: int = count_option(256, "of each answer")
-    drafts: tuple[int, ...] = option((16,), "tokens of a round, as 8,16", kind=lengths)
-    temperatures: tuple[float, ...] = option((0.0, 0.8), "0 is greedy", kind=temperatures)
-    chat: bool = option(False, "the text is what a user says, in the model's chat template")
+    caches: str = options.with_default(Task, "caches", "flat,paris,lrqk,ctkvr")
+    text: Path = options.text_option()
+    context: tuple[int, ...] = options.context_option((4096,), "tokens of a context")
+    windows: int = options.count_option(1, "at most this many contexts of each length")
+    new_tokens: int = options.count_option(256, "of each answer")
+    drafts: tuple[int, ...] = options.option((16,), "tokens of a round, as 8,16", kind=lengths)
+    temperatures: tuple[float, ...] = options.option((0.0, 0.8), "0 is greedy", kind=temperatures)
+    chat: bool = options.option(False, "the text is what a user says, in the model's chat template")
 
     def cells_of(self, caches: Sequence[str]) -> list[Cell]:
         return [

@@ -1,10 +1,9 @@
-"""``hf-kvret models``: which models of transformers are served, and why others are refused."""
+"""``hf-kvret models``: whether a model is served, and why others are refused."""
 
 from __future__ import annotations
 
 import argparse
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -20,7 +19,6 @@ from transformers.utils import logging as transformers_logging
 from hf_kvret.artifacts.hub import is_hub_id
 from hf_kvret.generate.chunks import recurs
 from hf_kvret.lab.program.program import example_lines
-from hf_kvret.lab.report.tables import markdown_table
 from hf_kvret.layer.layer import RetrievalLayer
 from hf_kvret.methods.flat import FlatKVCache
 from hf_kvret.methods.native import NativeKVCache
@@ -94,40 +92,21 @@ def add_models_parser(commands: argparse._SubParsersAction[argparse.ArgumentPars
     parser = commands.add_parser(
         "models",
         help="say which models are served, and why others are refused",
-        description="Say whether a model is served, from its config.json alone, or list every "
-        "type of transformers that generates text, by its default configuration.",
+        description="Say whether a model is served, from its config.json alone. The page "
+        "docs/models.md lists every type of transformers that generates text.",
         epilog=example_lines(["hf-kvret models gemma3", "hf-kvret models ./my-model"]),
     )
     parser.add_argument(
-        "model", nargs="?", help="one model: a type, a folder with config.json, or a hub id"
+        "model", help="a type of transformers, a folder with config.json, or a hub id"
     )
     parser.set_defaults(run=lambda parsed: _run(parsed.model))
 
 
-def _run(model: str | None) -> int:
+def _run(model: str) -> int:
     transformers_logging.set_verbosity_error()
-    if model is None:
-        print(_table(scan()))
-    else:
-        facts = _facts(find_type(model))
-        print("\n".join(printable(f"{name}: {text}") for name, text in facts))
+    facts = _facts(find_type(model))
+    print("\n".join(printable(f"{name}: {text}") for name, text in facts))
     return 0
-
-
-def _table(types: Sequence[ModelType]) -> str:
-    header = ("type", "layers", "KV heads x key", "bytes a token", "graph", "refused because")
-    lines = [
-        (
-            one.name,
-            one.layer_counts,
-            f"{one.kv_heads} x {one.key_dim}" if one.layers else "",
-            f"{one.token_bytes:,}" if one.layers else "",
-            "yes" if one.replay else "",
-            one.refusal,
-        )
-        for one in types
-    ]
-    return markdown_table(header, lines)
 
 
 def _facts(one: ModelType) -> list[tuple[str, str]]:
@@ -167,11 +146,6 @@ def find_type(model: str) -> ModelType:
             f"({type(error).__name__}: {' '.join(str(error).split())}): correct its config.json"
         ) from error
     return configured_type(config, config.model_type)
-
-
-def scan() -> list[ModelType]:
-    """``default_type`` of all ``type_names``; takes seconds, as all their modules are imported."""
-    return [default_type(name) for name in type_names()]
 
 
 def type_names() -> list[str]:

@@ -1,4 +1,4 @@
-"""``hf-kvret models``: the list, one type, a configuration of the user's, mistakes."""
+"""``hf-kvret models``: one type, a configuration of the user's, mistakes."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from transformers import LlamaConfig, MistralConfig
 
 from hf_kvret.commands import models
 
-NAMES = ("bloom", "gemma3", "gpt2", "jamba", "mimo_v2_flash")
 
-
-def test_the_list_has_a_line_for_each_type(program: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models, "type_names", lambda: list(NAMES[:4]))
-    _, _, *lines = program("models").out.splitlines()
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    assert cells[0][:5] == ["bloom", "", "", "", ""]
-    assert "computes attention by itself and ignores" in cells[0][5]
-    assert cells[1][:4] == ["gemma3", "22 sliding, 4 full", "4 x 256", "16,384"]
-    assert cells[2] == ["gpt2", "12 full", "12 x 64", "36,864", "yes", ""]
-    assert cells[3] == ["jamba", "28 recurrent, 4 full", "8 x 128", "16,384", "", ""]
+@pytest.mark.parametrize(
+    ("name", "facts"),
+    [
+        ("gemma3", ("22 sliding, 4 full", 4, 256, 16_384)),
+        ("gpt2", ("12 full", 12, 64, 36_864)),
+        ("jamba", ("28 recurrent, 4 full", 8, 128, 16_384)),
+    ],
+)
+def test_a_type_has_the_layers_and_rows_of_its_default(name: str, facts: tuple[Any, ...]) -> None:
+    one = models.default_type(name)
+    assert (one.layer_counts, one.kv_heads, one.key_dim, one.token_bytes) == facts
+    assert one.replay == (name == "gpt2")
 
 
 def test_one_type_says_all_that_is_known(program: Any) -> None:
@@ -31,6 +32,7 @@ def test_one_type_says_all_that_is_known(program: Any) -> None:
     assert "is_decoder=True" in program("models", "bert").out
     assert "refused: mistral has no full-attention layer" in program("models", "mistral").out
     assert "encoder-decoder" in program("models", "t5").out
+    assert "computes attention by itself and ignores" in program("models", "bloom").out
 
 
 def test_values_narrower_than_keys_count_with_their_own_size() -> None:

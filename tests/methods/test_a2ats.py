@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from hf_kvret import TokenBlock
-from hf_kvret.lab.calibrate.a2ats import query_metric
-from hf_kvret.lab.calibrate.k_means import k_means
+from hf_kvret.lab.calibrate.a2ats import k_means, query_metric
 from hf_kvret.methods.a2ats import A2ATSIndex
 from hf_kvret.methods.a2ats import learned as learned_module
 from hf_kvret.observe.recall import measure_recall

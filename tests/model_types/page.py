@@ -16,7 +16,7 @@ from pathlib import Path
 
 import transformers
 
-from hf_kvret.commands.models import ModelType, scan
+from hf_kvret.commands.models import ModelType, default_type, type_names
 from hf_kvret.lab.program.progress import tqdm
 from hf_kvret.testing.conformance import ALL_MODELS
 
@@ -150,7 +150,7 @@ _CONFORMANCE = _conformance_types()
 
 def main(names: list[str]) -> None:
     """Try types, keep the results, and write the page."""
-    types, (_, trials) = scan(), read_trials()
+    types, (_, trials) = [*map(default_type, type_names())], read_trials()
     served = {one.name for one in types if not one.refusal}
     for name in tqdm(names or sorted(served - set(trials)), desc="trials", unit="type"):
         trials[name] = trial(name)

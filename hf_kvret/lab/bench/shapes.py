@@ -52,39 +52,6 @@ def _llama3(factor: float, *sizes: int, **more: Any) -> dict[str, Any]:
 _TIED = {"tie_word_embeddings": True}
 _MILLION = {"rope_theta": 1_000_000.0}
 _QWEN3 = {"rms_norm_eps": 1e-6, "head_dim": 128, **_MILLION}
-# Latent attention; every layer has the dense MLP that the published models have in the first ones.
-_LATENT = {
-    "kv_lora_rank": 512,
-    "qk_rope_head_dim": 64,
-    "first_k_dense_replace": 1024,
-    "rms_norm_eps": 1e-5,
-    **_MILLION,
-}
-_FLASH = {"q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256}
-_V3 = {"q_lora_rank": 1536, "qk_nope_head_dim": 128, "v_head_dim": 128}
-_GLM5 = {
-    **{"q_lora_rank": 2048, "qk_nope_head_dim": 192, "v_head_dim": 256},
-    **{"index_n_heads": 32, "index_head_dim": 128, "index_topk": 2048},
-}
-_QWEN4_EXP = {
-    "head_dim": 256,
-    "layer_types": ["indexed_attention"] * 12,
-    "indexer_n_heads": 4,
-    "indexer_kv_heads": 1,
-    "indexer_head_dim": 128,
-    "indexer_budget": 2048,
-    "indexer_compress_ratio": 4,
-    "moe_intermediate_size": 640,
-    "shared_expert_intermediate_size": 640,
-    "num_experts": 512,
-    "num_experts_per_tok": 10,
-    "rope_parameters": {
-        "rope_type": "default",
-        "rope_theta": 10_000_000.0,
-        "partial_rotary_factor": 0.25,
-        "mrope_section": [11, 11, 10],
-    },
-}
 # The sizes are those of the models' published config.json files.
 SHAPES: Mapping[str, Mapping[str, Any]] = {
     "llama-3.1-8b": _llama3(8.0, 4096, 14_336, 32, 32, 8),
@@ -93,26 +60,6 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
     "qwen3-0.6b": _model("qwen3", 151_936, 40_960, 1024, 3072, 28, 16, 8, **_QWEN3, **_TIED),
     "qwen3-8b": _model("qwen3", 151_936, 40_960, 4096, 12_288, 36, 32, 8, **_QWEN3),
     "qwen3-4b": _model("qwen3", 151_936, 40_960, 2560, 9728, 36, 32, 8, **_QWEN3, **_TIED),
-    "glm-4.7-flash": _model(
-        "glm4_moe_lite",
-        154_880,
-        202_752,
-        *(2048, 10_240, 47, 20, 20),
-        mlp_layer_types=["dense"] * 47,
-        **_LATENT,
-        **_FLASH,
-    ),
-    "deepseek-v3": _model(
-        "deepseek_v3", 129_280, 163_840, 7168, 18_432, 61, 128, 128, **_LATENT, **_V3
-    ),
-    "deepseek-v3.2": _model(
-        "deepseek_v32", 129_280, 163_840, 7168, 18_432, 61, 128, 128, **_LATENT, **_V3
-    ),
-    "glm-5": _model("glm_moe_dsa", 154_880, 202_752, 6144, 12_288, 78, 64, 64, **_LATENT, **_GLM5),
-    # The layers with an indexer, which are a quarter of the model's.
-    "qwen4-exp-indexed": _model(
-        "qwen4_exp_text", 248_320, 262_144, 2560, 640, 12, 24, 2, **_QWEN4_EXP
-    ),
     # No published model: small enough for a CPU and for tests.
     "tiny": _model("llama", 1024, 131_072, 256, 512, 2, 4, 2, head_dim=64),
 }

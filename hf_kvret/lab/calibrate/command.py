@@ -18,8 +18,6 @@ from hf_kvret.lab.calibrate.aqua import AquaCalibration
 from hf_kvret.lab.calibrate.runner import calibrate
 from hf_kvret.lab.calibrate.sources import (
     cut,
-    dataset_loader,
-    hub_text,
     needle_documents,
     random_uuids,
 )
@@ -72,9 +70,6 @@ class CalibrateOptions:
         help="a folder, a hub id, or a model of ours: reference, needle (documents of its own)"
     )
     text: Path | None = option(None, "text to learn from", kind=file_path, metavar="FILE")
-    dataset: str | None = option(
-        None, "a data set on the hub instead, as ID or ID:CONFIGURATION", metavar="ID"
-    )
     tokens: int = option(64 * 1024, "of text, held-out included", kind=length)
     uuid_tokens: int | None = option(
         None,
@@ -302,22 +297,18 @@ def check_sources(options: CalibrateOptions) -> None:
 
     Raises:
         FileNotFoundError: no such ``--text``.
-        ModuleNotFoundError: ``--dataset`` without ``datasets``.
-        ValueError: no source or two; one, or UUIDs, for a model that makes its own documents.
+        ValueError: no text; or a text, or UUIDs, for a model that makes its own documents.
     """
     if options.model == "needle":
-        if options.text or options.dataset or options.uuid_tokens is not None:
+        if options.text or options.uuid_tokens is not None:
             raise ValueError(
-                "--model needle learns from documents of its own language: leave --text, "
-                "--dataset and --uuid-tokens out"
+                "--model needle learns from documents of its own language: leave --text and "
+                "--uuid-tokens out"
             )
         return
-    if bool(options.text) == bool(options.dataset):
-        raise ValueError("give one of --text FILE and --dataset ID")
-    if options.text:
-        describe_file("--text", options.text)
-    elif options.dataset:
-        dataset_loader(options.dataset)
+    if options.text is None:
+        raise ValueError("give --text FILE, a text to learn from")
+    describe_file("--text", options.text)
 
 
 def make_corpus(options: CalibrateOptions, subject: Subject) -> Corpus:
@@ -334,16 +325,9 @@ def make_corpus(options: CalibrateOptions, subject: Subject) -> Corpus:
         description["documents"] = "needle language"
     else:
         tokenizer = subject.need_tokenizer("calibrate")
-        if options.text:
-            ids = token_ids(tokenizer, read_text(options.text))
-            description["text"] = describe_file("--text", options.text)
-        else:
-            assert options.dataset is not None, "check_sources looked"
-            ids = hub_text(options.dataset, count, tokenizer)
-            description |= {
-                "datasets": [options.dataset.partition(":")[0]],
-                "dataset": options.dataset,
-            }
+        assert options.text is not None, "check_sources looked"
+        ids = token_ids(tokenizer, read_text(options.text))
+        description["text"] = describe_file("--text", options.text)
         sequences = cut(ids, length, count, "--tokens")
         uuid_count = options.uuid_tokens
         if uuid_count is None:

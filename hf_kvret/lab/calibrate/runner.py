@@ -13,9 +13,8 @@ from transformers import PreTrainedModel
 from hf_kvret.artifacts.artifact import CalibrationArtifact
 from hf_kvret.artifacts.files import check_no_foreign_artifact
 from hf_kvret.artifacts.identity import ModelIdentity
-from hf_kvret.lab.calibrate.rope_check import check_rope, input_device
 from hf_kvret.lab.calibrate.study import Calibration, Carried, Corpus, LayerFindings, LayerStudy
-from hf_kvret.lab.calibrate.taps import LayerTokens, tap_attention
+from hf_kvret.lab.calibrate.taps import LayerTokens, check_rope, input_device, tap_attention
 from hf_kvret.lab.program.progress import tqdm
 from hf_kvret.models.compatibility import check_model, retrieval_layers
 from hf_kvret.models.ranks import check_calibration

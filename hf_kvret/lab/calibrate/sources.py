@@ -1,11 +1,10 @@
-"""Token sequences to learn from: texts, data sets of the hub, random UUIDs, the needle language."""
+"""Token sequences to learn from: texts, random UUIDs, the needle language."""
 
 from __future__ import annotations
 
 import random
 import uuid
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -16,46 +15,6 @@ from hf_kvret.lab.evaluate.texts import token_ids
 
 # Tokens of a needle document for each needle in it, and of the shortest document.
 _NEEDLE_EVERY = 64
-
-
-def dataset_loader(name: str) -> Callable[..., Iterable[dict[str, Any]]]:
-    """``datasets.load_dataset``, for the data set ``name``.
-
-    Raises:
-        ModuleNotFoundError: ``datasets`` is not installed.
-    """
-    try:
-        from datasets import load_dataset
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f"--dataset {name} needs datasets: pip install datasets, or give --text FILE"
-        ) from error
-    return load_dataset
-
-
-def hub_text(name: str, count: int, tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
-    """The first ``count`` token ids of a data set on the hub, streamed; its column ``text``.
-
-    ``name`` may end in a configuration after a colon, as ``HuggingFaceFW/fineweb-edu:sample-10BT``.
-
-    Raises:
-        ModuleNotFoundError: ``datasets`` is not installed.
-        OSError, ValueError: no such data set or configuration; no column ``text``; fewer tokens.
-    """
-    load_dataset = dataset_loader(name)
-    repository, _, configuration = name.partition(":")
-    rows = load_dataset(repository, configuration or None, split="train", streaming=True)
-    ids: list[int] = []
-    for row in rows:
-        if "text" not in row:
-            raise ValueError(f"--dataset {name} has columns {', '.join(row)}, but no 'text'")
-        ids += token_ids(tokenizer, row["text"]).tolist()
-        if len(ids) >= count:
-            return torch.tensor(ids[:count])
-    raise ValueError(
-        f"--dataset {name} has {len(ids)} tokens, fewer than --tokens {count}: give another one, "
-        "or a smaller number"
-    )
 
 
 def random_uuids(count: int, tokenizer: PreTrainedTokenizerBase, seed: int) -> torch.Tensor:

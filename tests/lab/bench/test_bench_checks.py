@@ -156,9 +156,8 @@ def test_random_rows_come_with_keys_of_the_indexer(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif("qwen4_exp_text" not in CONFIG_MAPPING, reason="this transformers has no Qwen4")
 def test_random_rows_come_with_the_positions_that_an_indexer_keeps() -> None:
-    config = load_shape("qwen4-exp-indexed").part("attention").with_layers(2)
-    model = random_model(config, torch.float32, "cpu", seed=0)
-    check_keys_of_the_indexer(model, NativeKVCache(config, dense_below=0), batch=1, length=900)
+    model = INDEXED_MODELS["qwen4_exp"].build()
+    check_keys_of_the_indexer(model, NativeKVCache(model.config, **WINDOW), batch=1, length=300)
 
 
 def test_how_a_cache_is_filled() -> None:

@@ -9,8 +9,17 @@ import pytest
 
 from hf_kvret import cli
 from hf_kvret.lab.bench import gpu_run
-from hf_kvret.lab.bench.gpu_run import NOW, PAGE, ROWS, add_row, read_rows
-from hf_kvret.lab.bench.gpu_stages import STAGES, Bench, Stage, cells_of
+from hf_kvret.lab.bench.gpu_run import (
+    NOW,
+    PAGE,
+    ROWS,
+    STAGES,
+    Bench,
+    Stage,
+    add_row,
+    cells_of,
+    read_rows,
+)
 from hf_kvret.lab.bench.opponents import choose_bench_cache
 
 

@@ -123,7 +123,7 @@ def test_the_bundled_model_learns_from_its_own_language(tmp_path: Path, program:
     assert artifact.data["documents"] == "needle language" and artifact.data["tokens"] == 512
     assert all(0 < row["score_error"] < 1 for row in artifact.quality)
     error = program(*where, "--uuid-tokens", "2K", status=2).err
-    assert "leave --text, --dataset and --uuid-tokens out" in error
+    assert "leave --text and --uuid-tokens out" in error
 
 
 # Each calibration of latent attention has options, and others make its cache exact.
@@ -212,8 +212,7 @@ NO_MODEL = "calibrate a2ats --model NONE --out OUT"
         (f"{NO_MODEL} --text FILE --out FILE", r"--out: no file can be written to .*file \("),
         (f"{NO_MODEL} --text FILE --out FOREIGN", "a new folder, for instance MODEL/a2ats"),
         (f"{NO_MODEL} --text no.txt", "--text no.txt: no such file"),
-        (NO_MODEL, "give one of --text FILE and --dataset ID"),
-        (f"{NO_MODEL} --dataset a/b", "--dataset a/b needs datasets: pip install datasets"),
+        (NO_MODEL, "give --text FILE"),
         (f"{NO_MODEL} --text FILE --codewords 40000", "codewords=40000 must be at least 1 and at"),
         (f"{NO_MODEL} --text FILE --device cuda:99", "no CUDA device here|the last CUDA device"),
         (f"{NO_MODEL} --text FILE", "can't be loaded"),

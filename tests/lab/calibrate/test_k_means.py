@@ -7,8 +7,8 @@ from itertools import pairwise, product
 import pytest
 import torch
 
-from hf_kvret.lab.calibrate import k_means as module
-from hf_kvret.lab.calibrate.k_means import k_means
+from hf_kvret.lab.calibrate import a2ats as module
+from hf_kvret.lab.calibrate.a2ats import k_means
 
 from .draws import draw
 

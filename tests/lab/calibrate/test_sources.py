@@ -1,21 +1,17 @@
-"""What is learned from: sequences of a text, a data set, UUIDs, the needle language."""
+"""What is learned from: sequences of a text, UUIDs, the needle language."""
 
 from __future__ import annotations
 
-import json
 import uuid
-from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoTokenizer
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from hf_kvret.lab.calibrate.sources import cut, hub_text, needle_documents, random_uuids
+from hf_kvret.lab.calibrate.sources import cut, needle_documents, random_uuids
 from hf_kvret.lab.evaluate.bundled import REFERENCE_MODEL
 from hf_kvret.lab.evaluate.needles import NeedleLanguage
-
-WORDS = "The river bends twice before the old mill, and nobody knows why. "
 
 
 @pytest.fixture(scope="module")
@@ -62,25 +58,3 @@ def test_needle_documents_have_as_many_tokens_as_asked_for(count: int, length: i
             key, answer = text[place + 1 : place + 3], text[place + 4 : place + 6]
             needle = [language.needle, *key, *answer]
             assert any(text[i : i + 5] == needle for i in range(len(text)))
-
-
-@pytest.fixture
-def data_set(tmp_path: Path) -> Path:
-    """A folder that the library `datasets` reads like a data set on the hub."""
-    pytest.importorskip("datasets")
-    folder = tmp_path / "data"
-    folder.mkdir()
-    rows = [{"text": f"{number}. {WORDS}", "id": number} for number in range(20)]
-    (folder / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    return folder
-
-
-def test_a_data_set_is_streamed_until_there_is_enough(
-    data_set: Path, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    ids = hub_text(str(data_set), 100, tokenizer)
-    assert ids.shape == (100,) and ids.dtype == torch.int64
-    text = tokenizer.decode(ids, skip_special_tokens=True)
-    assert text.startswith(f"0. {WORDS[:30]}") and f"1. {WORDS[:30]}" in text
-    with pytest.raises(ValueError, match=r"tokens, fewer than --tokens 100000: give another"):
-        hub_text(str(data_set), 100_000, tokenizer)
