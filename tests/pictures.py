@@ -18,7 +18,7 @@ from hf_kvret.commands.models import text_class
 from hf_kvret.methods.flat import FlatKVCache
 from hf_kvret.models.versions import as_argument
 from hf_kvret.testing.conformance import LOGIT_TOLERANCE
-from hf_kvret.testing.tiny import PAD_TOKEN
+from hf_kvret.testing.models import PAD_TOKEN
 
 from .model_types.small import VOCAB_SIZE, build, small_config
 

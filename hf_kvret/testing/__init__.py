@@ -6,16 +6,17 @@ results = run_conformance(lambda model: MyCache(config=model.config, **COVERING_
 assert not failures(results)
 """
 
-from hf_kvret.testing.cold import all_valid, held_tokens
 from hf_kvret.testing.conformance import (
     COVERING_OPTIONS,
     LOGIT_TOLERANCE,
     Case,
     Result,
+    all_valid,
     check,
     cold_rows_read,
     conformance_cases,
     failures,
+    held_tokens,
     no_proof,
     reads_cold_rows,
     run_case,
@@ -29,10 +30,10 @@ from hf_kvret.testing.models import (
     MODELS,
     REFUSED,
     SHARED_MODELS,
+    TinyModel,
 )
 from hf_kvret.testing.modes import MODES, Mode
 from hf_kvret.testing.scenario import Outcome, Scenario
-from hf_kvret.testing.tiny import TinyModel
 
 __all__ = [
     "COVERING_OPTIONS",

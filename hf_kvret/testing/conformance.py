@@ -19,8 +19,11 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+from hf_kvret.contracts.index import ColdTokens, Scoring
 from hf_kvret.generate.attach import attach
+from hf_kvret.layer.layer_kv import LayerKV
 from hf_kvret.models.compatibility import model_layers
+from hf_kvret.stores import Store
 from hf_kvret.testing.indexed_models import INDEXED_MODELS
 from hf_kvret.testing.models import (
     GEMMA4_MODELS,
@@ -320,3 +323,31 @@ def _checked(names: Iterable[str] | None, allowed: dict[str, Any], thing: str) -
         if name not in allowed:
             raise ValueError(f"unknown {thing} {name!r}: choose from {', '.join(allowed)}")
     return choices
+
+
+def all_valid(
+    store: Store,
+    batch: int,
+    *,
+    budget: int = 1,
+    scale: float = 1.0,
+    softcap: float | None = None,
+) -> ColdTokens:
+    """All tokens of a store on the CPU, for ``Index.build`` and ``search``; none is padding."""
+    valid = torch.ones(batch, len(store), dtype=torch.bool)
+    return ColdTokens(store, Scoring(valid, scale, softcap), budget)
+
+
+def held_tokens(kv: LayerKV) -> tuple[torch.Tensor, torch.Tensor]:
+    """All keys ``[B, Hkv, n, Dk]`` and values that a layer holds, in the order of their slots."""
+    chunks = [] if kv.store is None else list(kv.store.chunks())
+    end = 0
+    for start, keys, _ in chunks:
+        assert start == end, f"a chunk starts at slot {start}, the one before ends at {end}"
+        end += keys.shape[2]
+    assert end == kv.window.start, "the window goes on where the store ends"
+    keys, values = kv.window.recent()
+    return (
+        torch.cat([*(cold_keys for _, cold_keys, _ in chunks), keys], dim=2),
+        torch.cat([*(cold_values for _, _, cold_values in chunks), values], dim=2),
+    )

@@ -9,8 +9,7 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 
 from hf_kvret.models.compatibility import index_budget
-from hf_kvret.testing.models import LATENT, QWEN3_NEXT, SMALL, VISION, config_of
-from hf_kvret.testing.tiny import TinyModel
+from hf_kvret.testing.models import LATENT, QWEN3_NEXT, SMALL, VISION, TinyModel, config_of
 
 _INDEXED: dict[str, Any] = {
     **LATENT,

@@ -11,8 +11,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 
 from hf_kvret.models.versions import as_argument
-from hf_kvret.testing.models import VOCAB_SIZE
-from hf_kvret.testing.tiny import PAD_TOKEN
+from hf_kvret.testing.models import PAD_TOKEN, VOCAB_SIZE
 
 CacheMaker = Callable[[], Cache]
 

@@ -23,9 +23,8 @@ from hf_kvret.models.compatibility import (
     retrieval_shapes,
 )
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
-from hf_kvret.testing.models import GEMMA4
+from hf_kvret.testing.models import GEMMA4, spread_weights
 from hf_kvret.testing.scenario import prompt, ragged
-from hf_kvret.testing.tiny import spread_weights
 
 CACHES: dict[str, Callable[..., RetrievalCache]] = {
     "lrqk": LRQKCache,

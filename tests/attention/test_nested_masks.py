@@ -14,7 +14,7 @@ from hf_kvret import FlatKVCache, attach, restore
 from hf_kvret.commands.models import text_class, type_names
 from hf_kvret.models.versions import as_argument
 from hf_kvret.testing.conformance import COVERING_OPTIONS, LOGIT_TOLERANCE
-from hf_kvret.testing.tiny import PAD_TOKEN
+from hf_kvret.testing.models import PAD_TOKEN
 
 from ..model_types.small import VOCAB_SIZE, build, small_config, small_model
 

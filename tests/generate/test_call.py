@@ -18,8 +18,8 @@ from hf_kvret.generate.requests import Request
 from hf_kvret.lab.evaluate.bundled import REFERENCE_MODEL
 from hf_kvret.models.versions import as_argument, cache_of
 from hf_kvret.testing import COVERING_OPTIONS
+from hf_kvret.testing.models import TinyModel
 from hf_kvret.testing.scenario import prompt, ragged
-from hf_kvret.testing.tiny import TinyModel
 
 from .filled_caches import new_cache
 

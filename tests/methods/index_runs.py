@@ -16,8 +16,8 @@ from hf_kvret.contracts.index import Index
 from hf_kvret.observe.recall import measure_recall
 from hf_kvret.stores import PagedStore
 from hf_kvret.stores.memory import DeviceMemory
-from hf_kvret.testing.cold import cold_tokens
 
+from ..cold import cold_tokens
 from .codebooks import DIM, GROUP, HEADS, normal
 
 SEQUENCES, PROMPT, RECENT, BUDGET = 3, 150, 8, 20

@@ -17,8 +17,8 @@ from hf_kvret.methods.a2ats import learned as learned_module
 from hf_kvret.observe.recall import measure_recall
 from hf_kvret.stores import PagedStore
 from hf_kvret.stores.memory import DeviceMemory
-from hf_kvret.testing.cold import cold_tokens
 
+from ..cold import cold_tokens
 from .codebooks import (
     DIM,
     GROUP,

@@ -14,9 +14,9 @@ from hf_kvret.methods.ctkvr import CTkvrConfig, CTkvrIndex, inverted_file
 from hf_kvret.methods.ctkvr.inverted_file import MOST_TOKENS, Centroids, InvertedFile, InvertedLists
 from hf_kvret.methods.ctkvr.sampler import CentroidSampler, MixedSampler
 from hf_kvret.observe.recall import exact_scores
-from hf_kvret.testing.cold import cold_tokens
 from hf_kvret_kernels.relevance import group_relevance
 
+from ..cold import cold_tokens
 from .codebooks import GROUP, HEADS, normal
 from .index_runs import IndexRun, ragged, slot_sets, store_of
 

@@ -14,9 +14,9 @@ from hf_kvret import TokenBlock
 from hf_kvret.contracts.index import Index
 from hf_kvret.methods.flat import FlatIndex
 from hf_kvret.methods.paris import ParisConfig, ParisIndex
-from hf_kvret.testing.cold import cold_tokens
 from hf_kvret_kernels._dispatch import interpreted, prefer
 
+from ..cold import cold_tokens
 from .index_runs import overlap
 
 HEADS, GROUP = 2, 2

@@ -13,7 +13,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrain
 
 from hf_kvret.commands.models import default_config, text_class
 from hf_kvret.models.compatibility import by_layer, text_key
-from hf_kvret.testing.tiny import PAD_TOKEN, spread_weights
+from hf_kvret.testing.models import PAD_TOKEN, spread_weights
 
 VOCAB_SIZE = 256
 """Vocabulary of every small model; the lower half are marks of images, ends and the like."""

@@ -25,8 +25,8 @@ from hf_kvret.testing.conformance import (
     cold_rows_read,
     widest_span,
 )
+from hf_kvret.testing.models import PAD_TOKEN
 from hf_kvret.testing.scenario import FAILURES, describe
-from hf_kvret.testing.tiny import PAD_TOKEN
 
 from .small import VOCAB_SIZE, image_inputs, small_model, small_text_part
 

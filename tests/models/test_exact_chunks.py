@@ -14,7 +14,7 @@ from hf_kvret.commands.models import default_type, type_names
 from hf_kvret.models.exact_chunks import Span, depends_on_length, why_whole
 from hf_kvret.models.versions import as_argument
 from hf_kvret.testing.conformance import COVERING_OPTIONS, LOGIT_TOLERANCE
-from hf_kvret.testing.tiny import PAD_TOKEN, spread_weights
+from hf_kvret.testing.models import PAD_TOKEN, spread_weights
 
 from ..model_types.small import VOCAB_SIZE, image_inputs, small_model, small_text_part
 from ..model_types.trial import IMPOSSIBLE

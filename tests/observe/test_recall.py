@@ -9,8 +9,8 @@ from hf_kvret import TokenBlock
 from hf_kvret.observe.recall import Recall, exact_scores, measure_recall
 from hf_kvret.stores import PagedStore
 from hf_kvret.stores.memory import DeviceMemory
-from hf_kvret.testing.cold import cold_tokens
 
+from ..cold import cold_tokens
 from ..layer.driver import SCALE, Driver
 
 SCORES = [1.0, 3.0, 0.0, 2.0, -1.0]

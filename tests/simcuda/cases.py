@@ -19,7 +19,7 @@ import hf_kvret
 from hf_kvret import RetrievalCache
 from hf_kvret.lab.calibrate.tiny import tiny_artifact
 from hf_kvret.replay import DecodeGraph
-from hf_kvret.testing.tiny import spread_weights
+from hf_kvret.testing.models import spread_weights
 
 from ..simulated_gpu.device import simulated, to_device
 from ..simulated_gpu.simulation import Simulation

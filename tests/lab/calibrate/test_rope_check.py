@@ -11,8 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from hf_kvret.lab.calibrate.taps import check_rope, input_device
-from hf_kvret.testing.models import MODELS
-from hf_kvret.testing.tiny import spread_weights
+from hf_kvret.testing.models import MODELS, spread_weights
 from hf_kvret_model_patches.rope import Rope
 
 
