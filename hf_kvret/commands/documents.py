@@ -22,7 +22,7 @@ from hf_kvret.lab.evaluate.subject import Subject, load_subject
 from hf_kvret.lab.program.arguments import DTYPES, check_device, file_path, whole_number
 from hf_kvret.lab.program.options import count_option, device_option, dtype_option, option
 from hf_kvret.lab.program.program import add_command
-from hf_kvret.lab.program.progress import prompt_bar, tqdm
+from hf_kvret.lab.program.progress import tqdm
 from hf_kvret.lab.report.tables import markdown_table
 from hf_kvret.models.versions import as_argument
 from hf_kvret.registry import registered_methods
@@ -214,8 +214,7 @@ def _read(subject: Subject, cache: RetrievalCache, ids: torch.Tensor, name: str)
     start, model = cache.get_seq_length(), subject.model
     if recurs(cache):
         # Some of these models don't go on from their state.
-        with prompt_bar(model, ids.shape[1] - start, name):
-            model(ids[:, start:], **as_argument(cache), use_cache=True, logits_to_keep=1)
+        model(ids[:, start:], **as_argument(cache), use_cache=True, logits_to_keep=1)
         return
     chunks = list(ids[:, start:].split(_CHUNK, dim=1))
     if len(chunks) > 1 and chunks[-1].shape[1] < _LEAST_CHUNK:

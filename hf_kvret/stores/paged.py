@@ -18,10 +18,8 @@ from hf_kvret.contracts.state import Tensors, part
 from hf_kvret.contracts.store import PAGES, AttentionResult, Store
 from hf_kvret.stores.chunks import BUS_PROGRAMS, read_ahead, reading_stream
 from hf_kvret.stores.memory import PageMemory
-from hf_kvret_kernels.chunks import select
 from hf_kvret_kernels.gather_attention import gather_partials, gather_scores
-from hf_kvret_kernels.page_copy import copy_pages
-from hf_kvret_kernels.paged import PagedRows, join_sides, lay_apart
+from hf_kvret_kernels.paged import PagedRows, copy_pages, join_sides, lay_apart, select
 
 
 class PagedStore(Store):

@@ -23,8 +23,7 @@ from hf_kvret_kernels.block_lse import block_lse
 from hf_kvret_kernels.gather_attention import gather_attention, gather_scores
 from hf_kvret_kernels.host_library import why_not
 from hf_kvret_kernels.merge import Partials, merge_partials
-from hf_kvret_kernels.page_copy import copy_pages
-from hf_kvret_kernels.paged import PagedRows, lay_apart
+from hf_kvret_kernels.paged import PagedRows, copy_pages, lay_apart
 from hf_kvret_kernels.prompt_attention import prompt_attention
 from hf_kvret_kernels.resident import SlotMap, assign, fetch
 from hf_kvret_kernels.step_attention import step_attention

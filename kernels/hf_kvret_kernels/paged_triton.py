@@ -133,7 +133,7 @@ def _copy_kernel(
 
 
 def copy_pages(rows: Any, first: int, last: int, programs: int | None) -> torch.Tensor:
-    """See ``hf_kvret_kernels.page_copy.copy_pages``, which checks the arguments."""
+    """See ``hf_kvret_kernels.paged.copy_pages``, which checks the arguments."""
     batch, columns = rows.table.shape[0], last - first
     shape = (batch, rows.heads, columns * rows.page_len, rows.width)
     out = torch.empty(shape, dtype=rows.dtype, device=rows.table.device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_kvret_kernels.chunks import select
+from hf_kvret_kernels.paged import select
 
 
 @pytest.mark.parametrize("sizes", [(7,), (3, 4), (1, 0, 5, 1)], ids=str)

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from hf_kvret_kernels.gather_attention import gather_attention, gather_scores
-from hf_kvret_kernels.page_copy import copy_pages
-from hf_kvret_kernels.paged import PagedRows, join_sides, lay_apart
+from hf_kvret_kernels.paged import PagedRows, copy_pages, join_sides, lay_apart
 from hf_kvret_kernels.resident import fetch
 
 from .draws import Place, draw, generator

@@ -10,8 +10,7 @@ import torch
 from hf_kvret_kernels import relevance
 from hf_kvret_kernels.gather_attention import gather_attention, gather_scores
 from hf_kvret_kernels.higgs import CodedRows
-from hf_kvret_kernels.page_copy import copy_pages
-from hf_kvret_kernels.paged import PagedRows
+from hf_kvret_kernels.paged import PagedRows, copy_pages
 from hf_kvret_kernels.resident import SlotMap, assign, fetch
 
 from .draws import Place, draw

@@ -23,8 +23,7 @@ from hf_kvret.stores import (
 from hf_kvret.stores.memory import DeviceMemory, HostMemory, PageMemory
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
 from hf_kvret.testing.scenario import prompt
-from hf_kvret_kernels.page_copy import copy_pages
-from hf_kvret_kernels.paged import PagedRows
+from hf_kvret_kernels.paged import PagedRows, copy_pages
 
 from .rows import CPU, HEADS, extend
 

@@ -25,7 +25,6 @@ from hf_kvret.lab.calibrate.runner import calibrate
 from hf_kvret.lab.calibrate.study import Calibration, Corpus
 from hf_kvret.lab.evaluate.caches import CacheChoice
 from hf_kvret.lab.evaluate.usage import Usage, usage_of
-from hf_kvret.lab.program.progress import prompt_bar
 from hf_kvret.layer.indexed import IndexedLayer
 from hf_kvret.layer.layer import RetrievalLayer
 from hf_kvret.layer.queries import AttentionCall
@@ -275,8 +274,7 @@ class Turn:
         with serving(model, cache):
             if self.fill == "prefill":
                 tokens = random_tokens(model, self.batch, self.context, seed)
-                with prompt_bar(model, self.context, self.choice.name):
-                    logits = prefill(model, self.choice, cache, tokens)
+                logits = prefill(model, self.choice, cache, tokens)
                 yield cache, logits[:, -1:].argmax(-1)
             else:
                 assert self.subject.rows is not None

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import ClassVar
 
 import torch
@@ -24,7 +23,7 @@ from hf_kvret.lab.bench.floors import (
     selections,
 )
 from hf_kvret.lab.bench.model_measurement import ModelMeasurement, TimedSample
-from hf_kvret.lab.bench.stepping import LosslessRounds, Steps, attention_clock, make_steps
+from hf_kvret.lab.bench.stepping import LosslessRounds, Steps, make_steps
 from hf_kvret.lab.bench.tables import plot_contexts, timing_table
 from hf_kvret.lab.bench.timing import StepClock
 from hf_kvret.lab.evaluate.caches import CacheChoice
@@ -60,8 +59,7 @@ class Decode(ModelMeasurement):
             token, warm_seconds, _ = steps.run(token, self.warmup)
             before = selections(cache)
             count = self.steps_within(warm_seconds[-1] if warm_seconds else 0.0)
-            with attention_clock(turn.subject.model) as clock:
-                _, seconds, kinds = steps.run(token, count)
+            _, seconds, kinds = steps.run(token, count)
             steps.finish()
         chosen = Selections()
         if isinstance(cache, RetrievalCache):
@@ -85,7 +83,6 @@ class Decode(ModelMeasurement):
             "bus_rows": chosen.bus_rows,
             "steps": kinds,
             "not_replayed": steps.reason,
-            "attention_seconds": median(clock.seconds()[::2] or [0.0]) or None,
         }
         return TimedSample(seconds, floor, usage, more)
 

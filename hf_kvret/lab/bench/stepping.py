@@ -143,27 +143,6 @@ class LosslessRounds(Steps):
 
 
 @contextmanager
-def attention_clock(model: PreTrainedModel) -> Iterator[StepClock]:
-    """Marks before and after the attention of each layer: every other interval is one of these.
-
-    Hooks of modules make them, so a replayed step makes none.
-    """
-    clock = StepClock(model.device)
-
-    def mark(*_: Any) -> None:
-        clock.mark()
-
-    modules = [module for name, module in model.named_modules() if name.endswith("self_attn")]
-    hooks = [module.register_forward_pre_hook(mark) for module in modules]
-    hooks += [module.register_forward_hook(mark) for module in modules]
-    try:
-        yield clock
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-@contextmanager
 def unmasked() -> Iterator[None]:
     """A step without padding is captured without a mask, as it runs outside of a capture.
 

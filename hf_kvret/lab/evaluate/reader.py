@@ -15,7 +15,6 @@ from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLa
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.lab.evaluate.caches import CacheChoice
 from hf_kvret.lab.evaluate.usage import Usage, usage_of
-from hf_kvret.lab.program.progress import prompt_bar
 from hf_kvret.lossless.steps import LosslessSteps
 from hf_kvret.models.versions import as_argument
 
@@ -92,9 +91,8 @@ class Reader:
         self._call: Callable[..., Any] = model
 
     def prefill(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Read a context ``[n]``: as ``feed``, with a bar, and presses compress at its end."""
-        bar = prompt_bar(self.model, len(tokens), self.choice.name)
-        with bar, self.choice.around_prefill(self.model):
+        """Read a context ``[n]``: as ``feed``, and presses compress at its end."""
+        with self.choice.around_prefill(self.model):
             return self.feed(tokens)
 
     @torch.inference_mode()
