@@ -15,7 +15,7 @@ from app_parts.languages import Language, Tokens
 from hf_kvret import Shelf
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.lab.evaluate.caches import choose_cache
-from hf_kvret.lab.evaluate.measurement import out_of_memory
+from hf_kvret.lab.evaluate.failures import out_of_memory
 from hf_kvret.lab.evaluate.reader import Reader
 from hf_kvret.lab.evaluate.subject import Subject
 from hf_kvret.lossless.steps import why_not

@@ -13,7 +13,8 @@ import torch
 
 from hf_kvret.lab.bench.tables import ms
 from hf_kvret.lab.bench.timing import StepClock, quartiles, synchronize
-from hf_kvret.lab.evaluate.measurement import CheckFailed, Measurement, Row
+from hf_kvret.lab.evaluate.failures import CheckFailed
+from hf_kvret.lab.evaluate.measurement import Measurement, Row
 from hf_kvret.lab.report.results import Cell, Results
 
 CALM_SECONDS = 0.015

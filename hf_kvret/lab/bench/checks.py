@@ -5,6 +5,8 @@ Time measured on wrong answers is worth nothing, so a cache that fails is not me
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
@@ -12,23 +14,21 @@ from transformers.cache_utils import Cache
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.lab.bench.filling import (
     LayerRows,
+    feed,
     fill_randomly,
-    prefill,
     random_tokens,
     serving,
 )
 from hf_kvret.lab.bench.opponents import attention_of
 from hf_kvret.lab.bench.stepping import make_steps
 from hf_kvret.lab.evaluate.caches import CacheChoice
-from hf_kvret.lab.evaluate.measurement import CheckFailed
+from hf_kvret.lab.evaluate.failures import CheckFailed
 from hf_kvret.models.compatibility import layer_shapes
 
 LONGEST_CHECK = 2048
 # The third step of a replayed cache is captured, so that three replays follow it.
 _STEPS = 6
 _MOST_ROWS = 2
-# Caches that are not full attention by design: their logits need only be finite.
-_INEXACT = ("quantized", "kvpress")
 # Least and largest relative error that is allowed, by dtype. Between them the measured rounding
 # decides: four times the distance of two implementations of full attention. The least is some
 # hundred roundings in fp32 and a few in half precision. The largest is twice the rounding of 32
@@ -71,7 +71,8 @@ class Checker:
         batch, context = min(batch, _MOST_ROWS), min(context, LONGEST_CHECK)
         key = choice.name, context, batch, fill
         if key not in self._passed:
-            self._passed[key] = self._check(choice, context, batch, fill)
+            with choice.guard():
+                self._passed[key] = self._check(choice, context, batch, fill)
         return self._passed[key]
 
     def _check(self, choice: CacheChoice, context: int, batch: int, fill: str) -> str:
@@ -79,7 +80,7 @@ class Checker:
         for source in ("prefill", "random") if fill == "random" else ("prefill",):
             size = context, batch, source
             logits = self._logits(choice, *size)
-            if choice.method in _INEXACT:
+            if not choice.is_exact:
                 continue
             expected, limit = self._reference(*size)
             errors.append(_distance(logits, expected))
@@ -109,11 +110,13 @@ class Checker:
         """Logits ``[passes, B, V]`` fp32: after the prompt (if it is read) and after each step."""
         tokens = random_tokens(self.model, batch, context, self.seed)
         start = context - _STEPS
-        cache = covering(choice.make(self.model.config, context), self.model, batch, start)
-        passes = []
-        with serving(self.model, cache):
+        prompt, passes = ExitStack(), []
+        opened = prompt.enter_context(choice.open(self.model, context))
+        cache = covering(opened, self.model, batch, start)
+        with prompt, serving(self.model, cache):
             if source == "prefill":
-                passes.append(prefill(self.model, choice, cache, tokens[:, :start]))
+                passes.append(feed(self.model, cache, tokens[:, :start], 0))
+                prompt.close()
             else:
                 assert self.rows is not None
                 size = batch, start, self.seed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from hf_kvret.lab.calibrate.aqua import AquaCalibration
 from hf_kvret.lab.calibrate.runner import calibrate
 from hf_kvret.lab.calibrate.study import Calibration, Corpus
 from hf_kvret.lab.evaluate.caches import CacheChoice
+from hf_kvret.lab.evaluate.failures import CheckFailed
 from hf_kvret.lab.evaluate.usage import Usage, usage_of
 from hf_kvret.layer.indexed import IndexedLayer
 from hf_kvret.layer.layer import RetrievalLayer
@@ -40,22 +41,21 @@ _KEEP_POSITIONS = ("qwen4_exp_text",)
 
 
 def choose_fill(
-    fill: str, context: int, device: torch.device, cache: str, latent: bool = False
+    fill: str, context: int, device: torch.device, choice: CacheChoice, latent: bool = False
 ) -> str:
     """``"prefill"`` or ``"random"``, as ``fill`` means it for this context and cache.
 
     ``latent``: the model has latent attention, whose many heads take long to read a prompt.
 
     Raises:
-        ValueError: ``random`` for a press, which compresses while a prompt is read.
+        ValueError: ``random`` for a press or a stranger, which need a prompt.
     """
-    press = cache.split(":")[0] == "kvpress"
     if fill == "auto":
         short = device.type == "cpu" or context <= _LONGEST_PREFILL
-        return "prefill" if (short and not latent) or press else "random"
-    if fill == "random" and press:
+        return "prefill" if (short and not latent) or choice.needs_prompt else "random"
+    if fill == "random" and choice.needs_prompt:
         raise ValueError(
-            f"{cache} compresses while it reads a prompt, so its cache can't be filled with "
+            f"{choice.name} acts while it reads a prompt, so its cache can't be filled with "
             "random rows: use --fill prefill or auto"
         )
     return fill
@@ -63,7 +63,12 @@ def choose_fill(
 
 @contextmanager
 def serving(model: PreTrainedModel, cache: Cache) -> Iterator[None]:
-    """``model`` with the attention that ``cache`` needs: ours for retrieval, else its own."""
+    """``model`` with the attention that ``cache`` needs: ours for retrieval, else its own.
+
+    CheckFailed for what is no cache, as a function in the place of ``generate``.
+    """
+    if not hasattr(cache, "update"):
+        raise CheckFailed("it answers by itself: only tasks of eval that ask for answers take it")
     if isinstance(cache, CppDenseCache):
         with attention_of(model, CPP_ATTENTION):
             yield
@@ -101,14 +106,6 @@ def feed(model: PreTrainedModel, cache: Cache, tokens: torch.Tensor, start: int)
         use_cache=True,
         logits_to_keep=1,
     ).logits
-
-
-def prefill(
-    model: PreTrainedModel, choice: CacheChoice, cache: Cache, tokens: torch.Tensor
-) -> torch.Tensor:
-    """Read ``tokens [B, n]`` into an empty cache; logits ``[B, 1, V]`` after the last."""
-    with choice.around_prefill(model):
-        return feed(model, cache, tokens, 0)
 
 
 @dataclass(frozen=True)
@@ -270,13 +267,15 @@ class Turn:
         That is ``[B, 1]``. Inside, the model has the attention that the cache needs.
         """
         model, seed = self.subject.model, self.subject.seed
-        cache = self.choice.make(model.config, self.context + spare)
-        with serving(model, cache):
-            if self.fill == "prefill":
-                tokens = random_tokens(model, self.batch, self.context, seed)
-                logits = prefill(model, self.choice, cache, tokens)
-                yield cache, logits[:, -1:].argmax(-1)
-            else:
+        with ExitStack() as prompt:
+            cache = prompt.enter_context(self.choice.open(model, self.context + spare))
+            with serving(model, cache):
+                if self.fill == "prefill":
+                    tokens = random_tokens(model, self.batch, self.context, seed)
+                    logits = feed(model, cache, tokens, 0)
+                    prompt.close()
+                    yield cache, logits[:, -1:].argmax(-1)
+                    return
                 assert self.subject.rows is not None
                 size = self.batch, self.context, seed
                 place = {"device": model.device, "dtype": model.dtype}

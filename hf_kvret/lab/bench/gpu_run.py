@@ -30,7 +30,8 @@ from hf_kvret.lab.bench.passes import Decode, Prefill
 from hf_kvret.lab.bench.shapes import Shape, load_shape, random_model, weight_bytes
 from hf_kvret.lab.bench.tables import SIZE, TIMES, ms, of, step_counts
 from hf_kvret.lab.bench.timing import Bandwidth, measure_bandwidth
-from hf_kvret.lab.evaluate.measurement import Row, attempt
+from hf_kvret.lab.evaluate.failures import attempt
+from hf_kvret.lab.evaluate.measurement import Row
 from hf_kvret.lab.program.arguments import DTYPES, check_device, file_path, length, number
 from hf_kvret.lab.program.options import option
 from hf_kvret.lab.program.program import add_command

@@ -36,7 +36,8 @@ from hf_kvret.lab.bench.shapes import (
 )
 from hf_kvret.lab.bench.timing import Bandwidth, describe, measure_bandwidth, quartiles
 from hf_kvret.lab.evaluate.caches import CacheChoice
-from hf_kvret.lab.evaluate.measurement import CacheMeasurement, Row, attempt
+from hf_kvret.lab.evaluate.failures import attempt
+from hf_kvret.lab.evaluate.measurement import CacheMeasurement, Row
 from hf_kvret.lab.evaluate.usage import Usage
 from hf_kvret.lab.program import options as common
 from hf_kvret.lab.program.arguments import DTYPES, lengths, whole_number
@@ -94,7 +95,8 @@ class ModelMeasurement(CacheMeasurement):
     batch: tuple[int, ...] = option((1,), "as 1,8", kind=lengths)
     caches: str = option(
         "full,dense,static,flat,paris,lrqk,ctkvr,a2ats,aqua",
-        "comma-separated, options after colons as paris:top_k=100:store=host; known: "
+        "comma-separated, options after colons as paris:top_k=100:store=host; your own as "
+        "mine=module:factory; known: "
         f"{', '.join(bench_caches())}",
     )
     fill: str = option(
@@ -205,13 +207,17 @@ class ModelMeasurement(CacheMeasurement):
         for _ in tqdm(range(self.rounds), leave=False, unit="round"):
             for cell, row, taken in zip(group, rows, samples, strict=True):
                 if why_missing(row) is None:
-                    sample, why = attempt(partial(self.once, self.turn(cell)))
+                    sample, why = attempt(partial(self._sample, self.turn(cell)))
                     taken.append(sample)
                     row.update(why)
         return [
             row if why_missing(row) else row | self.row(cell, taken)
             for cell, row, taken in zip(group, rows, samples, strict=True)
         ]
+
+    def _sample(self, turn: Turn) -> TimedSample:
+        with turn.choice.guard():
+            return self.once(turn)
 
     @abstractmethod
     def once(self, turn: Turn) -> TimedSample:
@@ -258,7 +264,8 @@ class ModelMeasurement(CacheMeasurement):
     def fill_of(self, cell: Cell) -> str:
         """``"prefill"`` or ``"random"``."""
         latent = is_latent(self.whole.config)
-        return choose_fill(self.fill, cell["context"], self.place, cell["cache"], latent)
+        choice = self.choices[cell["cache"]]
+        return choose_fill(self.fill, cell["context"], self.place, choice, latent)
 
     def steps_within(self, pace: float) -> int:
         """``steps``, or as many of ``pace`` seconds as the limit allows, at least 3."""

@@ -14,7 +14,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_kvret.lab.evaluate.caches import CacheChoice, choose_cache, known_caches
+from hf_kvret.lab.evaluate.caches import CacheChoice, choose_cache, is_stranger, known_caches
 from hf_kvret.models.compatibility import head_dims, model_layers
 from hf_kvret_kernels.host_step import HostWindow, run_step, why_not
 
@@ -132,7 +132,7 @@ def choose_bench_cache(
         ModuleNotFoundError: the package behind an opponent is missing.
     """
     name, place = text.partition(":")[0].strip(), torch.device(device).type
-    if name not in bench_caches():
+    if name not in bench_caches() and not is_stranger(text):
         raise ValueError(f"unknown cache {name!r}: choose among {', '.join(bench_caches())}")
     if name not in DENSE:
         return choose_cache(text, defaults, device)

@@ -26,8 +26,8 @@ from hf_kvret.lab.bench.model_measurement import ModelMeasurement, TimedSample
 from hf_kvret.lab.bench.stepping import LosslessRounds, Steps, make_steps
 from hf_kvret.lab.bench.tables import plot_contexts, timing_table
 from hf_kvret.lab.bench.timing import StepClock
-from hf_kvret.lab.evaluate.caches import CacheChoice
-from hf_kvret.lab.evaluate.measurement import CheckFailed, Row
+from hf_kvret.lab.evaluate.failures import CheckFailed
+from hf_kvret.lab.evaluate.measurement import Row
 from hf_kvret.lab.program.options import with_default
 from hf_kvret.lab.report.results import Cell, Results
 
@@ -145,11 +145,11 @@ class Prefill(ModelMeasurement):
         tokens = random_tokens(model, turn.batch, turn.context, self.seed)
         seconds = []
         for run in range(self.warmup + self.steps):
-            cache = turn.choice.make(model.config, turn.context)
-            with serving(model, cache):
+            opened = turn.choice.open(model, turn.context)
+            with opened as cache, serving(model, cache):
                 clock = StepClock(model.device)
                 clock.mark()
-                _read(model, turn.choice, cache, tokens, chunk)[:, -1].argmax(-1)
+                _read(model, cache, tokens, chunk)[:, -1].argmax(-1)
                 clock.mark()
                 interval = clock.seconds()
             usage = turn.usage(cache, turn.context)
@@ -173,19 +173,14 @@ class Prefill(ModelMeasurement):
 
 
 def _read(
-    model: PreTrainedModel,
-    choice: CacheChoice,
-    cache: Cache,
-    tokens: torch.Tensor,
-    chunk: int | None,
+    model: PreTrainedModel, cache: Cache, tokens: torch.Tensor, chunk: int | None
 ) -> torch.Tensor:
     """Logits after ``tokens`` in passes of ``chunk``, which are announced as ``generate`` does."""
     length = tokens.shape[1]
     if isinstance(cache, RetrievalCache):
         cache.expect(length, chunk or length)
     start = 0
-    with choice.around_prefill(model):
-        for new in tokens.split(chunk or length, dim=1):
-            logits = feed(model, cache, new, start)
-            start += new.shape[1]
+    for new in tokens.split(chunk or length, dim=1):
+        logits = feed(model, cache, new, start)
+        start += new.shape[1]
     return logits

@@ -1,16 +1,20 @@
-"""Caches by name: ours, transformers' own, and kvpress presses, all used in the same way.
+"""Caches by name: ours, transformers' own, presses and strangers, all used in the same way.
 
 A name may carry options (``hf_kvret.options.spec``): ``paris:top_k=100:store=host``,
 ``paris:preset=paper``, ``quantized:backend=quanto:nbits=2``,
-``kvpress:SnapKV:compression_ratio=0.5``.
+``kvpress:SnapKV:compression_ratio=0.5``, ``mine=./mine.py:make:bits=4``.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+import importlib
+import importlib.util
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +28,8 @@ from transformers import (
 from transformers.cache_utils import Cache
 
 from hf_kvret.artifacts.shared import ArtifactConfig
+from hf_kvret.cache import RetrievalCache
+from hf_kvret.lab.evaluate.failures import CheckFailed, out_of_memory
 from hf_kvret.options.config import RetrievalConfig
 from hf_kvret.options.spec import parse_option, parse_spec
 from hf_kvret.registry import registered_methods
@@ -32,7 +38,7 @@ OPPONENTS = ("full", "static", "offloaded", "quantized", "kvpress")
 
 
 def _nothing(model: PreTrainedModel) -> AbstractContextManager[Any]:
-    return contextlib.nullcontext()
+    return nullcontext()
 
 
 @dataclass(frozen=True)
@@ -65,6 +71,149 @@ class CacheChoice:
         """Whether an artifact is needed and not named; the model's folder may have it."""
         return self.options is not None and self.options.lacks_artifact
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether logits are those of full attention, for ours with a budget for everything."""
+        return self.method not in ("quantized", "kvpress")
+
+    @property
+    def needs_prompt(self) -> bool:
+        """Whether something surrounds the prompt, so that random rows can't stand for it."""
+        return self.around_prefill is not _nothing
+
+    @contextmanager
+    def open(self, model: PreTrainedModel, capacity: int) -> Iterator[Cache]:
+        """An empty cache of ``capacity`` tokens, in a context for the time of the prompt."""
+        with self.around_prefill(model):
+            yield self.make(model.config, capacity)
+
+    def check(self, model: PreTrainedModel) -> None:
+        """ValueError where ``model`` can't have the cache."""
+        cache = self.make(model.config, 1)
+        if isinstance(cache, RetrievalCache):
+            cache.check_model(model)
+
+    def guard(self) -> AbstractContextManager[None]:
+        """A context for all that is done with the cache."""
+        return nullcontext()
+
+
+def _needs_model(config: PreTrainedConfig, capacity: int) -> Cache:
+    raise ValueError("a factory makes its cache for a model, and here is none")
+
+
+@dataclass(frozen=True)
+class Stranger(CacheChoice):
+    """A cache that others wrote, by the factory that makes it: ``factory(model, **given)``.
+
+    The factory also gets those of ``config``, ``capacity`` and ``device`` that it takes by name. It
+    returns a cache; or a context, which is open while the prompt is read, with a cache or None for
+    transformers' own; or a function in the place of ``generate``.
+
+    Attributes:
+        factory: ``module:name``, or ``file.py:name``.
+        given: options behind it.
+    """
+
+    make: Callable[[PreTrainedConfig, int], Cache] = _needs_model
+    factory: str = ""
+    given: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_exact(self) -> bool:
+        return False
+
+    @property
+    def needs_prompt(self) -> bool:
+        return True
+
+    @contextmanager
+    def open(self, model: PreTrainedModel, capacity: int) -> Iterator[Any]:
+        """What the factory makes; keywords that its ``update`` does not take are dropped."""
+        make = _loaded(self.factory)
+        offered = {"config": model.config, "capacity": capacity, "device": model.device}
+        taken = {name: x for name, x in offered.items() if _takes(make, name)}
+        made = make(model, **{**taken, **self.given})
+        with made if isinstance(made, AbstractContextManager) else nullcontext(made) as cache:
+            yield DynamicCache(config=model.config) if cache is None else _tolerant(cache)
+
+    def check(self, model: PreTrainedModel) -> None:
+        """Nothing: it is tried in its cells."""
+
+    @contextmanager
+    def guard(self) -> Iterator[None]:
+        """Whatever its code raises is a CheckFailed: it ends a cell, and the others go on."""
+        try:
+            yield
+        except CheckFailed:
+            raise
+        except Exception as error:
+            if out_of_memory(error):
+                raise
+            why = " ".join(f"{type(error).__name__}: {error}".split())
+            raise CheckFailed(f"{self.name} ({self.factory}) fails: {why}") from error
+
+
+def is_stranger(text: str) -> bool:
+    """Whether ``text`` names a factory, as ``mine=module:factory``."""
+    return "=" in text.partition(":")[0]
+
+
+def _stranger(text: str) -> Stranger:
+    name, _, rest = (part.strip() for part in text.partition("="))
+    place, _, words = rest.partition(":")
+    function, *options = words.split(":")
+    if not name or not place or not function.isidentifier() or name in known_caches():
+        raise ValueError(
+            f"{text!r}: write NAME=MODULE:FACTORY or NAME=FILE.py:FACTORY, options after colons, "
+            f"with a NAME that is none of {', '.join(known_caches())}"
+        )
+    if place.endswith(".py") and not Path(place).is_file():
+        raise FileNotFoundError(f"{text!r}: there is no file {place}")
+    given = dict(parse_option(text, word) for word in options)
+    return Stranger(":".join([name, *options]), factory=f"{place}:{function}", given=given)
+
+
+def _loaded(factory: str) -> Callable[..., Any]:
+    """The function that ``module:name`` or ``file.py:name`` names."""
+    place, _, name = factory.rpartition(":")
+    if not place.endswith(".py"):
+        return getattr(importlib.import_module(place), name)
+    spec = importlib.util.spec_from_file_location(Path(place).stem, place)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return getattr(module, name)
+
+
+def _takes(function: Callable[..., Any], name: str) -> bool:
+    """Whether a function has an argument of that name."""
+    return name in inspect.signature(function).parameters
+
+
+def _tolerant(cache: Any) -> Any:
+    """``cache``, from now on of a class whose ``update`` drops keywords that it does not take.
+
+    So are its layers: what a version of transformers hands on, a package may not know.
+    """
+    for one in (cache, *getattr(cache, "layers", ())):
+        if hasattr(one, "update"):
+            one.__class__ = _tolerant_class(type(one))
+    if getattr(cache, "layer_class_to_replicate", None) is not None:
+        cache.layer_class_to_replicate = _tolerant_class(cache.layer_class_to_replicate)
+    return cache
+
+
+def _tolerant_class(cls: Any) -> Any:
+    known = inspect.signature(cls.update).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
+        return cls
+
+    def update(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return cls.update(self, *args, **{name: kwargs[name] for name in kwargs if name in known})
+
+    return type(cls.__name__, (cls,), {"update": update})
+
 
 def known_caches() -> list[str]:
     """Every name that ``choose_cache`` takes, options left out."""
@@ -77,7 +226,7 @@ def choose_cache(
     """The cache that ``text`` names.
 
     Args:
-        text: a name of ``known_caches()`` and its options, see above.
+        text: a name of ``known_caches()`` and its options, or a factory, see above.
         defaults: of retrieval caches where ``text`` and its preset say nothing, as ``top_k`` or
             ``store``.
         device: where the model is; offloading needs a CUDA device.
@@ -86,6 +235,8 @@ def choose_cache(
         ValueError: an unknown name, option or value, or a cache that can't work here.
         ModuleNotFoundError: the package behind an opponent is missing; says which.
     """
+    if is_stranger(text):
+        return _stranger(text)
     if text.partition(":")[0].strip() == "kvpress":
         return _press(text)
     name, options = parse_spec(text)
@@ -103,7 +254,10 @@ def choose_cache(
     if name == "quantized":
         return _quantized(text, options)
     if name not in OPPONENTS:
-        raise ValueError(f"unknown cache {name!r}: choose among {', '.join(known_caches())}")
+        raise ValueError(
+            f"unknown cache {name!r}: choose among {', '.join(known_caches())}, or bring your own "
+            "as mine=module:factory"
+        )
     if options:
         raise ValueError(f"{text!r}: {name} takes no options, got {', '.join(options)}")
     if name == "full":
@@ -126,17 +280,20 @@ def choose_caches(
     """``choose`` for each of ``texts``; ValueError for none or for the same one twice."""
     if not texts:
         raise ValueError(f"no cache named: choose among {', '.join(known_caches())}")
-    if len(set(texts)) < len(texts):
+    choices = {choice.name: choice for choice in map(choose, texts)}
+    if len(choices) < len(texts):
         raise ValueError(f"the same cache twice in {', '.join(texts)}: name each once")
-    return {text: choose(text) for text in texts}
+    return choices
 
 
 def artifact_sha256(choice: CacheChoice, config: PreTrainedConfig) -> str | None:
-    """The digest of the artifact that a cache works with; None for none.
+    """The digest of the artifact that a cache works with, or of a factory's file; None for none.
 
     Raises:
         OSError, ValueError: it needs one, and there is none.
     """
+    if isinstance(choice, Stranger) and choice.factory.rpartition(":")[0].endswith(".py"):
+        return sha256(Path(choice.factory.rpartition(":")[0]).read_bytes()).hexdigest()
     if not isinstance(choice.options, ArtifactConfig):
         return None
     # A cache knows where the artifact is, and where another model's would be refused.

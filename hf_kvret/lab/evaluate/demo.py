@@ -76,7 +76,7 @@ class Demo(CacheMeasurement):
                 f"knows {config.max_position_embeddings} positions; give a shorter one"
             )
         for choice in self.choices.values():
-            choice.make(config, self.context)
+            choice.check(self._model)
 
     def artifact_sha256(self, cache: str) -> str | None:
         return artifact_sha256(self.choices[cache], self._model.config)

@@ -8,10 +8,9 @@ goes on where it was interrupted.
 from __future__ import annotations
 
 import argparse
-import gc
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -19,9 +18,8 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
-
 from hf_kvret.lab.evaluate.caches import CacheChoice, choose_cache, choose_caches
+from hf_kvret.lab.evaluate.failures import attempt
 from hf_kvret.lab.program import options as common
 from hf_kvret.lab.program.arguments import check_device, file_path, names
 from hf_kvret.lab.program.options import add_options, option, read_options
@@ -35,10 +33,6 @@ from hf_kvret.saved.identity import printable
 
 Row = dict[str, Any]
 """The numbers of a cell, as plain JSON values."""
-
-
-class CheckFailed(RuntimeError):
-    """The object of a measurement gives wrong results; the message says which, and by how much."""
 
 
 @dataclass(frozen=True)
@@ -234,29 +228,6 @@ def _check_artifacts(measurement: Measurement, results: Results) -> None:
             )
 
 
-def attempt(work: Callable[[], Any]) -> tuple[Any, Row]:
-    """``(work(), {})``, or None and what a row says instead of numbers. Memory is freed after it.
-
-    That is ``out_of_memory`` or ``check_failed``; other errors are raised.
-    """
-    result, why = None, {}
-    try:
-        result = work()
-    except CheckFailed as error:
-        why = {FAILED: str(error)}
-    except (MemoryError, RuntimeError) as error:
-        if not out_of_memory(error):
-            raise
-        message = next(iter(str(error).strip().splitlines()), "no memory left")
-        why = {"out_of_memory": f"out of memory ({message})"}
-    # Outside the handler: its traceback would keep the tensors of the failed run. Collecting takes
-    # long beside a small run, and matters where memory is scarce.
-    if why or torch.cuda.is_available():
-        gc.collect()
-        torch.cuda.empty_cache()
-    return result, why
-
-
 def run_measurement(measurement: Measurement, outputs: Outputs) -> int:
     """Measure, print the table, write what was asked for; returns the exit status.
 
@@ -276,8 +247,10 @@ def run_measurement(measurement: Measurement, outputs: Outputs) -> int:
                 print(f"\n{measurement.table(results)}")
                 if missing := measurement.count(results):
                     print(f"\n{missing} cells are not finished")
-    for cell, reason in failed:
-        print(f"\n{printable(' '.join(map(str, cell.values())))}: {printable(reason)}")
+    for reason in dict.fromkeys(reason for _, reason in failed):
+        first, *others = (cell for cell, why in failed if why == reason)
+        more = f", and {len(others)} more" if others else ""
+        print(f"\n{printable(' '.join(map(str, first.values())))}{more}: {printable(reason)}")
     if finished:
         print(f"\n{finished} cells were finished already and were not measured again")
     if outputs.plot:
@@ -313,14 +286,3 @@ def fill_parser(parser: argparse.ArgumentParser, cls: type[Measurement]) -> None
 
 def _run(cls: type[Measurement], parsed: argparse.Namespace) -> int:
     return run_measurement(read_options(cls, parsed), read_options(Outputs, parsed))
-
-
-def out_of_memory(error: Exception) -> bool:
-    """Whether an error says that memory ran out."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    # torch has no class of its own for a host that can't allocate, for pinned memory, and for what
-    # CUDA's libraries can't get.
-    message = str(error)
-    signs = ("DefaultCPUAllocator", "ALLOC_FAILED", "out of memory")
-    return any(sign in message for sign in signs)

@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
 from hf_kvret.cache import RetrievalCache
-from hf_kvret.lab.evaluate.caches import CacheChoice
+from hf_kvret.lab.evaluate.caches import CacheChoice, Stranger
+from hf_kvret.lab.evaluate.failures import CheckFailed
 from hf_kvret.lab.evaluate.usage import Usage, usage_of
 from hf_kvret.lossless.steps import LosslessSteps
 from hf_kvret.models.versions import as_argument
@@ -83,16 +84,21 @@ class Reader:
     def __init__(self, model: PreTrainedModel, choice: CacheChoice, capacity: int) -> None:
         check_positions(model, capacity)
         self.model, self.choice, self.capacity = model, choice, capacity
-        self.cache: Cache = choice.make(model.config, capacity)
-        if isinstance(self.cache, RetrievalCache):
-            self.cache.check_model(model)
+        self.cache: Cache
+        if not choice.needs_prompt:
+            self.cache = choice.make(model.config, capacity)
+            if isinstance(self.cache, RetrievalCache):
+                self.cache.check_model(model)
         self.length = 0
         self.seconds = 0.0
+        self._fed: tuple[torch.Tensor, ...] = ()
         self._call: Callable[..., Any] = model
 
     def prefill(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Read a context ``[n]``: as ``feed``, and presses compress at its end."""
-        with self.choice.around_prefill(self.model):
+        """Read a context ``[n]`` into the empty cache: as ``feed``; presses compress at its end."""
+        if not self.choice.needs_prompt:
+            return self.feed(tokens)
+        with self.choice.open(self.model, self.capacity) as self.cache:
             return self.feed(tokens)
 
     @torch.inference_mode()
@@ -109,6 +115,10 @@ class Reader:
                 "one, and make the reader with the length of the whole text"
             )
         device = self.model.device
+        self._fed = (*self._fed, tokens)
+        if self.answers_alone:
+            self.length += count
+            return torch.empty(keep, 0)
         positions = torch.arange(self.length, self.length + count, device=device)
         started = time.perf_counter()
         logits = self._call(
@@ -126,20 +136,31 @@ class Reader:
         self.length += count
         return logits
 
+    @property
+    def answers_alone(self) -> bool:
+        """Whether a function in the place of ``generate`` answers, which gives no logits."""
+        return callable(self.cache) and not hasattr(self.cache, "update")
+
+    def need_logits(self) -> None:
+        """CheckFailed for a cache that gives none."""
+        if self.answers_alone:
+            raise CheckFailed(f"{self.choice.name} answers by itself, and logits are compared here")
+
     def check_step(self, step: int) -> None:
         """ValueError where ``step`` tokens at once don't measure what one at a time does.
 
         A retrieval cache is exact beyond ``max_draft``; one that learns from queries takes a pass
         of several tokens for a question, and knows the next ones better than when generating.
         """
-        if step == 1 or not isinstance(self.cache, RetrievalCache):
+        options = self.choice.options
+        if step == 1 or options is None:
             return
-        if self.cache.options.learns_from_queries:
+        if options.learns_from_queries:
             raise ValueError(
                 f"--step {step}: {self.choice.name} learns from queries, and tokens that come "
                 "together are a question to it, which generate's are not: use --step 1"
             )
-        most = self.cache.options.max_draft
+        most = options.max_draft
         if step > most:
             raise ValueError(
                 f"--step {step}: beyond max_draft ({most}) tokens {self.choice.name} attends to "
@@ -159,11 +180,29 @@ class Reader:
             return twin
         if changes:
             raise TypeError(f"{self.choice.name} is no retrieval cache: it has no {list(changes)}")
+        if isinstance(self.choice, Stranger):
+            return self._fork_stranger(twin)
         twin.cache = copy.copy(self.cache)
         twin.cache.layers = [
             copy.copy(layer) if type(layer) in _SHAREABLE_LAYERS else copy.deepcopy(layer)
             for layer in self.cache.layers
         ]
+        return twin
+
+    def _fork_stranger(self, twin: Reader) -> Reader:
+        """``twin`` with a deep copy; where there can be none, a reader that reads all again."""
+        if self.answers_alone:
+            return twin
+        try:
+            # The model may be in it, and stays one.
+            twin.cache = copy.deepcopy(self.cache, {id(self.model): self.model})
+        except (TypeError, RuntimeError, NotImplementedError):
+            twin = Reader(self.model, self.choice, self.capacity)
+            first, *others = self._fed
+            twin.prefill(first)
+            for tokens in others:
+                twin.feed(tokens)
+            twin.seconds = 0.0
         return twin
 
     def branch(self) -> Reader:
@@ -195,12 +234,27 @@ class Reader:
         those given will do.
         """
         cache = self.cache
+        if self.answers_alone:
+            return self._generated(count, stop)
         if not (isinstance(cache, RetrievalCache) and cache.options.lossless):
             return self._answer(logits, count, stop, done)
         with LosslessSteps(self.model, cache) as self._call:
             answer = self._answer(logits, count, stop, done)
         self._call = self.model
         return answer
+
+    def _generated(self, count: int, stop: Collection[int]) -> list[int]:
+        """As ``answer``, of a function that is called as ``generate`` is."""
+        generate: Any = self.cache
+        tokens = torch.cat(self._fed)[None].to(self.model.device)
+        started = time.perf_counter()
+        result = generate(tokens, max_new_tokens=count, do_sample=False)
+        self.seconds += time.perf_counter() - started
+        answer = getattr(result, "sequences", result)[0, tokens.shape[1] :].tolist()[:count]
+        self._fed = (*self._fed, torch.tensor(answer[:-1], dtype=torch.long))
+        self.length += len(answer[:-1])
+        end = next((index for index, token in enumerate(answer) if token in stop), len(answer))
+        return answer[:end]
 
     def _answer(
         self,

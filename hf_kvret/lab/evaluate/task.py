@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 from hf_kvret.lab.evaluate.bundled import default_model
 from hf_kvret.lab.evaluate.caches import CacheChoice, artifact_sha256, known_caches
 from hf_kvret.lab.evaluate.measurement import CacheMeasurement, Row
-from hf_kvret.lab.evaluate.reader import Reader
 from hf_kvret.lab.evaluate.subject import Subject, load_subject, model_folder
 from hf_kvret.lab.evaluate.texts import describe_file
 from hf_kvret.lab.program.arguments import DTYPES
@@ -40,8 +39,9 @@ class Task(CacheMeasurement):
     )
     caches: str | None = option(
         None,
-        "comma-separated, options after colons as paris:top_k=100:store=host; known: "
-        f"{', '.join(known_caches())}; default: {','.join(_CACHES)}, and those that the model's "
+        "comma-separated, options after colons as paris:top_k=100:store=host; your own as "
+        f"mine=module:factory; known: {', '.join(known_caches())}; default: "
+        f"{','.join(_CACHES)}, and those that the model's "
         "folder has an artifact for",
     )
     device_map: str | None = device_map_option()
@@ -102,7 +102,7 @@ class Task(CacheMeasurement):
             ValueError: something of that can't be.
         """
         for name in dict.fromkeys(cell["cache"] for cell in cells):
-            Reader(self.subject.model, self.choices[name], 0)
+            self.choices[name].check(self.subject.model)
 
     def artifact_sha256(self, cache: str) -> str | None:
         return artifact_sha256(self.choices[cache], self.subject.model.config)
@@ -113,7 +113,11 @@ class Task(CacheMeasurement):
         yield from super().plan(results)
 
     def rows(self, group: Sequence[Cell]) -> list[Row]:
-        return [self.run(cell, self.choices[cell["cache"]]) for cell in group]
+        rows = []
+        for choice, cell in ((self.choices[cell["cache"]], cell) for cell in group):
+            with choice.guard():
+                rows.append(self.run(cell, choice))
+        return rows
 
     @abstractmethod
     def run(self, cell: Cell, choice: CacheChoice) -> Row:

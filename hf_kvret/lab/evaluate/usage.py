@@ -94,12 +94,13 @@ def usage_of(
             sum(layer["cold_rows"] + layer["exact_rows"] for layer in layers),
             memory.other_layers + round(sum(sum(step_reads(x)) for x in cache.retrieval_layers)),
         )
-    size = sum(_nbytes(vars(layer)) for layer in cache.layers)
+    size = sum(_nbytes(vars(one)) for one in getattr(cache, "layers", (cache,)))
     host = size if on_host else 0
     width = sum(shape.width for shape in layer_shapes(model.config))
     full = 2 * batch * length * width * model.dtype.itemsize
     # All rows that are left are read, whatever their encoding; a press leaves fewer.
-    return Usage(size - host, host, full, int(cache.get_seq_length()), length, size)
+    held = getattr(cache, "get_seq_length", lambda: length)()
+    return Usage(size - host, host, full, int(held), length, size)
 
 
 def _nbytes(value: Any) -> int:

@@ -11,8 +11,9 @@ from typing import Any, ClassVar
 import torch
 
 from hf_kvret.lab.evaluate.caches import artifact_sha256
-from hf_kvret.lab.evaluate.measurement import Measurement, Row, attempt
-from hf_kvret.lab.evaluate.reader import Reader, check_positions
+from hf_kvret.lab.evaluate.failures import attempt
+from hf_kvret.lab.evaluate.measurement import Measurement, Row
+from hf_kvret.lab.evaluate.reader import check_positions
 from hf_kvret.lab.evaluate.subject import Subject, load_subject
 from hf_kvret.lab.evaluate.texts import describe_file, read_text, token_ids
 from hf_kvret.lab.program import arguments
@@ -74,7 +75,8 @@ class Tune(Measurement):
     )
     methods: str = option(
         "flat,paris,lrqk,ctkvr",
-        "to try, comma-separated, options after colons as paris:recent=64:store=host",
+        "to try, comma-separated, options after colons as paris:recent=64:store=host; your own "
+        "cache as mine=module:factory",
     )
     top_k: tuple[int | float, ...] | None = option(
         None,
@@ -164,7 +166,7 @@ class Tune(Measurement):
         if self.out and results.path and self.out.resolve() == results.path.resolve():
             raise ValueError(f"--json and --out are both {self.out}: give each its own file")
         for base in {one.base.name: one.base for one in self.variants.values()}.values():
-            Reader(self.subject.model, base, 0)
+            base.check(self.subject.model)
         check_positions(self.subject.model, self.context + self._new)
         _ = self._walker
         window, running = standing(results, list(self.variants))
@@ -200,7 +202,8 @@ class Tune(Measurement):
         if name == FULL:
             return self._walker.full(window)
         variant = self.variants[name]
-        row = self._walker.row(variant, window)
+        with variant.base.guard():
+            row = self._walker.row(variant, window)
         return row | {"method": variant.method, "cache_config": dict(variant.cache_config)}
 
     @property

@@ -126,6 +126,7 @@ class Walker:
         tokens = self._windows[window]
         reader = Reader(self._model, choice, len(tokens))
         reader.prefill(tokens[: -self._new])
+        reader.need_logits()
         return reader
 
     def _walk(

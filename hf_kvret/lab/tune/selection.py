@@ -172,9 +172,13 @@ _HEADER = (
 
 
 def configuration(results: Results, name: str) -> dict[str, Any]:
-    """``cache_implementation`` and ``cache_config`` of a variant, as ``generate`` takes them."""
+    """``cache_implementation`` and ``cache_config`` of a variant, as ``generate`` takes them.
+
+    Of a stranger's cache they are its factory and what it is given.
+    """
     row = next(row for cell, row in results if cell["cache"] == name)
-    return {"cache_implementation": row["method"], "cache_config": row["cache_config"]}
+    method = "factory" if ":" in row["method"] else "cache_implementation"
+    return {method: row["method"], "cache_config": row["cache_config"]}
 
 
 def write_choice(path: Path, results: Results) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from hf_kvret.lab.evaluate.caches import CacheChoice, choose_cache
+from hf_kvret.lab.evaluate.caches import CacheChoice, Stranger, choose_cache, is_stranger
 from hf_kvret.lab.evaluate.subject import model_folder
 from hf_kvret.options.config import FORK_OPTIONS, RetrievalConfig
 from hf_kvret.options.spec import parse_spec
@@ -33,8 +33,8 @@ class Variant:
 
     @property
     def method(self) -> str:
-        """For ``cache_implementation``."""
-        return self.base.method
+        """For ``cache_implementation``; of a stranger's cache its factory."""
+        return self.base.factory if isinstance(self.base, Stranger) else self.base.method
 
 
 def ladder(context: int) -> tuple[int, ...]:
@@ -54,6 +54,8 @@ def check_method(text: str, model: str) -> None:
         ValueError: no method of ours, one that attends to everything, or one that lacks its
             artifact.
     """
+    if is_stranger(text):
+        return
     method = text.partition(":")[0].strip()
     names = [name for name, cls in registered_methods().items() if cls.Config.retrieves]
     if method not in names:
@@ -85,6 +87,11 @@ def make_variants(
     variants: dict[str, Variant] = {}
     bases: list[CacheChoice] = []
     for text in methods:
+        if is_stranger(text):
+            choice = choose_cache(text)
+            assert isinstance(choice, Stranger)
+            variants[choice.name] = Variant(choice.name, choice, {}, choice.given)
+            continue
         for name in _names(text, budgets):
             choice = _retrieving(choose_cache(name), context)
             if choice.name in variants:

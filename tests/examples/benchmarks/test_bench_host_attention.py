@@ -10,7 +10,7 @@ import pytest
 import torch
 from bench_host_attention import TOLERANCES, HostAttention, check_ways, make_rows, make_ways
 
-from hf_kvret.lab.evaluate.measurement import CheckFailed
+from hf_kvret.lab.evaluate.failures import CheckFailed
 from hf_kvret_kernels import host_library as library
 from hf_kvret_kernels.catalog import Draw, KernelShape
 from hf_kvret_kernels.paged import PagedRows

@@ -24,7 +24,7 @@ from hf_kvret.lab.bench.opponents import PreallocatedCache, choose_bench_cache
 from hf_kvret.lab.bench.shapes import load_shape, random_model
 from hf_kvret.lab.evaluate.bundled import load_bundled_model
 from hf_kvret.lab.evaluate.caches import CacheChoice
-from hf_kvret.lab.evaluate.measurement import CheckFailed
+from hf_kvret.lab.evaluate.failures import CheckFailed
 from hf_kvret.testing import INDEXED_MODELS, held_tokens
 from hf_kvret.testing.indexed_models import known_indexed
 
@@ -162,11 +162,12 @@ def test_random_rows_come_with_the_positions_that_an_indexer_keeps() -> None:
 
 def test_how_a_cache_is_filled() -> None:
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
-    assert choose_fill("auto", 10**6, cpu, "full") == "prefill"
-    assert choose_fill("auto", 16_384, gpu, "full") == "prefill"
-    assert choose_fill("auto", 16_385, gpu, "full") == "random"
-    assert choose_fill("auto", 100, cpu, "full", latent=True) == "random"
-    assert choose_fill("auto", 10**6, gpu, "kvpress:SnapKV") == "prefill"
-    assert choose_fill("random", 100, cpu, "full") == "random"
+    full, stranger = choose_bench_cache("full"), choose_bench_cache("mine=module:make")
+    assert choose_fill("auto", 10**6, cpu, full) == "prefill"
+    assert choose_fill("auto", 16_384, gpu, full) == "prefill"
+    assert choose_fill("auto", 16_385, gpu, full) == "random"
+    assert choose_fill("auto", 100, cpu, full, latent=True) == "random"
+    assert choose_fill("auto", 10**6, gpu, stranger) == "prefill"
+    assert choose_fill("random", 100, cpu, full) == "random"
     with pytest.raises(ValueError, match="--fill prefill"):
-        choose_fill("random", 100, cpu, "kvpress:SnapKV")
+        choose_fill("random", 100, cpu, stranger)

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel, masking_utils
 
 from hf_kvret.lab.bench import stepping
-from hf_kvret.lab.bench.filling import feed, prefill, random_tokens, serving
+from hf_kvret.lab.bench.filling import feed, random_tokens, serving
 from hf_kvret.lab.bench.opponents import PreallocatedCache, attend_to_all, choose_bench_cache
 from hf_kvret.lab.bench.stepping import (
     DenseGraphSteps,
@@ -34,7 +34,7 @@ def make(model: PreTrainedModel, text: str) -> tuple[CacheChoice, Any, torch.Ten
     choice = choose_bench_cache(text, {"store": "device"})
     cache = choice.make(model.config, LENGTH + 8)
     with serving(model, cache):
-        logits = prefill(model, choice, cache, random_tokens(model, 1, LENGTH, seed=1))
+        logits = feed(model, cache, random_tokens(model, 1, LENGTH, seed=1), 0)
     return choice, cache, logits[:, -1:].argmax(-1)
 
 

@@ -11,15 +11,8 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from hf_kvret.lab.evaluate.measurement import (
-    CheckFailed,
-    Measurement,
-    Outputs,
-    Row,
-    measure,
-    out_of_memory,
-    run_measurement,
-)
+from hf_kvret.lab.evaluate.failures import CheckFailed, out_of_memory
+from hf_kvret.lab.evaluate.measurement import Measurement, Outputs, Row, measure, run_measurement
 from hf_kvret.lab.program.options import option
 from hf_kvret.lab.report.results import Cell, Results
 from hf_kvret.lab.report.tables import table_of

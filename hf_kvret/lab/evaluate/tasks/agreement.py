@@ -73,6 +73,7 @@ class Agreement(Task):
             expected = self._continuation(context)
             reader = Reader(self.subject.model, choice, len(context) + self.new_tokens)
             begun = reader.prefill(context)
+            reader.need_logits()
             fed, expected = expected[:-1], expected[1:]
             follower = reader.branch()
             logits = _step_by_step(follower, fed)

@@ -85,6 +85,7 @@ class Perplexity(Task):
         reader.check_step(self.step)
         start = max(1, int(self.prefill * len(window)))
         logits, losses = reader.prefill(window[:start]), []
+        reader.need_logits()
         for place in tqdm(
             range(start, len(window), self.step), leave=False, desc=choice.name, mininterval=1
         ):

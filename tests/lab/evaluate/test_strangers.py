@@ -1,0 +1,179 @@
+"""Caches that others wrote come by their factories, and go the way of all others."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_kvret.cli import main
+from hf_kvret.lab.evaluate.caches import choose_cache
+from hf_kvret.lab.evaluate.failures import CheckFailed
+from hf_kvret.lab.evaluate.reader import Reader
+from hf_kvret.lab.evaluate.subject import Subject
+from hf_kvret.lab.report.results import Results
+
+from .runs import greedy
+
+STRANGERS = '''
+from contextlib import contextmanager
+from transformers import DynamicCache
+
+log = []
+
+
+class Old(DynamicCache):
+    """Knows no keywords of later transformers."""
+
+    def update(self, key_states, value_states, layer_idx):
+        return super().update(key_states, value_states, layer_idx)
+
+
+class Alone(Old):
+    def __deepcopy__(self, memo):
+        raise TypeError("cannot be copied")
+
+
+class Deaf(Old):
+    """Forgets all keys but those of the newest token."""
+
+    def update(self, key_states, value_states, layer_idx):
+        keys, values = super().update(key_states, value_states, layer_idx)
+        return (keys, values) if keys.shape[2] == key_states.shape[2] else (keys * 0, values)
+
+
+def old(model, config, capacity, kind="Old"):
+    assert capacity > 0
+    return globals()[kind](config=config)
+
+
+@contextmanager
+def patched(model):
+    log.append("opened")
+    try:
+        yield None
+    finally:
+        log.append("closed")
+
+
+def answers(model):
+    return lambda ids, **options: model.generate(ids, eos_token_id=None, **options)
+
+
+def broken(model):
+    raise RuntimeError("made for another transformers")
+'''
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> Path:
+    file = tmp_path / "mine.py"
+    file.write_text(STRANGERS)
+    return file
+
+
+@pytest.fixture(scope="module")
+def text() -> torch.Tensor:
+    return torch.randint(3, 400, (60,), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("made", ["old", "old:kind=Alone", "patched", "answers"])
+def test_readers_of_strangers_fork_and_answer_as_full_attention(
+    made: str, mine: Path, subject: Subject, text: torch.Tensor
+) -> None:
+    choice = choose_cache(f"mine={mine}:{made}")
+    reader = Reader(subject.model, choice, 80)
+    reader.prefill(text[:50])
+    for question in (text[50:53], text[53:58], text[50:53]):
+        turn = reader.fork()
+        expected = greedy(subject.model, torch.cat([text[:50], question]), 6)
+        assert turn.answer(turn.feed(question), 6) == expected
+    assert reader.length == 50 and reader.usage().device_bytes >= 0
+    if made == "answers":
+        with pytest.raises(CheckFailed, match="answers by itself"):
+            reader.need_logits()
+
+
+def test_a_context_is_open_while_the_prompt_is_read(
+    mine: Path, subject: Subject, text: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(mine.parent)
+    import mine as module  # type: ignore[import-not-found]
+
+    reader = Reader(subject.model, choose_cache("mine=mine:patched"), 80)
+    assert module.log == []
+    reader.prefill(text)
+    assert module.log == ["opened", "closed"]
+
+
+@pytest.fixture
+def run(tmp_path: Path, mine: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    """Rows by cache, and what was printed, of a command with a failing cache; FILE is theirs."""
+
+    def command(line: str) -> tuple[dict[str, Any], str]:
+        file = tmp_path / f"{line.split()[1]}.json"
+        words = [word.replace("FILE", str(mine)) for word in line.split()]
+        assert main([*words, "--json", str(file)]) == 1
+        rows = {cell["cache"]: row for cell, row in Results.load(file)}
+        return rows, capsys.readouterr().out
+
+    return command
+
+
+CACHES = "full,old=FILE:old,deaf=FILE:old:kind=Deaf,bad=FILE:broken,text=FILE:answers"
+
+
+def test_every_task_takes_strangers_and_goes_on_behind_one_that_fails(
+    run: Callable[..., Any], tiny_model_dir: Path, tiny_text: Path
+) -> None:
+    rows, printed = run(
+        f"eval agreement --text {tiny_text} --context 64 --windows 1 --new-tokens 4 "
+        f"--model {tiny_model_dir} --caches {CACHES}"
+    )
+    assert rows.keys() == {"full", "old", "deaf:kind=Deaf"}
+    assert rows["old"]["kl_mean"] < 1e-6 < rows["deaf:kind=Deaf"]["kl_mean"]
+    assert "bad (" in printed and "RuntimeError: made for another transformers" in printed
+    assert "text answers by itself" in printed
+    rows, printed = run(
+        f"eval niah --model {tiny_model_dir} --context 340 --depths 0,50 --samples 1 "
+        f"--answer-tokens 4 --caches {CACHES}"
+    )
+    assert rows["old"]["answers"] == rows["full"]["answers"] == rows["text"]["answers"]
+    # One line for both cells.
+    assert printed.count("made for another transformers") == 1 and "and 1 more" in printed
+
+
+def test_bench_and_tune_take_strangers(
+    run: Callable[..., Any], tiny_model_dir: Path, tiny_text: Path, tmp_path: Path
+) -> None:
+    rows, _ = run(
+        "bench decode --device cpu --context 64 --steps 3 --warmup 1 --rounds 1 "
+        "--caches old=FILE:old,bad=FILE:broken,text=FILE:answers"
+    )
+    assert rows["old"]["seconds"] > 0 and rows["old"]["check"].startswith("finite")
+    assert "made for another" in rows["bad"]["check_failed"]
+    assert "answers by itself" in rows["text"]["check_failed"]
+    run(
+        f"tune --model {tiny_model_dir} --text {tiny_text} --context 64 --tokens 8 --windows 1 "
+        f"--methods old=FILE:old:kind=Old,bad=FILE:broken --out {tmp_path / 'choice.json'}"
+    )
+    choice = json.loads((tmp_path / "choice.json").read_text())
+    assert choice == {"factory": f"{tmp_path / 'mine.py'}:old", "cache_config": {"kind": "Old"}}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("mine=module", "write NAME=MODULE:FACTORY"),
+        ("full=module:make", "none of full"),
+        ("mine=./nowhere.py:make", r"there is no file ./nowhere.py"),
+        ("mine=module:make:bits", "'bits' is no option"),
+    ],
+)
+def test_mistakes_in_a_factory_are_named(text: str, message: str) -> None:
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        choose_cache(text)
