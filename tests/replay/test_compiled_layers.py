@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import copy
+import json
 import logging
+import os
 import pickle
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -81,10 +85,14 @@ def test_compiled_layers_give_the_logits_of_layers_as_they_are(name: str) -> Non
     assert graphs() == SEVERAL_KINDS.get(name, 1)
 
 
-def test_one_graph_serves_all_layers_steps_flushes_and_caches() -> None:
-    model = small_llama(layers=4)
-    loop, usual = compiled(model), plain(model)
-    assert torch.equal(loop.run(16), usual.run(16))
+@pytest.mark.parametrize(
+    ("steps", "flush"), [(16, 4), pytest.param(2_000, 600, marks=pytest.mark.slow)]
+)
+def test_one_graph_serves_all_layers_steps_flushes_and_caches(steps: int, flush: int) -> None:
+    model = small_llama()
+    loop, usual = compiled(model, flush=flush), plain(model, flush=flush)
+    assert torch.equal(loop.run(steps), usual.run(steps))
+    assert loop.cache.retrieval_layers[0].cold_len >= 3 * flush
     for one in (loop, usual):
         one.cache.crop(-3)
         one.mask = one.mask[:, :-3]
@@ -239,6 +247,27 @@ def test_a_graph_captures_compiled_layers(padded: bool) -> None:
     assert loop.call.reason is None and why(loop) is None
     assert loop.call.captures and loop.call.replays
     assert graphs() == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gemma3", "lfm2", "llama", "qwen3_next"])
+def test_a_graph_captures_compiled_layers_beside_states_and_windows(name: str) -> None:
+    model = MODELS[name].build().eval()
+    hf_kvret.attach(model)
+    with taped():
+        expected = plain(model, prompt=26, flush=12).run(4)
+        loop = graphed(model, prompt=26, flush=12, compile=True)
+        assert torch.equal(loop.run(4), expected)
+    assert loop.call.reason is None and why(loop) is None
+    assert loop.call.captures and loop.call.replays
+
+
+@pytest.mark.slow
+def test_a_layer_of_an_8b_model_is_thirteen_launches_beside_attention() -> None:
+    without = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.replay.launches"]
+    run = subprocess.run(command, capture_output=True, text=True, env=without, check=True)
+    assert json.loads(run.stdout) == {"llama": 13, "qwen3": 13}
 
 
 def test_a_layer_number_of_another_layer_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
