@@ -295,14 +295,14 @@ class RetrievalCache(Cache):
             RuntimeError: no snapshot lies that far back, or another thread is in the middle of a
                 pass. Nothing was dropped.
         """
-        surplus = self._drop(int(tokens_to_remove))
+        surplus = self.drop_newest(int(tokens_to_remove))
         if surplus:
             message = "crop(%d) went back to a snapshot at %d tokens: read %d tokens more again"
             _log.warning(message, tokens_to_remove, self.get_seq_length(), surplus)
         return surplus
 
-    def _drop(self, tokens_to_remove: int) -> int:
-        """As ``crop``, without a warning."""
+    def drop_newest(self, tokens_to_remove: int) -> int:
+        """As ``crop``, for a caller who reads again what it returns: without a warning."""
         surplus = self.stack.crop(tokens_to_remove, self.snapshots)
         length = self.get_seq_length()
         for state in self.states.values():
@@ -314,7 +314,7 @@ class RetrievalCache(Cache):
         """Drop tokens until at most ``length`` are held: as few as possible, or all."""
         before, went_back = self.get_seq_length(), self.went_back
         try:
-            self._drop(min(0, length - before))
+            self.drop_newest(min(0, length - before))
         except CantGoBackError:
             self.reset()
         self.went_back = went_back + before - self.get_seq_length()

@@ -172,7 +172,8 @@ def _end(
     start, end, tokens = record.start, cache.get_seq_length(), _tokens(args, kwargs)
     call = None if end - start == 1 else call_using(cache)
     is_point = end - start > cache.options.max_draft if call is None else end in call.points
-    if output is not None and is_point:
+    # A pass that verifies drafts may be dropped again.
+    if output is not None and is_point and cache.retrieval_layers[0].round is None:
         foreign = foreign_layers_of(cache.layers)
         cache.snapshots.take(end, foreign, cache.options.snapshots)
     # Where counts differ, the model adds tokens of its own.

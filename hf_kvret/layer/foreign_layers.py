@@ -54,7 +54,7 @@ def is_known(layer: Any) -> bool:
 
 
 def layer_state(layer: Any) -> tuple[Tensors, dict[str, Any]]:
-    """Tensors of a layer on the CPU, and its plain values, by name.
+    """Tensors of a layer, which they are part of, and its plain values, by name.
 
     Raises:
         TypeError: a layer, or an attribute of it, that is not known.
@@ -70,9 +70,9 @@ def layer_state(layer: Any) -> tuple[Tensors, dict[str, Any]]:
     values: dict[str, Any] = {}
     for name, value in vars(layer).items():
         if name in _STATES:
-            tensors |= {f"{name}.{i}": _on_cpu(x) for i, x in value.items() if x is not None}
+            tensors |= {f"{name}.{i}": x.detach() for i, x in value.items() if x is not None}
         elif isinstance(value, torch.Tensor) and name not in _MADE:
-            tensors[name] = _on_cpu(value)
+            tensors[name] = value.detach()
         elif isinstance(value, torch.dtype):
             values[name] = str(value).removeprefix("torch.")
         elif name not in _MADE:
@@ -83,10 +83,10 @@ def layer_state(layer: Any) -> tuple[Tensors, dict[str, Any]]:
 def restore(
     layer: Any, values: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], device: torch.device
 ) -> None:
-    """Give a new ``layer`` what ``layer_state`` took from one.
+    """Give ``layer`` copies of what ``layer_state`` took from one, or from itself.
 
     Args:
-        layer: changed in place.
+        layer: changed in place. A captured step knows where its states are, so they stay there.
         values: by name.
         tensors: by name; others are left alone.
         device: of the tensors of the layer.
@@ -107,10 +107,11 @@ def restore(
         # A list has a value for each state.
         setattr(layer, name, dict(enumerate(value)) if isinstance(value, list) else value)
     for name in _SAVED & tensors.keys():
-        setattr(layer, name, tensors[name].to(device))
+        setattr(layer, name, tensors[name].to(device, copy=True))
     for name in _STATES & vars(layer).keys():
-        states = ((i, tensors.get(f"{name}.{i}")) for i in range(layer.number_of_states))
-        setattr(layer, name, {i: None if x is None else x.to(device) for i, x in states})
+        states = getattr(layer, name)
+        for i in range(layer.number_of_states):
+            states[i] = _copied(tensors.get(f"{name}.{i}"), device, states[i])
     if LAYERS_KNOW_DTYPE and "keys" in tensors and "dtype" not in values:
         layer.dtype = tensors["keys"].dtype
     for prefix in ("", "indexer_"):
@@ -121,5 +122,14 @@ def restore(
         layer._sliding_window_tensor = layer._sliding_window_tensor.to(device)
 
 
-def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().cpu().contiguous()
+def _copied(
+    tensor: torch.Tensor | None, device: torch.device, place: torch.Tensor | None
+) -> torch.Tensor | None:
+    """A copy of ``tensor`` on ``device``, in ``place`` where it fits."""
+    if tensor is None:
+        return None
+    if place is None or (place.shape, place.dtype) != (tensor.shape, tensor.dtype):
+        return tensor.to(device, copy=True)
+    # A state that was made in inference mode can be written to in that mode alone.
+    with torch.inference_mode():
+        return place.copy_(tensor)

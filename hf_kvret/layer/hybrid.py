@@ -100,6 +100,11 @@ def records_past(layer: Any) -> bool:
     return bool(getattr(layer, "record_past", False)) and layer.is_croppable
 
 
+def is_recurrent(layer: Any) -> bool:
+    """Whether a layer has a state that no recorded past brings back."""
+    return isinstance(layer, LinearAttentionCacheLayerMixin) and not layer.is_croppable
+
+
 def window_obstacle(layer: Any, length: int) -> str | None:
     """Why ``layer`` can't go back to ``length`` tokens; None where it can, or has no window.
 

@@ -26,7 +26,7 @@ class Snapshot(NamedTuple):
 
     Attributes:
         length: tokens that the cache held.
-        layers: by number their tensors on the CPU, and their plain values, by name.
+        layers: by number their tensors, and their plain values, by name.
         rows: ``[B]``, the row of the tensors for each sequence; None: there is one for each.
     """
 
@@ -40,44 +40,58 @@ class Snapshot(NamedTuple):
             restore(foreign[number], values, self.tensors(number), foreign[number].device)
 
     def tensors(self, number: int) -> Tensors:
-        """Copies of the tensors of a layer, for the sequences of the cache."""
+        """The tensors of a layer, for the sequences of the cache; not to be written to."""
         tensors, _ = self.layers[number]
         if self.rows is None:
-            return {name: tensor.clone() for name, tensor in tensors.items()}
-        rows = self.rows.cpu()
-        return {name: tensor.index_select(0, rows) for name, tensor in tensors.items()}
+            return tensors
+        rows = self.rows
+        return {name: x.index_select(0, rows.to(x.device)) for name, x in tensors.items()}
 
 
 class Snapshots(State):
-    """The snapshots of a cache, the shortest first."""
+    """The snapshots of a cache.
+
+    Attributes:
+        held: in host memory, the shortest first.
+        pinned: one on the device, which a round of drafts begins with; None outside of one.
+    """
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
         self.held: list[Snapshot] = []
+        self.pinned: Snapshot | None = None
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens at each of them."""
+        """Tokens at each of those in host memory."""
         return [one.length for one in self.held]
 
     def newest(self, length: int) -> Snapshot | None:
         """The newest one of at most ``length`` tokens; None where there is none."""
+        if self.pinned is not None and self.pinned.length <= length:
+            return self.pinned
         return next((one for one in reversed(self.held) if one.length <= length), None)
+
+    def pin(self, length: int, foreign: Mapping[int, Any]) -> None:
+        """Have a snapshot on the device of what the layers ``foreign`` hold, which are known."""
+        self.pinned = Snapshot(length, _copies(foreign))
+
+    def unpin(self) -> None:
+        """Drop the one on the device, if any."""
+        self.pinned = None
 
     def take(self, length: int, foreign: Mapping[int, Any], most: int) -> None:
         """Copy what the layers ``foreign`` hold of a text of ``length`` tokens.
 
         At most ``most`` snapshots stay: the newest two, and others far from each other.
         """
-        stuck = {number: layer for number, layer in foreign.items() if is_stuck(layer)}
-        if not (most and stuck and all(map(is_known, stuck.values()))):
-            return
-        layers = {number: _copied(*layer_state(layer)) for number, layer in stuck.items()}
-        self.crop(length - 1)
-        self.held.append(Snapshot(length, layers))
-        self.trim(most)
+        stuck = [layer for layer in foreign.values() if is_stuck(layer)]
+        if most and stuck and all(map(is_known, stuck)):
+            self.held = [one for one in self.held if one.length < length]
+            self.held.append(Snapshot(length, _copies(foreign, torch.device("cpu"))))
+            self.trim(most)
 
     def trim(self, most: int) -> None:
         """Drop those that are least missed, so that at most ``most`` stay."""
@@ -92,6 +106,8 @@ class Snapshots(State):
 
     def crop(self, length: int) -> None:
         self.held = [one for one in self.held if one.length <= length]
+        if self.pinned is not None and self.pinned.length > length:
+            self.unpin()
 
     def reorder(self, rows: torch.Tensor) -> None:
         # Beams do so at each step, and hardly ever go back.
@@ -155,5 +171,15 @@ def is_stuck(layer: Any) -> bool:
     return isinstance(layer, DynamicSlidingWindowLayer | LinearAttentionCacheLayerMixin)
 
 
-def _copied(tensors: Tensors, values: dict[str, Any]) -> tuple[Tensors, dict[str, Any]]:
-    return {name: tensor.clone() for name, tensor in tensors.items()}, values
+def _copies(
+    foreign: Mapping[int, Any], device: torch.device | None = None
+) -> dict[int, tuple[Tensors, dict[str, Any]]]:
+    """What those of the layers ``foreign`` hold that can't go back; None: on their own devices."""
+    layers = {}
+    for number, layer in foreign.items():
+        if is_stuck(layer):
+            tensors, values = layer_state(layer)
+            how: Any = {"copy": True, "memory_format": torch.contiguous_format}
+            copies = {name: x.to(device or x.device, **how) for name, x in tensors.items()}
+            layers[number] = copies, values
+    return layers

@@ -13,15 +13,14 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from hf_kvret.cache import RetrievalCache
-from hf_kvret.layer.hybrid import foreign_layers_of, recording, stop_recording
+from hf_kvret.layer.foreign_layers import is_known
+from hf_kvret.layer.hybrid import foreign_layers_of, is_recurrent, recording, stop_recording
 from hf_kvret.lossless.few_tokens import fast_products
 from hf_kvret.lossless.guess import Guess, greedy
 from hf_kvret.lossless.pace import FastestPace, Pace
 from hf_kvret.models.exact_chunks import Span, why_whole
 from hf_kvret.models.versions import cache_argument
 
-# Types whose linear layers keep the newest inputs alone.
-_NO_RECURRENCE = ("lfm2", "lfm2_moe")
 # Arguments of a step that have a column for each of its tokens.
 _TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 
@@ -32,7 +31,9 @@ class LosslessSteps:
     A step of one token begins a round: steps with retrieval draft the tokens that will come, and
     one pass that attends to everything gives the logits behind all of them. Later steps get theirs
     from that pass, as long as the caller's tokens are those that were drafted. What differs is
-    dropped. ``generate`` uses it by itself, see the option ``lossless``. In your own loop:
+    dropped. A recurrent state then goes back to where the round began, and one more pass reads
+    again what was accepted. ``generate`` uses all this by itself, see the option ``lossless``. In
+    your own loop:
 
         cache = hf_kvret.ParisKVCache(model.config, lossless=True)
         logits = model(input_ids=prompt, past_key_values=cache).logits
@@ -124,13 +125,23 @@ class LosslessSteps:
             )
         surplus = len(ended.tokens) - ended.used
         if surplus:
-            self._cache.crop(-surplus)
+            self._go_back(ended, surplus)
+        self._cache.snapshots.unpin()
         stop_recording(self._cache.layers, but=self._recording)
         for layer in self._cache.retrieval_layers:
             layer.end_round(ended.used)
         drafted, accepted = len(ended.tokens) - 1, ended.used - 1
         self._cache.rounds.add(drafted, accepted, ended.draft_s, ended.exact_s)
         self._pace.learn(drafted, accepted, ended.draft_s, ended.exact_s)
+
+    def _go_back(self, ended: _Round, surplus: int) -> None:
+        """Drop the newest ``surplus`` tokens of a round, and read again what went with them."""
+        began, used = time.perf_counter(), len(ended.tokens) - surplus
+        # What was made in inference mode can be written to in that mode alone.
+        with torch.inference_mode(ended.is_inference), torch.no_grad():
+            if self._cache.drop_newest(-surplus):
+                self._verify(ended.inputs, ended.tokens[:used])
+                ended.exact_s += time.perf_counter() - began
 
     def _is_step(self, inputs: dict[str, Any]) -> bool:
         """Whether this is a step of one token of one sequence."""
@@ -145,8 +156,8 @@ class LosslessSteps:
         tokens, draft_s = [int(inputs["input_ids"])], 0.0
         began = time.perf_counter()
         try:
+            self._keep_states(start, records=count > 0)
             if count:
-                cache.activate_past_recording()
                 tokens += self._draft(inputs, count)
                 draft_s = time.perf_counter() - began
             output = self._verify(inputs, tokens)
@@ -154,8 +165,20 @@ class LosslessSteps:
             self._drop(start)
             raise
         exact_s = time.perf_counter() - began - draft_s
-        self._round = _Round(tokens, output, self._edits(), draft_s, exact_s)
+        self._round = _Round(tokens, inputs, output, self._edits(), draft_s, exact_s)
         return self._round.output(0)
+
+    def _keep_states(self, start: int, records: bool) -> None:
+        """Have layers of transformers come back to ``start`` tokens: by their past, or by a copy.
+
+        ``records``: there will be drafts, so those that can record their past.
+        """
+        foreign = foreign_layers_of(self._cache.layers)
+        for layer in foreign.values():
+            if records and not is_recurrent(layer) and hasattr(layer, "activate_past_recording"):
+                layer.activate_past_recording()
+        if start and any(map(is_recurrent, foreign.values())):
+            self._cache.snapshots.pin(start, foreign)
 
     def _count(self) -> int:
         """How many tokens to draft."""
@@ -193,7 +216,7 @@ class LosslessSteps:
                     break
         for layer in layers:
             layer.end_drafts()
-        self._cache.crop(-len(drafts))
+        self._cache.drop_newest(-len(drafts))
         return [int(one) for one in torch.cat(drafts, dim=1)[0].tolist()]
 
     def _text(self, token: torch.Tensor) -> torch.Tensor:
@@ -219,8 +242,9 @@ class LosslessSteps:
         # A layer that broke off as it took tokens in can't go back; the cache says so when it is
         # used again, and what broke off is the error to raise here.
         with contextlib.suppress(RuntimeError):
-            self._cache.crop(0)
-            self._cache.crop(start - self._cache.get_seq_length())
+            self._cache.drop_newest(0)
+            self._cache.drop_newest(start - self._cache.get_seq_length())
+            self._cache.snapshots.unpin()
             stop_recording(self._cache.layers, but=self._recording)
 
     def _edits(self) -> int:
@@ -232,9 +256,8 @@ def why_not(model: PreTrainedModel, cache: RetrievalCache) -> str | None:
     if (why := why_whole(model.config)) is not None:
         return why
     for layer in foreign_layers_of(cache.layers).values():
-        linear = isinstance(layer, LinearAttentionCacheLayerMixin)
-        if linear and model.config.get_text_config(decoder=True).model_type not in _NO_RECURRENCE:
-            return "its linear layers have a recurrent state, which can't go back behind drafts"
+        if isinstance(layer, LinearAttentionCacheLayerMixin) and not is_known(layer):
+            return f"nobody knows how to copy the states of a {type(layer).__name__}"
     return None
 
 
@@ -243,15 +266,24 @@ class _Round:
 
     Attributes:
         tokens: the step's, and the drafts behind it.
+        inputs: of the step.
+        is_inference: whether it ran in inference mode.
         used: how many the caller has read; at least one.
         edits: of the layers, when it had read them.
         draft_s, exact_s: seconds.
     """
 
     def __init__(
-        self, tokens: list[int], output: Any, edits: int, draft_s: float, exact_s: float
+        self,
+        tokens: list[int],
+        inputs: dict[str, Any],
+        output: Any,
+        edits: int,
+        draft_s: float,
+        exact_s: float,
     ) -> None:
-        self.tokens, self._output, self.edits = tokens, output, edits
+        self.tokens, self.inputs, self._output, self.edits = tokens, inputs, output, edits
+        self.is_inference = torch.is_inference_mode_enabled()
         self.draft_s, self.exact_s = draft_s, exact_s
         self.used = 1
 

@@ -72,7 +72,7 @@ def _write(cache: FilledCache, replacement: Replacement) -> dict[str, Any]:
             tensors = layer.state_dict()
         if number in foreign:
             more, values = foreign_layers.layer_state(foreign[number])
-            tensors |= more
+            tensors |= {name: x.cpu().contiguous() for name, x in more.items()}
         writer.add(f"layers.{number}.", tensors)
         layers.append({"type": type(layer).__name__, "values": values})
     saved = {name: state.state_dict() for name, state in cache.states.items()}

@@ -16,11 +16,12 @@ from .cases import ArtifactOptions, caches, expect_passed
 METHODS = ("flat", "paris", "lrqk", "ctkvr", "a2ats")
 # One sequence in a call of generate, and the cache gone on with in every way.
 MODES = ("greedy", "second_turn", "guidance", "own_position_ids", "crop_deep", "prompt_lookup")
-# Sliding windows, soft caps, attention sinks, M-RoPE, experts, a linear state without recurrence.
-MODELS = ("llama", "gemma2", "gpt_oss", "qwen2_vl", "mixtral", "lfm2", "gpt2")
+# Sliding windows, soft caps, attention sinks, M-RoPE, experts, convolutions, recurrent states.
+MODELS = ("llama", "gemma2", "gpt_oss", "qwen2_vl", "mixtral", "lfm2", "gpt2", "qwen3_next")
+MODELS += ("falcon_h1",)
 STORES = ("device", "host", "resident", "cpu", "split")
 # One of each family that is served or refused for a reason of its own.
-FAMILIES = ("gemma4", "qwen3_next", "deepseek_v3", "gemma3n", "falcon_h1", "deepseek_v32")
+FAMILIES = ("gemma4", "zamba2", "deepseek_v3", "gemma3n", "deepseek_v32")
 
 
 def _read_everything(cache: Any) -> bool:

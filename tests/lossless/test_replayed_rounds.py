@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+import hf_kvret
 from hf_kvret import DecodeGraph, LosslessSteps
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.lossless.pace import GivenPace
+from hf_kvret.testing import MODELS
 from hf_kvret.testing.tape import taped
 from hf_kvret_kernels._dispatch import interpreted
 
@@ -55,3 +57,17 @@ def test_drafts_of_an_index_that_learns_are_captured_in_each_round() -> None:
         graph = DecodeGraph(model, caches[0])
         assert _text(model, caches[0], graph, 6) == _text(model, caches[1], None, 6)
     assert graph.reason is None and graph.captures == caches[0].rounds.rounds
+
+
+@pytest.mark.slow
+def test_drafts_with_a_recurrent_state_are_replayed_across_rounds() -> None:
+    """A state goes back in place, so the captured step finds it there."""
+    model = MODELS["qwen3_next"].build()
+    hf_kvret.attach(model)
+    with taped():
+        caches = [small_cache(model, "flat", lossless=True, recent=8, flush=8) for _ in range(2)]
+        graph = DecodeGraph(model, caches[0])
+        assert _text(model, caches[0], graph, 7) == _text(model, caches[1], None, 7)
+    rounds = caches[0].rounds
+    assert graph.reason is None and graph.replays > rounds.rounds
+    assert rounds.accepted < rounds.drafted

@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 import torch
 from transformers import DynamicCache
+from transformers.cache_utils import LinearAttentionLayer
 
 import hf_kvret
 from hf_kvret import LosslessSteps, ParisKVCache
-from hf_kvret.layer.hybrid import recording
+from hf_kvret.layer.hybrid import foreign_layers_of, recording
 from hf_kvret.lossless.pace import GivenPace
 from hf_kvret.models.versions import as_argument
-from hf_kvret.testing import COVERING_OPTIONS, MODELS
+from hf_kvret.testing import COVERING_OPTIONS, HYBRID_MODELS, MODELS
 
 OPTIONS: dict[str, Any] = {**COVERING_OPTIONS, "top_k": 4, "max_draft": 32, "lossless": True}
 
@@ -136,7 +137,64 @@ def test_an_output_without_names_is_refused(model: Any) -> None:
         step(input_ids=token, return_dict=False, **as_argument(cache))
 
 
-def test_a_model_with_a_recurrent_state_is_refused() -> None:
+def _states(cache: Any) -> list[torch.Tensor]:
+    """Convolutional and recurrent states of all layers."""
+    layers = foreign_layers_of(cache.layers).values()
+    both = [
+        (one.conv_states, one.recurrent_states) for one in layers if hasattr(one, "conv_states")
+    ]
+    return [x for pair in both for states in pair for x in states.values() if x is not None]
+
+
+def test_recurrent_states_are_those_of_the_tokens_that_were_read() -> None:
     recurrent = MODELS["qwen3_next"].build()
-    with pytest.raises(ValueError, match="recurrent state"):
-        LosslessSteps(recurrent, ParisKVCache(recurrent.config, **OPTIONS))
+    hf_kvret.attach(recurrent)
+    full = ParisKVCache(recurrent.config, **{**OPTIONS, "snapshots": 0})
+    cache, token = _filled(recurrent)
+    with torch.inference_mode():
+        recurrent(_prompt(recurrent), **as_argument(full))
+    expected = _text(recurrent, full, token, 12)
+    with LosslessSteps(recurrent, cache, pace=GivenPace(5, None)) as step:
+        assert _text(step, cache, token, 12) == expected
+    # It ends outside of inference mode, in the middle of a round.
+    assert cache.rounds.accepted < cache.rounds.drafted
+    assert cache.snapshots.pinned is None and cache.get_seq_length() == full.get_seq_length()
+    assert cache.fork().rounds.rounds == 0
+    for state, other in zip(_states(cache), _states(full), strict=True):
+        torch.testing.assert_close(state, other, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("broken", [2, 6])
+def test_a_round_that_breaks_leaves_states_as_they_were(broken: int) -> None:
+    """The pass ``broken`` is a draft, or the one that verifies all."""
+    recurrent = HYBRID_MODELS["falcon_h1"].build()
+    hf_kvret.attach(recurrent)
+    cache, token = _filled(recurrent)
+    before, passes = [x.clone() for x in _states(cache)], []
+
+    def breaks(*_: Any) -> None:
+        passes.append(1)
+        if len(passes) == broken:
+            raise MemoryError
+
+    expected = _text(recurrent, cache.fork(), token, 6)
+    hook = recurrent.model.layers[-1].feed_forward.register_forward_pre_hook(breaks)
+    with LosslessSteps(recurrent, cache, pace=GivenPace(5, None)) as step:
+        with pytest.raises(MemoryError):
+            _text(step, cache, token, 1)
+        assert cache.get_seq_length() == 60 and len(passes) == broken
+        assert all(map(torch.equal, _states(cache), before))
+        hook.remove()
+        assert _text(step, cache, token, 6) == expected
+
+
+def test_states_that_nobody_can_copy_are_refused() -> None:
+    recurrent = MODELS["qwen3_next"].build()
+    cache = ParisKVCache(recurrent.config, **OPTIONS)
+
+    class Another(LinearAttentionLayer):
+        """A layer of a later transformers."""
+
+    cache.layers[0] = Another()
+    with pytest.raises(ValueError, match="copy the states of a Another"):
+        LosslessSteps(recurrent, cache)

@@ -1,4 +1,4 @@
-"""``hf-kvret bench decode | prefill | all``: the command's measurements."""
+"""``hf-kvret bench decode | prefill | turns | all``: the command's measurements."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import argparse
 
 from hf_kvret.lab.bench.gpu_run import add_all_parser
 from hf_kvret.lab.bench.passes import Decode, Prefill
+from hf_kvret.lab.bench.turns import Turns
 from hf_kvret.lab.evaluate.measurement import Measurement, add_measurement
 
-_MEASUREMENTS: tuple[type[Measurement], ...] = (Decode, Prefill)
+_MEASUREMENTS: tuple[type[Measurement], ...] = (Decode, Prefill, Turns)
 
 MEASUREMENTS: dict[str, type[Measurement]] = {cls.title(): cls for cls in _MEASUREMENTS}
 """The measurements by the name in their result files."""

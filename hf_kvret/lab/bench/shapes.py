@@ -60,6 +60,13 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
     "qwen3-0.6b": _model("qwen3", 151_936, 40_960, 1024, 3072, 28, 16, 8, **_QWEN3, **_TIED),
     "qwen3-8b": _model("qwen3", 151_936, 40_960, 4096, 12_288, 36, 32, 8, **_QWEN3),
     "qwen3-4b": _model("qwen3", 151_936, 40_960, 2560, 9728, 36, 32, 8, **_QWEN3, **_TIED),
+    # No published model: one in four layers attends, as in Qwen3.5, at a size for a CPU.
+    "hybrid-0.5b": _model(
+        "qwen3_5_text",
+        *(65_536, 131_072, 1024, 3072, 24, 8, 2),
+        linear_num_value_heads=16,
+        **_TIED,
+    ),
     # No published model: small enough for a CPU and for tests.
     "tiny": _model("llama", 1024, 131_072, 256, 512, 2, 4, 2, head_dim=64),
 }

@@ -73,6 +73,8 @@ def timing_table(results: Results, unit: str) -> str:
     }
     if any(row.get("chunk") for _, row in results):
         columns["tokens a pass"] = of("{:,}".format, "chunk")
+    if any(row.get("tokens_read") for _, row in results):
+        columns["tokens read a turn"] = of(_counts, "tokens_read")
     if any(row.get("attention_seconds") for _, row in results):
         columns["ms attention of a layer"] = of(ms, "attention_seconds")
     if _is_scaled(results):
@@ -85,6 +87,11 @@ def step_counts(cell: Cell, row: Row) -> str:
     """The timed steps of a row by kind, ``"31 replay, 1 capture"``; ``"-"`` where it has none."""
     counts = row.get("steps")
     return "-" if not counts else ", ".join(f"{count} {kind}" for kind, count in counts.items())
+
+
+def _counts(counts: list[int]) -> str:
+    """``"120"``, or ``"119 to 121"`` where they differ."""
+    return " to ".join(f"{count:,}" for count in sorted({min(counts), max(counts)}))
 
 
 def _step_notes(results: Results) -> str:

@@ -13,6 +13,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.lab.bench import limits, passes
+from hf_kvret.lab.bench import turns as turns_of
 from hf_kvret.lab.bench.checks import Checker
 from hf_kvret.lab.bench.filling import Turn
 from hf_kvret.lab.bench.opponents import PreallocatedCache, choose_bench_cache
@@ -20,6 +21,7 @@ from hf_kvret.lab.bench.passes import Decode
 from hf_kvret.lab.bench.shapes import load_shape, random_model
 from hf_kvret.lab.evaluate import measurement
 from hf_kvret.lab.report.results import Results
+from hf_kvret.testing import MODELS
 
 from .conftest import find_only, newer_half, nothing
 
@@ -112,6 +114,26 @@ def test_prefill_reads_prompts_as_generate_does(
     # Twice the tokens are twice the bytes of a cache that holds nothing else.
     assert rows["full 512 1"]["device_bytes"] == 2 * rows["full 256 1"]["device_bytes"]
     assert "| tokens a pass |" in capsys.readouterr().out
+
+
+def test_turns_read_what_is_new_where_a_cache_goes_back(
+    rows_of: Rows,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(turns_of, "_ANSWER", 4)
+    monkeypatch.setattr(turns_of, "_THOUGHT", 3)
+    MODELS["lfm2"].build().config.save_pretrained(tmp_path)
+    small = f"{SMALL}:max_draft=6"
+    caches = f"full,flat:{small},flat:{small}:snapshots=0"
+    arguments = ["--shape", str(tmp_path), "--context", "150", "--steps", "2", "--rounds", "1"]
+    rows = rows_of("turns", *arguments, "--caches", caches)
+    read = [row["tokens_read"] for row in rows.values()]
+    # A message of 64 tokens, and the one of an answer that is not thought.
+    assert read == [[215, 280], [65, 65], [215, 280]]
+    assert all(row["timed"] == 2 for row in rows.values())
+    assert "| 215 to 280 " in capsys.readouterr().out
 
 
 def test_fewer_layers_are_measured_and_said(
