@@ -105,15 +105,6 @@ NEEDS: dict[str, Needs] = {
         "+ B H best magnitudes + B H best S bf16 + 8 f32",
         products="B H best G P",
     ),
-    "paris.candidates": Needs(
-        read="B H n signs + B Hq P f32 + B H S patterns i32 + B n", sizes="{best:,} candidates"
-    ),
-    "paris.rerank": Needs(
-        read="B H best i32 + B H best signs + B H best magnitudes + B H best S bf16 + B Hq P f32 "
-        "+ 8 f32",
-        products="B H best G P",
-        sizes="{best:,} candidates",
-    ),
     "relevance.best_ids": Needs(read="B H best i32 + B H best G f32", sizes="{best:,} candidates"),
     "higgs.encode": Needs(read="B H n D x", sizes="{bits} bits, groups of {together}"),
     "higgs.decode": Needs(read="B H n coded", sizes="{bits} bits, groups of {together}"),

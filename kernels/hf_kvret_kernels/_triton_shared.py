@@ -278,10 +278,10 @@ def log_sum_exp(scores):
 
 
 @triton.jit
-def log_sum_exps(scores):
-    """The log-sum-exps of the rows of ``scores [M, N]``; -inf where all of a row are."""
-    base = finite_base(tl.max(scores, axis=1))
-    return log_total(base, tl.sum(tl.exp(scores - base[:, None]), axis=1))
+def add_logs(first, second):
+    """The log-sum-exps of both; -inf where both are."""
+    base = finite_base(tl.maximum(first, second))
+    return log_total(base, tl.exp(first - base) + tl.exp(second - base))
 
 
 @triton.jit
@@ -294,8 +294,8 @@ def best_share(best, scores, lse):
 
 
 @triton.jit
-def sum_up(sums_ptr, chunks, CHUNKS: tl.constexpr):
-    """The log-sum-exp of ``chunks`` log-sum-exps, CHUNKS at a time."""
+def sum_up(sums_ptr, chunks, CHUNKS: tl.constexpr, CACHE: tl.constexpr = ""):
+    """The log-sum-exp of ``chunks`` log-sum-exps, CHUNKS at a time; CACHE modifies the loads."""
     if CHUNKS == 1:
         # There is but one.
         return tl.load(sums_ptr)
@@ -303,7 +303,9 @@ def sum_up(sums_ptr, chunks, CHUNKS: tl.constexpr):
     totals = tl.zeros((CHUNKS,), tl.float32)
     for start in range(0, chunks, CHUNKS):
         indices = start + tl.arange(0, CHUNKS)
-        part = tl.load(sums_ptr + indices, mask=indices < chunks, other=float("-inf"))
+        part = tl.load(
+            sums_ptr + indices, mask=indices < chunks, other=float("-inf"), cache_modifier=CACHE
+        )
         peak = tl.maximum(peaks, part)
         base = finite_base(peak)
         totals = totals * tl.exp(peaks - base) + tl.exp(part - base)

@@ -326,23 +326,9 @@ def _paris_search(shape: KernelShape, draw: Draw) -> Any:
     )
 
 
-def _paris_candidates(shape: KernelShape, draw: Draw) -> Any:
-    sign, options = _codes(shape, draw).sign, _stage_one_options(shape, draw)
-    counts = paris.count_centroids(sign, m=SUBSPACE_DIM)
-    queries = _rotated_queries(shape, draw)
-    return partial(paris.candidates, queries, counts, sign, shape.candidates, **options)
-
-
 def _stage_one_options(shape: KernelShape, draw: Draw) -> dict[str, Any]:
     valid = draw.valid(shape)
     return {"rho": shape.rho, "tiers": shape.tiers, "m": SUBSPACE_DIM, "valid": valid}
-
-
-def _paris_rerank(shape: KernelShape, draw: Draw) -> Any:
-    codes, queries = _codes(shape, draw), _rotated_queries(shape, draw)
-    ids, levels = _candidate_ids(shape, draw), _basis(shape, draw)[1]
-    arguments = queries, codes, ids, levels
-    return partial(paris.rerank, *arguments, m=SUBSPACE_DIM, softcap=shape.softcap)
 
 
 def _best_ids(shape: KernelShape, draw: Draw) -> Any:
@@ -367,11 +353,6 @@ def _codes(shape: KernelShape, draw: Draw) -> paris.ParisCodes:
     return paris.ParisCodes(*map(draw.in_buffer, (signs, magnitudes, weight)))
 
 
-def _rotated_queries(shape: KernelShape, draw: Draw) -> torch.Tensor:
-    lead = (shape.batch, shape.heads, shape.queries, shape.group)
-    return draw.normal(*lead, shape.rotated_dim)
-
-
 def _candidate_ids(shape: KernelShape, draw: Draw) -> torch.Tensor:
     """Ids as stage 1 returns them: ascending, and behind them -1."""
     lead = (shape.batch, shape.heads, shape.queries)
@@ -388,10 +369,6 @@ PARIS_OPS = (
     # All of a step's search: the tokens that matter most, by the full codes of the candidates.
     # Patterns at the border of two tiers go to either.
     KernelOp("paris.search", _paris_search, not_shared, 1e-2),
-    # Its first stage: the tokens with the most points by their sign patterns, of any query head.
-    KernelOp("paris.candidates", _paris_candidates, not_shared, 1e-2),
-    # Its second stage: estimated scores of the candidates, for each query head; 8 levels.
-    KernelOp("paris.rerank", _paris_rerank, distance, SCORE_ERROR),
     # The candidates that matter most to any query head of a group. Any of the candidates that
     # matter equally is right.
     KernelOp("relevance.best_ids", _best_ids, not_shared, 1e-3),

@@ -24,6 +24,7 @@ LATER = {
     "places": [*BEST, *SPLIT],
     "ids of groups": [*BEST, *SPLIT],
     "places of groups": ["_count_kernel"],
+    "candidates": ["_rank_kernel", *BEST],
     # Windows of more than one chunk, and one with a mask.
     "windows": ["_finish_kernel"] * 2,
 }
@@ -91,6 +92,8 @@ def _operations() -> Iterator[tuple[str, int, Any, list[Callable[[], object]]]]:
     """Name, tokens more, windows, and calls with ever more tokens."""
     from hf_kvret_kernels._dispatch import Window
     from hf_kvret_kernels.merge import Partials
+    from hf_kvret_kernels.paris import ParisCodes
+    from hf_kvret_kernels.paris import triton as paris
     from hf_kvret_kernels.relevance import triton as relevance
     from hf_kvret_kernels.step_attention import triton as step
     from hf_kvret_kernels.top_k import triton as top_k
@@ -106,6 +109,16 @@ def _operations() -> Iterator[tuple[str, int, Any, list[Callable[[], object]]]]:
             partial(relevance.top_indices, each.view(1, 8, 1, -1), 2, 1000) for each in scores
         ],
     }
+    room = ParisCodes.empty(1, 2, 40_000, 32)
+    codes = [room.tokens(0, each.shape[-1]) for each in scores]
+    counts, levels = torch.zeros(1, 2, 4, 256, dtype=torch.int32), torch.zeros(8)
+    choices["candidates"] = [
+        partial(
+            paris.search, torch.zeros(1, 2, 1, 4, 32), None, each, counts, levels, 200,
+            each.sign.shape[2], (1,), 8, None, 1.0, None, None,
+        )
+        for each in codes
+    ]  # fmt: skip
     for name, calls in choices.items():
         yield name, 39_000, (), calls
     half = torch.bfloat16

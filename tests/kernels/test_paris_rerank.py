@@ -6,15 +6,44 @@ import pytest
 import torch
 
 from hf_kvret_kernels import paris
+from hf_kvret_kernels.paris import naive
+from hf_kvret_kernels.relevance import best_ids
 
 from .draws import NAIVE, TRITON, Place, draw, generator, needs_triton, paris_tools, run_at
 
 TIERS = (0.05, 0.15, 0.30, 0.50, 0.75, 1.0)
 
 
-def some_ids(*shape: int, length: int) -> torch.Tensor:
-    """Slots in -1..length-1."""
-    return torch.randint(-1, length, shape, generator=generator(0), dtype=torch.int32)
+def stages(
+    q_rot: torch.Tensor,
+    codes: paris.ParisCodes,
+    counts: torch.Tensor,
+    levels: torch.Tensor,
+    survivors: int,
+    *,
+    backend: str = "naive",
+    count: int = 1,
+    rho: float = 0.5,
+    m: int = 8,
+    valid: torch.Tensor | None = None,
+    scale: float = 1.0,
+    softcap: float | None = None,
+    offset: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The candidates of a search, their estimates ``[B, H, Q, G, C]`` and the best ``count``."""
+    shares = tuple(round(1_000_000 * rho * tier) for tier in TIERS)
+    if backend == "naive":
+        points = naive.bonus_table(q_rot, counts, shares, m)
+        ids = naive.candidates(naive.collide(codes.sign, points, m, valid), survivors)
+        scores = naive.rerank(q_rot, codes, ids, levels, m, scale, softcap, offset)
+        return ids, scores, best_ids(scores, ids, count, backend="naive")
+    from hf_kvret_kernels.paris import triton
+
+    tables = triton.bonus(q_rot, None, counts, shares, m)
+    most = len(shares) * counts.shape[2]
+    collisions = triton.collide(tables, codes.sign, m, valid, most, survivors)
+    options = m, scale, softcap, offset
+    return triton.rank(tables, collisions, codes, levels, count, survivors, *options)
 
 
 @pytest.mark.parametrize("m", [4, 8])
@@ -23,7 +52,7 @@ def test_estimates_are_close_and_not_shrunk(m: int) -> None:
     keys, query = draw(1, 1, 4096, 128), draw(1, 1, 4, 2, 128, seed=1)
     codes = paris.encode(keys, signs, levels, m=m)
     ids = torch.arange(4096, dtype=torch.int32).expand(1, 1, 4, -1)
-    estimates = paris.rerank(paris.rotate(query, signs), codes, ids, levels, m=m)
+    estimates = naive.rerank(paris.rotate(query, signs), codes, ids, levels, m, 1.0, None, None)
     assert estimates.shape == (1, 1, 4, 2, 4096) and estimates.dtype == torch.float32
     exact = torch.einsum("bhnd,bhqgd->bhqgn", keys, query).flatten()
     assert torch.corrcoef(torch.stack([estimates.flatten(), exact]))[0, 1] > 0.996
@@ -34,26 +63,42 @@ def test_estimates_are_close_and_not_shrunk(m: int) -> None:
 
 
 @needs_triton
-@pytest.mark.parametrize(("head_dim", "m"), [(64, 4), (133, 8)])
-def test_triton_reranks_as_the_reference_does(head_dim: int, m: int) -> None:
-    """Spare capacity is poisoned, rows differ, ids repeat and have holes."""
+@pytest.mark.parametrize(
+    ("head_dim", "m", "heads", "last", "rounds"),
+    [(64, 4, 2, 2048, 8), (133, 8, 1, 16, 8), (16, 4, 1, 16, 0)],
+)
+def test_triton_ranks_as_the_reference_does(
+    head_dim: int, m: int, heads: int, last: int, rounds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one round, in several, and in launches of its own; one row has fewer candidates.
+
+    Spare capacity is poisoned.
+    """
+    from hf_kvret_kernels.paris import triton
+
+    monkeypatch.setattr(triton, "_LAST", last)
+    monkeypatch.setattr(triton, "_ROUNDS", rounds)
     signs, levels = paris_tools(head_dim, m)
-    length = 21
-    room = paris.ParisCodes.empty(2, 2, length + 11, head_dim, m=m)
+    length, few = 61, 9
+    room = paris.ParisCodes.empty(2, heads, length + 11, head_dim, m=m)
     room.weight.fill_(float("nan"))
     codes = room.tokens(0, length)
-    paris.encode(draw(2, 2, length, head_dim), signs, levels, m=m, out=codes)
-    q_rot = paris.rotate(draw(2, 2, 1, 3, head_dim, seed=1), signs)
-    ids = some_ids(2, 2, 1, 70, length=length)
-    ids[1, 1, 0] = -1
-    naive, triton = (
-        run_at(place, paris.rerank, q_rot, codes, ids, levels, m=m) for place in (NAIVE, TRITON)
+    paris.encode(draw(2, heads, length, head_dim), signs, levels, m=m, out=codes)
+    valid = torch.ones(2, length, dtype=torch.bool)
+    valid[1, few:] = False
+    counts = paris.count_centroids(codes.sign, m=m, valid=valid)
+    q_rot = paris.rotate(draw(2, heads, 1, 3, head_dim, seed=1), signs)
+    options = {"count": 5, "m": m, "valid": valid, "rho": 0.2}
+    want, got = (
+        run_at(place, stages, q_rot, codes, counts, levels, 50, **options)
+        for place in (NAIVE, TRITON)
     )
-    assert naive.shape == triton.shape == (2, 2, 1, 3, 70)
-    empty = (ids < 0).unsqueeze(3).expand_as(naive)
-    assert naive[empty].eq(float("-inf")).all() and naive[~empty].isfinite().all()
-    # fp32 sums of up to 576 terms of size 1 in another order.
-    torch.testing.assert_close(triton, naive, rtol=1e-5, atol=5e-5)
+    for row, number in ((0, 50), (1, few)):
+        assert torch.equal(got[0][row, ..., :number], want[0][row, ..., :number])
+        # fp32 sums of up to 256 terms of size 1 in another order.
+        estimates = (each[1][row, ..., :number] for each in (got, want))
+        torch.testing.assert_close(*estimates, rtol=1e-5, atol=5e-5)
+    assert torch.equal(got[2], want[2]) and (want[2] >= 0).all()
 
 
 @needs_triton
@@ -73,43 +118,33 @@ def test_a_search_in_triton_finds_the_tokens_of_the_reference(
     offset = draw(2, 1, 1, tables, seed=4)
     options = {"survivors": 30, "rho": 0.4, "tiers": (0.15, 0.5, 1.0), "m": m, "valid": valid}
     options |= {"scale": 0.2, "softcap": 30.0, "offset": offset}
-    naive, triton = (
+    want, got = (
         run_at(place, paris.search, query, signs, codes, counts, levels, 10, **options)
         for place in (NAIVE, TRITON)
     )
     # In no order: of two whose relevance is one but for rounding, either may come first.
-    assert torch.equal(naive.sort(-1).values, triton.sort(-1).values)
-    assert triton[1].sort(-1).values.flatten().tolist() == [-1] * 9 + [0]
+    assert torch.equal(want.sort(-1).values, got.sort(-1).values)
+    assert got[1].sort(-1).values.flatten().tolist() == [-1] * 9 + [0]
 
 
 @pytest.mark.parametrize("softcap", [None, 5.0])
 def test_scale_offset_and_cap_apply_to_the_plain_estimates(
     softcap: float | None, place: Place
 ) -> None:
-    signs, levels = paris_tools(16)
-    codes = paris.encode(draw(2, 2, 9, 16), signs, levels)
+    signs, levels = paris_tools(16, 4)
+    codes = paris.encode(draw(2, 2, 9, 16), signs, levels, m=4)
     q_rot = paris.rotate(3 * draw(2, 2, 2, 3, 16, seed=1), signs)
-    ids = some_ids(2, 2, 2, 5, length=9)
+    given = q_rot, codes, paris.count_centroids(codes.sign, m=4), levels, 5
     offset = draw(3, 2, 2, 2, seed=2).permute(1, 2, 3, 0)
-    plain = run_at(place, paris.rerank, q_rot, codes, ids, levels).double()
+    plain = run_at(place, stages, *given, m=4)[1].double()
     scores = (plain + offset.unsqueeze(-1)) * 0.7
     if softcap is not None:
-        scores = (softcap * (scores / softcap).tanh()).masked_fill(plain == -torch.inf, -torch.inf)
-    options = {"scale": 0.7, "softcap": softcap, "offset": offset}
-    result = run_at(place, paris.rerank, q_rot, codes, ids, levels, **options)
-    assert result.dtype == torch.float32 and (result.isinf() == (ids < 0).unsqueeze(3)).all()
+        scores = softcap * (scores / softcap).tanh()
+    options = {"m": 4, "scale": 0.7, "softcap": softcap, "offset": offset}
+    result = run_at(place, stages, *given, **options)[1]
+    assert result.dtype == torch.float32
     # fp32 of numbers around 20.
     torch.testing.assert_close(result.double(), scores, rtol=1e-6, atol=1e-5)
-
-
-def test_nothing_to_rerank(place: Place) -> None:
-    signs, levels = paris_tools(16)
-    q_rot = paris.rotate(draw(1, 2, 1, 3, 16), signs)
-    codes, empty = (paris.encode(draw(1, 2, n, 16), signs, levels) for n in (4, 0))
-    none = torch.empty(1, 2, 1, 0, dtype=torch.int32)
-    assert run_at(place, paris.rerank, q_rot, codes, none, levels).shape == (1, 2, 1, 3, 0)
-    holes = torch.full((1, 2, 1, 5), -1, dtype=torch.int32)
-    assert run_at(place, paris.rerank, q_rot, empty, holes, levels).eq(float("-inf")).all()
 
 
 def test_a_padded_row_selects_what_it_selects_alone(place: Place) -> None:
@@ -132,9 +167,7 @@ def test_a_padded_row_selects_what_it_selects_alone(place: Place) -> None:
     def select(
         queries: torch.Tensor, codes: paris.ParisCodes, counts: torch.Tensor, valid: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        options = {"rho": 0.5, "tiers": TIERS, "valid": valid}
-        ids = run_at(place, paris.candidates, queries, counts, codes.sign, 12, **options)
-        return ids, run_at(place, paris.rerank, queries, codes, ids, levels)
+        return run_at(place, stages, queries, codes, counts, levels, 12, valid=valid)[:2]
 
     ids, estimates = select(q_rot.expand(2, -1, -1, -1, -1), codes, counts, valid)
     own_codes = paris.encode(keys[:1, :, padding:], signs, levels)
@@ -161,9 +194,8 @@ def two_stage_recall(
     signs, levels = paris_tools(keys.shape[-1], m)
     codes, q_rot = paris.encode(keys, signs, levels, m=m, mean=mean), paris.rotate(query, signs)
     counts = paris.count_centroids(codes.sign, m=m)
-    options = {"rho": 0.3, "tiers": TIERS, "m": m}
-    ids = paris.candidates(q_rot, counts, codes.sign, keys.shape[2] // 4, **options)
-    estimates = paris.rerank(q_rot, codes, ids, levels, m=m)
+    count = keys.shape[2] // 4
+    ids, estimates, _ = stages(q_rot, codes, counts, levels, count, rho=0.3, m=m)
     best = ids.gather(-1, estimates[:, :, :, 0].topk(100).indices)
     exact = torch.einsum("bhnd,bhqd->bhqn", keys, query[:, :, :, 0])
     wanted = exact.topk(100).indices.unsqueeze(-1)

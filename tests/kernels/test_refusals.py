@@ -122,15 +122,15 @@ def of_paris() -> Iterator[Refusal]:
     yield "no power of two", partial(paris.collisions, query[..., :96], counts, sign, **stage)
     yield "at most 15 tiers", partial(collide, rho=0.5, tiers=(0.5,) * 16)
     yield "valid is torch.uint8", partial(collide, valid=torch.ones(1, 6).byte(), **stage)
-    yield "count=-1", partial(paris.candidates, query, counts, sign, -1, **stage)
 
     codes, rotated = encode(), paris.rotate(torch.randn(1, 2, 1, 3, 16), signs)
-    ids = torch.zeros(1, 2, 1, 2, dtype=torch.int32)
-    rerank = partial(paris.rerank, rotated, codes, ids, levels)
-    yield r"codes\.weight is ", partial(rerank, m=4)
-    one_head = rotated[:, :1], codes, ids[:, :1], levels
-    yield "batch rows and heads", partial(paris.rerank, *one_head)
-    yield "offset is ", partial(rerank, offset=torch.zeros(1, 2, 1))
+    counts = paris.count_centroids(codes.sign, m=4)
+    search = partial(paris.search, rotated, None, codes, counts, levels, survivors=2, **stage)
+    yield "count=3, survivors=2", partial(search, 3)
+    yield r"codes\.weight is ", partial(search, 1, m=4)
+    offset, counts = torch.zeros(1, 2, 1), paris.count_centroids(codes.sign)
+    whole = rotated, None, codes, counts, levels, 1
+    yield "offset is ", partial(paris.search, *whole, survivors=2, offset=offset, **stage)
 
 
 def of_coded_rows() -> Iterator[Refusal]:

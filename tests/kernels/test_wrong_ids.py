@@ -11,14 +11,14 @@ import math
 import pytest
 import torch
 
-from hf_kvret_kernels import centroid, codebook, paris
+from hf_kvret_kernels import centroid, codebook
 from hf_kvret_kernels.gather_attention import gather_attention, gather_scores
 from hf_kvret_kernels.higgs import CodedRows, HiggsCodec
 from hf_kvret_kernels.ids import WrongIdError, check_code_range, check_id_range
 from hf_kvret_kernels.paged import PagedRows
 from hf_kvret_kernels.resident import SlotMap, assign, fetch
 
-from .draws import Place, draw, paris_tools, run_at
+from .draws import Place, draw, run_at
 from .paged_rows import code_rows
 
 # There are 30 tokens on four pages of 8.
@@ -72,12 +72,6 @@ def work(place: Place, name: str, ids: torch.Tensor) -> tuple[torch.Tensor, ...]
     if name.startswith("rows"):
         pages = rows.pages if isinstance(rows, CodedRows) else rows
         return pages.gather(ids, backend=backend)
-    if name.startswith("estimates"):
-        dim = int(name.split()[-1])
-        signs, levels = paris_tools(dim)
-        whole = paris.encode(draw(2, 2, TOKENS + 2, dim), signs, levels)
-        q_rot = paris.rotate(draw(2, 2, 1, 2, dim, seed=1), signs)
-        return (run_at(place, paris.rerank, q_rot, whole.tokens(0, TOKENS), ids, levels),)
     assert isinstance(rows, PagedRows)
     ids, slot_count = ids.flatten(2), TOKENS if name == "fetched" else 32
     buffer = torch.zeros(2, 2, slot_count, 32, device=device)
@@ -102,10 +96,7 @@ def test_ids_of_rows_that_are_attended_to(where: Place, name: str, heads: int) -
     check(where, name, heads)
 
 
-# Rows whose length is no power of two have another kernel of estimates.
-@pytest.mark.factor(
-    "name", ["rows", "rows of codes", "slots", "fetched", "estimates of 16", "estimates of 192"]
-)
+@pytest.mark.factor("name", ["rows", "rows of codes", "slots", "fetched"])
 def test_ids_of_rows_slots_and_codes(place: Place, name: str) -> None:
     check(place, name)
 

@@ -189,7 +189,7 @@ class TorchOps(TorchDispatchMode):
 @pytest.mark.skipif(
     not interpreted() or find_spec("triton") is None, reason="Triton's interpreter is off"
 )
-def test_a_selection_is_five_launches_and_no_operation_of_torch(
+def test_a_selection_is_three_launches_and_no_operation_of_torch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from triton.runtime.interpreter import GridExecutor
@@ -212,6 +212,6 @@ def test_a_selection_is_five_launches_and_no_operation_of_torch(
     monkeypatch.setattr(GridExecutor, "__call__", count)
     with prefer("triton"), TorchOps() as operations:
         index.search(query, cold)
-    stages = ("bonus", "collide", "compact", "rerank", "best")
+    stages = ("bonus", "collide", "rank")
     assert kernels == [f"_{stage}_kernel" for stage in stages]
     assert operations.names == []

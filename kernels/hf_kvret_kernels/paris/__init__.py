@@ -1,9 +1,9 @@
 """ParisKV's operations: compact codes of keys, and a two-stage search over them.
 
 A key becomes a *sign plane* (one bit a coordinate), a *magnitude plane* (three bits a
-coordinate) and one *weight* a subspace. Stage 1 reads the sign plane alone: ``candidates`` are the
-tokens with the highest scores of ``collisions``. Stage 2 estimates inner products from the full
-codes: ``rerank``. ``search`` is all of it.
+coordinate) and one *weight* a subspace. Stage 1 reads the sign plane alone: candidates are the
+tokens with the highest scores of ``collisions``. Stage 2 estimates their inner products from the
+full codes. ``search`` is both.
 
 Paper: ParisKV, sections 4.1 and 4.2. Dimensions: B batch, H kv heads, Q queries at once, G query
 tables of a kv head (1 after a mean over the group, or the group's size), n tokens, D head dim,
@@ -14,10 +14,8 @@ S = P / m subspaces, C candidates.
 from hf_kvret_kernels.paris.codes import MAX_HEAD_DIM, ParisCodes, rotated_dim
 from hf_kvret_kernels.paris.encoding import decode, encode, magnitude_levels, random_signs, rotate
 from hf_kvret_kernels.paris.selection import (
-    candidates,
     collisions,
     count_centroids,
-    rerank,
     search,
     search_unchecked,
     tier_shares,
@@ -26,14 +24,12 @@ from hf_kvret_kernels.paris.selection import (
 __all__ = [
     "MAX_HEAD_DIM",
     "ParisCodes",
-    "candidates",
     "collisions",
     "count_centroids",
     "decode",
     "encode",
     "magnitude_levels",
     "random_signs",
-    "rerank",
     "rotate",
     "rotated_dim",
     "search",

@@ -10,7 +10,6 @@ import math
 
 import torch
 
-from hf_kvret_kernels.ids import check_id_range
 from hf_kvret_kernels.paris.codes import (
     EXCLUDED,
     LEVELS,
@@ -177,6 +176,12 @@ def _points(entries: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
 
 
 def candidates(scores: torch.Tensor, count: int) -> torch.Tensor:
+    """``[B, H, Q, count]`` int32 positions of the ``count`` highest ``scores``, ascending.
+
+    Equal scores go to lower positions first; tokens that are not valid are never taken. Where a row
+    has fewer than ``count`` tokens to take, the tail is -1. Nothing is sorted and the host never
+    waits: histograms give the lowest score taken, prefix sums the slots.
+    """
     histogram = torch.zeros(*scores.shape[:3], 256, dtype=torch.int64, device=scores.device)
     histogram.scatter_add_(-1, scores.long(), histogram.new_ones(1).expand(scores.shape))
     bin_counts = histogram[..., :EXCLUDED]
@@ -207,12 +212,15 @@ def rerank(
     softcap: float | None,
     offset: torch.Tensor | None,
 ) -> torch.Tensor:
+    """``[B, H, Q, G, C]`` fp32 estimates of ``scale * <k - mean, q>``; -inf for ids of -1.
+
+    ``sum_b w_b <v_b, q_b>`` over the rotated query as it is: the paper's
+    ``|q| sum_b w_b <v_b, q_b / |q|>`` (eq. 10). Products and sums are fp32 whatever the weights'
+    dtype; the published kernel sums in bf16.
+    """
     batch, heads, queries, tables, _ = q_rot.shape
     count = ids.shape[-1]
-    check_id_range(ids, codes.sign.shape[2])
     out = q_rot.new_full((batch, heads, queries, tables, count), -math.inf)
-    if codes.sign.shape[2] == 0:
-        return out
     for b in range(batch):
         for h in range(heads):
             for q in range(queries):

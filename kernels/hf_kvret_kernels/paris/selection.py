@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -52,8 +51,10 @@ def search(
 ) -> torch.Tensor:
     """``[B, H, Q, count]`` int32: the tokens that matter most by their codes, -1 for missing ones.
 
-    ``rotate``, ``candidates``, ``rerank`` and ``relevance.best_ids`` one after the other, which say
-    what is computed; Triton shares work between them.
+    Candidates are the ``survivors`` tokens with the highest scores of ``collisions``, of equal ones
+    the first. ``scale * <k - mean, q>`` of these is estimated from their codes, as the paper's eq.
+    10 does, and ``relevance.best_ids`` takes the best. ``paris.naive`` says what is computed, stage
+    after stage; Triton shares work between them.
 
     Args:
         query: ``[B, H, Q, G, D]`` of any float dtype, contiguous or not.
@@ -65,7 +66,10 @@ def search(
         count: tokens to find, 1 to ``survivors``.
         survivors: candidates that stage 1 leaves, up to n.
         rho, tiers, m, valid: as of ``collisions``.
-        scale, softcap, offset: as of ``rerank``.
+        scale: factor of the inner products, before the cap.
+        softcap: ``c`` of ``c * tanh(score / c)``, or None.
+        offset: ``[B, H, Q, G]`` fp32 to be added to the inner products of a query, before the
+            scale; None for 0. With a cap it matters: the mean key's part is bent too.
         backend: "auto", "naive" or "triton".
 
     Raises:
@@ -79,15 +83,14 @@ def search(
         )
     if query.dim() != 5:
         raise ValueError(f"query has shape {tuple(query.shape)}, expected [B, H, Q, G, D]")
-    if choose_backend(backend, query) != "naive":
-        if signs is None:
-            check_queries(query, codes.sign.device)
-        else:
-            check_signs(query, signs)
-        dim = query.shape[-1] if signs is None else len(signs)
-        shape = torch.Size((*query.shape[:-1], dim))
-        check_stage_one(shape, counts, codes.sign, rho, tiers, m, valid)
-        check_stage_two(shape, codes, levels, m, softcap, offset)
+    if signs is None:
+        check_queries(query, codes.sign.device)
+    else:
+        check_signs(query, signs)
+    dim = query.shape[-1] if signs is None else len(signs)
+    shape = torch.Size((*query.shape[:-1], dim))
+    check_stage_one(shape, counts, codes.sign, rho, tiers, m, valid)
+    check_stage_two(shape, codes, levels, m, softcap, offset)
     return search_unchecked(
         *(query, signs, codes, counts, levels, count, survivors, rho, tiers, m, valid),
         *(scale, softcap, offset, backend),
@@ -114,17 +117,15 @@ def search_unchecked(
     """``search`` for a caller whose tensors fit each other by how they were made."""
     if choose_backend(backend, query) == "naive":
         q_rot = query if signs is None else rotate(query, signs, backend=backend)
-        first: dict[str, Any] = {"rho": rho, "tiers": tiers, "valid": valid}
-        ids = candidates(q_rot, counts, codes.sign, survivors, m=m, backend=backend, **first)
-        second: dict[str, Any] = {"scale": scale, "softcap": softcap, "offset": offset}
-        scores = rerank(q_rot, codes, ids, levels, m=m, backend=backend, **second)
+        points = naive.bonus_table(q_rot, counts, _shares(rho, tiers), m)
+        ids = naive.candidates(naive.collide(codes.sign, points, m, valid), survivors)
+        scores = naive.rerank(q_rot, codes, ids, levels, m, scale, softcap, offset)
         return best_ids(scores, ids, count, backend=backend)
     from hf_kvret_kernels.paris import triton
 
-    shares = tuple(round(rho * tier * naive.SHARE_UNIT) for tier in tiers)
     with launching_on(query):
         return triton.search(
-            *(query, signs, codes, counts, levels, count, survivors, shares, m, valid),
+            *(query, signs, codes, counts, levels, count, survivors, _shares(rho, tiers), m, valid),
             *(scale, softcap, offset),
         )
 
@@ -160,8 +161,7 @@ def count_centroids(
 def tier_shares(rho: float, tiers: tuple[float, ...]) -> torch.Tensor:
     """``[tiers]`` int64 on the CPU, not to be written to: each ``rho * t`` in millionths."""
     with torch.inference_mode(False):
-        shares = [round(rho * tier * naive.SHARE_UNIT) for tier in tiers]
-        return torch.tensor(shares, dtype=torch.int64, device="cpu")
+        return torch.tensor(_shares(rho, tiers), dtype=torch.int64, device="cpu")
 
 
 def collisions(
@@ -213,90 +213,6 @@ def collisions(
         return triton.collide(bonus, sign, m, valid, most_points(shares, counts), 0).scores
 
 
-def candidates(
-    q_rot: torch.Tensor,
-    counts: torch.Tensor,
-    sign: torch.Tensor,
-    count: int,
-    *,
-    rho: float,
-    tiers: Sequence[float],
-    m: int = 8,
-    valid: torch.Tensor | None = None,
-    backend: str = "auto",
-) -> torch.Tensor:
-    """``[B, H, Q, count]`` int32 positions of the ``count`` highest scores, ascending.
-
-    Scores are those of ``collisions``, whose arguments the others are. Equal scores go to lower
-    positions first; tokens that are not valid are never taken. Where a row has fewer than ``count``
-    tokens to take, the tail is -1. Nothing is sorted and the host never waits: histograms give the
-    lowest score taken, prefix sums the slots.
-
-    Args:
-        count: at least 0, may exceed n.
-
-    Raises:
-        ValueError: as of ``collisions``, or a count below 0.
-    """
-    if count < 0:
-        raise ValueError(f"count={count}: the number of candidates is 0 or more")
-    check_queries(q_rot, sign.device)
-    shares = check_stage_one(q_rot.shape, counts, sign, rho, tiers, m, valid)
-    if choose_backend(backend, sign) == "naive":
-        scores = naive.collide(sign, naive.bonus_table(q_rot, counts, shares, m), m, valid)
-        return naive.candidates(scores, count)
-    from hf_kvret_kernels.paris import triton
-
-    with launching_on(sign):
-        bonus = triton.bonus(q_rot, None, counts, shares, m)
-        points = most_points(shares, counts)
-        return triton.compact(triton.collide(bonus, sign, m, valid, points, count), count)
-
-
-def rerank(
-    q_rot: torch.Tensor,
-    codes: ParisCodes,
-    ids: torch.Tensor,
-    levels: torch.Tensor,
-    *,
-    m: int = 8,
-    scale: float = 1.0,
-    softcap: float | None = None,
-    offset: torch.Tensor | None = None,
-    backend: str = "auto",
-) -> torch.Tensor:
-    """``[B, H, Q, G, C]`` fp32 estimates of ``scale * <k - mean, q>``; -inf for ids of -1.
-
-    Ids of no token: torch raises ``WrongIdError``, a ValueError; Triton takes them for -1.
-
-    ``sum_b w_b <v_b, q_b>`` over the rotated query as it is: the paper's
-    ``|q| sum_b w_b <v_b, q_b / |q|>`` (eq. 10). Products and sums are fp32 whatever the
-    weights' dtype; the published kernel sums in bf16.
-
-    Args:
-        q_rot: ``[B, H, Q, G, P]`` fp32, queries after ``rotate``, not normalized.
-        codes: of n tokens.
-        ids: ``[B, H, Q, C]`` int32 in -1..n-1, shared by the G queries of a group.
-        levels: ``[8]`` fp32, the levels that ``encode`` was given.
-        m: coordinates of a subspace, 4 or 8.
-        scale: factor of the inner products, before the cap.
-        softcap: ``c`` of ``c * tanh(score / c)``, or None.
-        offset: ``[B, H, Q, G]`` fp32 to be added to the inner products of a query, before the
-            scale; None for 0. With a cap it matters: the mean key's part is bent too.
-        backend: "auto", "naive" or "triton".
-    """
-    check_queries(q_rot, codes.sign.device)
-    check_stage_two(q_rot.shape, codes, levels, m, softcap, offset)
-    check_tensor("ids", ids, (*q_rot.shape[:3], None), _INT32, q_rot.device)
-    arguments = (q_rot, codes, ids, levels, m, scale, softcap, offset)
-    if choose_backend(backend, q_rot) == "naive":
-        return naive.rerank(*arguments)
-    from hf_kvret_kernels.paris import triton
-
-    with launching_on(q_rot):
-        return triton.rerank(triton.by_planes(q_rot), *arguments[1:]).scores
-
-
 def check_stage_one(
     shape: torch.Size,
     counts: torch.Tensor,
@@ -336,6 +252,11 @@ def check_stage_one(
             "dims (8 a byte) must be the same"
         )
     check_valid(valid, (sign.shape[0], sign.shape[2]), sign.device)
+    return _shares(rho, tiers)
+
+
+def _shares(rho: float, tiers: Sequence[float]) -> tuple[int, ...]:
+    """The tiers' shares of all keys, in units of 1 / SHARE_UNIT."""
     return tuple(round(rho * tier * naive.SHARE_UNIT) for tier in tiers)
 
 
@@ -348,15 +269,8 @@ def check_stage_two(
     offset: torch.Tensor | None,
 ) -> None:
     """ValueError for codes, levels or offsets that don't fit queries of ``shape``."""
-    batch, heads, _, _, dim = shape
     device = codes.sign.device
-    check_subspace_dim(m)
-    check_codes(codes, dim, m, device)
-    if tuple(codes.sign.shape[:2]) != (batch, heads):
-        raise ValueError(
-            f"codes are of {tuple(codes.sign.shape[:2])} batch rows and heads, the queries of "
-            f"{(batch, heads)}"
-        )
+    check_codes(codes, shape[-1], m, device)
     check_tensor("levels", levels, (LEVELS,), [torch.float32], device)
     if offset is not None:
         check_tensor("offset", offset, shape[:4], [torch.float32], device)

@@ -6,9 +6,10 @@
    tables in shared memory, and counts how many tokens reach each sum. The last program of a row to
    arrive adds these counts up: it finds the lowest sum that is taken, and how many tokens the
    blocks before each block contribute.
-3. ``compact`` writes down the tokens of the highest scores, each block behind the others.
-4. ``rerank`` gathers their codes and takes inner products with all G queries. Long codes and large
-   groups are taken in chunks; else threads hold whole codes.
+3. ``rank`` writes down the tokens of the highest scores of a block, behind those of the blocks
+   before it, gathers their codes and takes inner products with all G queries. Long codes are taken
+   in chunks; else threads hold whole codes. The last program of a row to arrive chooses among these
+   candidates. Where that would take many rounds, ``top_k`` does so in launches of its own.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -21,16 +22,17 @@ import torch
 import triton
 import triton.language as tl
 
-from hf_kvret_kernels._dispatch import interpreted
+from hf_kvret_kernels import _dispatch as dispatch
 from hf_kvret_kernels._triton_shared import (
+    add_logs,
+    best_share,
     capped_scores,
-    fill_empty,
-    load_ids,
     load_mask,
-    log_sum_exps,
+    log_sum_exp,
     mask_bytes,
     mask_layout,
     score_factors,
+    sum_up,
     walsh_hadamard,
 )
 from hf_kvret_kernels.paris.codes import (
@@ -43,7 +45,7 @@ from hf_kvret_kernels.paris.codes import (
 )
 from hf_kvret_kernels.paris.naive import SHARE_UNIT
 from hf_kvret_kernels.paris.triton_encode import source_columns
-from hf_kvret_kernels.top_k.triton import best_ids
+from hf_kvret_kernels.top_k.triton import best_ids, choose, order_of, warm_up
 
 _SHARE_UNIT = tl.constexpr(SHARE_UNIT)
 _EXCLUDED = tl.constexpr(EXCLUDED)
@@ -60,14 +62,16 @@ _CHUNKS = (16, 8)
 _BLOCKS = 256
 # Bytes that rows of scores start at multiples of.
 ALIGN = 16
-# Query tables that a program estimates with at once. Coordinates that its four warps hold in
-# registers, also where long codes and large groups are taken in chunks. Bytes of signs of a chunk,
-# at most, and of a thread. With a larger first number triton 3.6 spills; in chunks a program holds
-# less of a row at a time.
-_TABLES = 16
-_TILE, _WIDE_TILE = 1 << 12, 1 << 13
+# Coordinates that eight warps take at once of whole codes; four take chunks of longer ones, which
+# need more registers. Bytes of signs of a chunk, at most, and of a thread.
+_TILE, _WIDE_TILE = 1 << 13, 1 << 12
 _CHUNK = 16
 _INNER = 4
+# Candidates that the last program of a row chooses among at once, most of them new; rounds of this,
+# at most; and log-sum-exps that it adds up at a time.
+_LAST = 1 << 11
+_ROUNDS = 8
+_SUMS = tl.constexpr(256)
 
 
 def search(
@@ -89,9 +93,8 @@ def search(
     points = most_points(shares, counts)
     tables = bonus(query, signs, counts, shares, m)
     collisions = collide(tables, codes.sign, m, valid, points, survivors)
-    ids = compact(collisions, survivors)
-    estimates = rerank(tables.queries, codes, ids, levels, m, scale, softcap, offset)
-    return best_ids(estimates.scores, count, ids, estimates.log_sums, tables.tickets)
+    options = m, scale, softcap, offset
+    return rank(tables, collisions, codes, levels, count, survivors, *options).best
 
 
 class Bonus(NamedTuple):
@@ -123,7 +126,7 @@ def subspaces_of_program(count: int) -> int:
     One, by a warp, on a GPU: many are in flight, and nothing crosses warps. The interpreter's time
     goes with the number of operations, not of numbers, so it takes all.
     """
-    return count if interpreted() else 1
+    return count if dispatch.interpreted() else 1
 
 
 def bonus(
@@ -482,228 +485,297 @@ def _plan(
         equal_before += tl.sum(equal, axis=0)
 
 
-def compact(collisions: Collisions, count: int) -> torch.Tensor:
-    """``[B, H, Q, count]`` int32 positions, ascending, -1 behind; ``count`` as for ``collide``."""
-    lead = collisions.scores.shape[:3]
-    ids = torch.empty(*lead, count, dtype=torch.int32, device=collisions.scores.device)
-    if ids.numel():
-        _compact_kernel[(collisions.before.shape[3], lead.numel())](
-            collisions.scores,
-            collisions.plan,
-            collisions.before,
-            ids,
-            collisions.scores.stride(2) // ALIGN,
-            count,
-            BLOCK=collisions.block,
-            ALIGN=ALIGN,
-            enable_fp_fusion=True,
-        )
-    return ids
-
-
-@triton.jit(do_not_specialize=["stride", "count"])
-def _compact_kernel(
-    scores_ptr, plan_ptr, before_ptr, ids_ptr, stride, count,
-    BLOCK: tl.constexpr, ALIGN: tl.constexpr,
-):  # fmt: skip
-    """Positions of the taken tokens of a block, behind those of the blocks before it."""
-    row = tl.program_id(1).to(tl.int64)
-    block, blocks = tl.program_id(0), tl.num_programs(0)
-    threshold = tl.load(plan_ptr + row * 4)
-    of_equal = tl.load(plan_ptr + row * 4 + 1)
-    before_ptr += (row * blocks + block) * 2
-    tokens = block * BLOCK + tl.arange(0, BLOCK)
-    fill = tl.full((BLOCK,), _EXCLUDED, tl.uint8)
-    row_end = stride * ALIGN
-    score = tl.load(scores_ptr + row * row_end + tokens, mask=tokens < row_end, other=fill)
-    score = score.to(tl.int32)
-    above = (score > threshold) & (score < _EXCLUDED)
-    # Counts above the threshold in the upper half and on it in the lower: one prefix sum for both,
-    # and neither reaches 2**15.
-    pair = tl.where(above, 65536, (score == threshold).to(tl.int32))
-    ahead = tl.cumsum(pair, axis=0) - pair
-    equal_ahead = tl.load(before_ptr + 1) + (ahead & 65535)
-    selection = above | ((pair == 1) & (equal_ahead < of_equal))
-    slot = tl.load(before_ptr) + (ahead >> 16) + tl.minimum(equal_ahead, of_equal)
-    ids_ptr += row * count
-    tl.store(ids_ptr + slot, tokens, mask=selection)
-    fill_empty(ids_ptr, tl.load(plan_ptr + row * 4 + 2), count, block, blocks, BLOCK)
-
-
-class Estimates(NamedTuple):
-    """Of the candidates.
+class Ranked(NamedTuple):
+    """Of the candidates of a search.
 
     Attributes:
-        scores: ``[B, H, Q, G, C]`` fp32, -inf for ids of -1.
-        log_sums: ``[B, H, Q, G, blocks]`` fp32, log-sum-exps of blocks of scores.
+        ids: ``[B, H, Q, C]`` int32, ascending. Behind the last candidate nothing is written.
+        scores: ``[B, H, Q, G, C]`` fp32 estimates of these.
+        best: ``[B, H, Q, count]`` int32, the result of the search.
     """
 
+    ids: torch.Tensor
     scores: torch.Tensor
-    log_sums: torch.Tensor
+    best: torch.Tensor
 
 
-def rerank(
-    queries: torch.Tensor,
+def rank(
+    tables: Bonus,
+    collisions: Collisions,
     codes: ParisCodes,
-    ids: torch.Tensor,
     levels: torch.Tensor,
+    count: int,
+    survivors: int,
     m: int,
     scale: float,
     softcap: float | None,
     offset: torch.Tensor | None,
-) -> Estimates:
-    """See ``hf_kvret_kernels.paris.rerank``; ``queries`` as of ``Bonus``."""
-    batch, heads, count, tables, _, width = queries.shape
-    candidates = ids.shape[-1]
-    lead = batch, heads, count, tables
-    if not codes.sign.shape[2]:
-        nothing = torch.full((*lead, candidates), -math.inf, device=queries.device)
-        return Estimates(nothing, nothing[..., :1])
+) -> Ranked:
+    """The best ``count`` of ``survivors`` candidates; ``collide`` got the same ``survivors``."""
+    *lead, group, _, width = tables.queries.shape
+    device, blocks = tables.queries.device, collisions.before.shape[3]
+    ids = torch.empty(*lead, survivors, dtype=torch.int32, device=device)
+    scores = torch.empty(*lead, group, survivors, dtype=torch.float32, device=device)
+    log_sums = torch.empty(*lead, group, blocks, dtype=torch.float32, device=device)
+    best = torch.empty(*lead, count, dtype=torch.int32, device=device)
+    if not best.numel():
+        return Ranked(ids, scores, best)
     magnitude = codes.magnitude
     # Their words are those of four bytes of signs.
     layout = (*magnitude.stride()[:2], magnitude.storage_offset(), magnitude.data_ptr())
     in_words = width % 4 == 0 and all(step % 4 == 0 for step in layout)
     if in_words:
         magnitude = magnitude.view(torch.int32)
-    in_chunks = not _is_whole(width) or tables > _TABLES
     # The largest power of two that divides the width: chunks of a row are all alike.
-    chunk = min(_CHUNK, width & -width) if in_chunks else width
-    block = (_WIDE_TILE if in_chunks else _TILE) // (8 * chunk)
-    blocks = triton.cdiv(candidates, block)
-    scores = torch.empty(*lead, candidates, dtype=torch.float32, device=queries.device)
-    log_sums = torch.empty(*lead, blocks, dtype=torch.float32, device=queries.device)
-    if scores.numel():
-        _rerank_kernel[(blocks, batch * heads * count)](
-            queries,
-            codes.sign,
-            magnitude,
-            codes.weight,
-            ids.contiguous(),
-            levels.contiguous(),
-            levels if offset is None else offset.contiguous(),
-            scores,
-            log_sums,
-            *score_factors(scale, softcap),
-            candidates,
-            codes.sign.shape[2],
-            heads,
-            count,
-            *codes.sign.stride()[:2],
-            *magnitude.stride()[:2],
-            *codes.weight.stride()[:2],
-            IN_WORDS=in_words and chunk % 4 == 0,
-            HAS_OFFSET=offset is not None,
-            SOFTCAP=softcap is not None,
-            TABLES=tables,
-            M=m,
-            LEVELS=LEVELS,
-            ROWS=min(_TABLES, triton.next_power_of_2(tables)),
-            BYTES=width,
-            CHUNK=chunk,
-            INNER=min(_INNER, chunk),
-            BLOCK=block,
-            enable_fp_fusion=True,
-        )
-    return Estimates(scores, log_sums)
+    is_whole = _is_whole(width)
+    chunk = width if is_whole else min(_CHUNK, width & -width)
+    tile = (_TILE if is_whole else _WIDE_TILE) // (8 * chunk)
+    arguments = (
+        *(collisions.scores, collisions.plan, collisions.before, tables.tickets, tables.queries),
+        *(codes.sign, magnitude, codes.weight, levels.contiguous()),
+        levels if offset is None else offset.contiguous(),
+        *(ids, scores, log_sums, best),
+        *score_factors(scale, softcap),
+        *(collisions.scores.stride(2) // ALIGN, survivors, count),
+        *lead[1:],
+        *codes.sign.stride()[:2],
+        *magnitude.stride()[:2],
+        *codes.weight.stride()[:2],
+    )
+    constants = {
+        "IN_WORDS": in_words and chunk % 4 == 0,
+        "HAS_OFFSET": offset is not None,
+        "SOFTCAP": softcap is not None,
+        "TABLES": group,
+        "HEADS": triton.next_power_of_2(group),
+        "M": m,
+        "LEVELS": LEVELS,
+        "BYTES": width,
+        "CHUNK": chunk,
+        "INNER": min(_INNER, chunk),
+        "TILE": tile,
+        "BLOCK": collisions.block,
+        "ALIGN": ALIGN,
+        "LAST": _LAST,
+        "num_warps": 8 if is_whole else 4,
+        "enable_fp_fusion": True,
+    }
+    is_last_step = _chooses_at_once(survivors, count)
+    growth = dispatch.growth()
+    if growth is not None and is_last_step:
+        choices = growth.choices(survivors, count)
+        later = [choice for choice in choices if not _chooses_at_once(*choice)]
+        if later:
+            dispatch.warm_up(_rank_kernel, arguments, {**constants, "CHOOSE": False})
+            warm_up(scores, count, ids, None if group == 1 else log_sums, choices=later)
+    grid = blocks, math.prod(lead)
+    _rank_kernel[grid](*arguments, CHOOSE=is_last_step, **constants)
+    if not is_last_step:
+        best = best_ids(scores, count, ids, log_sums, tables.tickets)
+    return Ranked(ids, scores, best)
 
 
-@triton.jit(do_not_specialize=["count", "tokens"])
-def _rerank_kernel(
-    q_ptr, sign_ptr, magnitude_ptr, weight_ptr, ids_ptr, levels_ptr, offset_ptr, scores_ptr,
-    sums_ptr, inner, outer, count, tokens, heads, queries,
-    sign_stride_b, sign_stride_h, magnitude_stride_b, magnitude_stride_h, weight_stride_b,
-    weight_stride_h,
+def _chooses_at_once(survivors: int, count: int) -> bool:
+    """Whether the last program of a row chooses among its candidates, in a few rounds."""
+    new = _LAST - count
+    return 2 * count <= _LAST and survivors - count <= _ROUNDS * new
+
+
+@triton.jit(do_not_specialize=["stride", "survivors", "count"])
+def _rank_kernel(
+    points_ptr, plan_ptr, before_ptr, tickets_ptr, q_ptr, sign_ptr, magnitude_ptr, weight_ptr,
+    levels_ptr, offset_ptr, ids_ptr, scores_ptr, sums_ptr, best_ptr, inner, outer, stride,
+    survivors, count, heads, queries, sign_stride_b, sign_stride_h, magnitude_stride_b,
+    magnitude_stride_h, weight_stride_b, weight_stride_h,
     IN_WORDS: tl.constexpr, HAS_OFFSET: tl.constexpr, SOFTCAP: tl.constexpr, TABLES: tl.constexpr,
-    M: tl.constexpr, LEVELS: tl.constexpr, ROWS: tl.constexpr, BYTES: tl.constexpr,
-    CHUNK: tl.constexpr, INNER: tl.constexpr, BLOCK: tl.constexpr,
+    HEADS: tl.constexpr, M: tl.constexpr, LEVELS: tl.constexpr, BYTES: tl.constexpr,
+    CHUNK: tl.constexpr, INNER: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+    ALIGN: tl.constexpr, LAST: tl.constexpr, CHOOSE: tl.constexpr,
 ):  # fmt: skip
-    """A block of candidates: four queries after each other, and for these chunk after chunk."""
+    """The candidates of a block of tokens, a tile of them after the other.
+
+    For each tile four queries come after each other, and for these chunk after chunk.
+    """
     DIM: tl.constexpr = 8 * BYTES
-    SHAPE: tl.constexpr = (BLOCK, CHUNK // INNER, INNER)
+    SHAPE: tl.constexpr = (TILE, CHUNK // INNER, INNER)
     # One chunk of one subspace a byte: all numbers of a sum have one weight.
     WEIGH_SUMS: tl.constexpr = M == 8 and CHUNK == BYTES
     row = tl.program_id(1).to(tl.int64)
+    block, blocks = tl.program_id(0), tl.num_programs(0)
     b = row // queries // heads
     h = row // queries % heads
-    slots = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    ids, id_mask = load_ids(ids_ptr + row * count, slots, slots < count, 1, tokens)
+    plan_ptr += row * 4
+    ids_ptr += row * survivors
+    scores_ptr += row * TABLES * survivors
+    sums_ptr += row * TABLES * blocks
+    first_slot, end = _compact(
+        points_ptr + row * stride * ALIGN,
+        *(plan_ptr, before_ptr + (row * blocks + block) * 2, ids_ptr),
+        *(block * BLOCK, stride * ALIGN, BLOCK),
+    )
+    # Threads read back what others have written.
+    tl.debug_barrier()
 
     # A thread holds whole bytes of signs. Their eight coordinates are taken one after the other, so
     # that nothing crosses threads before the sums over a key; and as many bytes in a row as make
     # loads of the queries 16 bytes wide, for several keys at once.
     byte_ids = tl.arange(0, CHUNK // INNER)[:, None] * INNER + tl.arange(0, INNER)[None, :]
     byte_ids = byte_ids[None, :, :]
-    # Where there is no token, the first one is read, and its result is dropped.
-    rows = tl.where(id_mask, ids, 0).to(tl.int64)
-    indices = rows[:, None, None] * BYTES + byte_ids
     sign_ptr += b * sign_stride_b + h * sign_stride_h
     magnitude_ptr += b * magnitude_stride_b + h * magnitude_stride_h
     weight_ptr += b * weight_stride_b + h * weight_stride_h
-    if CHUNK == BYTES:
-        byte, word, low, high = _load_codes(
-            sign_ptr, magnitude_ptr, weight_ptr, rows, indices, 0, IN_WORDS, M, BYTES, CHUNK
-        )
     pairs = pairs_of_levels(levels_ptr, LEVELS)
     last = row * TABLES + TABLES - 1
-    for first in range(0, TABLES, 4):
-        sum0 = tl.zeros(SHAPE, dtype=tl.float32)
-        sum1 = sum0
-        sum2 = sum0
-        sum3 = sum0
-        # Where there are no more queries, the last one is read again.
-        q0 = q_ptr + (row * TABLES + first) * DIM
-        q1 = q_ptr + tl.minimum(row * TABLES + first + 1, last) * DIM
-        q2 = q_ptr + tl.minimum(row * TABLES + first + 2, last) * DIM
-        q3 = q_ptr + tl.minimum(row * TABLES + first + 3, last) * DIM
-        for start in range(0, BYTES, CHUNK):
-            if CHUNK < BYTES:
-                byte, word, low, high = _load_codes(
-                    *(sign_ptr, magnitude_ptr, weight_ptr, rows, indices, start),
-                    *(IN_WORDS, M, BYTES, CHUNK),
-                )
-            for half in tl.static_range(4):
-                numbers = tl.reshape((word >> (6 * half)) & (LEVELS * LEVELS - 1), (BLOCK * CHUNK,))
-                pair = tl.reshape(tl.gather(pairs, numbers, 0), SHAPE)
-                for odd in tl.static_range(2):
-                    level = (pair >> (32 * odd)).to(tl.uint32)
-                    # A sign bit of 0 in the code makes the level negative.
-                    turn = (~byte << (31 - 2 * half - odd)).to(tl.uint32, bitcast=True) & 0x80000000
-                    v = (level ^ turn).to(tl.float32, bitcast=True)
-                    if not WEIGH_SUMS:
-                        v *= low if half < 2 else high
-                    plane = (2 * half + odd) * BYTES + start + byte_ids
-                    sum0 += v * tl.load(q0 + plane)
+    table_ids = tl.arange(0, HEADS)
+    log_sums = tl.full((HEADS,), float("-inf"), tl.float32)
+    for tile in range(first_slot, end, TILE):
+        slots = tile + tl.arange(0, TILE)
+        inside = slots < end
+        # Where there is no candidate, the first token is read, and its result is dropped.
+        rows = tl.load(ids_ptr + slots, mask=inside, other=0).to(tl.int64)
+        indices = rows[:, None, None] * BYTES + byte_ids
+        if CHUNK == BYTES:
+            byte, word, low, high = _load_codes(
+                sign_ptr, magnitude_ptr, weight_ptr, rows, indices, 0, IN_WORDS, M, BYTES, CHUNK
+            )
+        for first in range(0, TABLES, 4):
+            sum0 = tl.zeros(SHAPE, dtype=tl.float32)
+            sum1 = sum0
+            sum2 = sum0
+            sum3 = sum0
+            # Where there are no more queries, the last one is read again.
+            q0 = q_ptr + (row * TABLES + first) * DIM
+            q1 = q_ptr + tl.minimum(row * TABLES + first + 1, last) * DIM
+            q2 = q_ptr + tl.minimum(row * TABLES + first + 2, last) * DIM
+            q3 = q_ptr + tl.minimum(row * TABLES + first + 3, last) * DIM
+            for start in range(0, BYTES, CHUNK):
+                if CHUNK < BYTES:
+                    byte, word, low, high = _load_codes(
+                        *(sign_ptr, magnitude_ptr, weight_ptr, rows, indices, start),
+                        *(IN_WORDS, M, BYTES, CHUNK),
+                    )
+                for half in tl.static_range(4):
+                    numbers = (word >> (6 * half)) & (LEVELS * LEVELS - 1)
+                    pair = tl.gather(pairs, tl.reshape(numbers, (TILE * CHUNK,)), 0)
+                    pair = tl.reshape(pair, SHAPE)
+                    for odd in tl.static_range(2):
+                        level = (pair >> (32 * odd)).to(tl.uint32)
+                        # A sign bit of 0 in the code makes the level negative.
+                        turn = (~byte << (31 - 2 * half - odd)).to(tl.uint32, bitcast=True)
+                        v = (level ^ (turn & 0x80000000)).to(tl.float32, bitcast=True)
+                        if not WEIGH_SUMS:
+                            v *= low if half < 2 else high
+                        plane = (2 * half + odd) * BYTES + start + byte_ids
+                        sum0 += v * tl.load(q0 + plane)
+                        if TABLES > 1:
+                            sum1 += v * tl.load(q1 + plane)
+                        if TABLES > 2:
+                            sum2 += v * tl.load(q2 + plane)
+                        if TABLES > 3:
+                            sum3 += v * tl.load(q3 + plane)
+            for g in tl.static_range(4):
+                if g < TABLES:
+                    total = sum0 if g == 0 else sum1 if g == 1 else sum2 if g == 2 else sum3
+                    if WEIGH_SUMS:
+                        total *= low
+                    estimate = tl.sum(tl.sum(total, axis=2), axis=1)
+                    table = first + g
+                    if HAS_OFFSET:
+                        estimate += tl.load(offset_ptr + tl.minimum(row * TABLES + table, last))
+                    estimate = capped_scores(estimate, inner, outer, SOFTCAP)
+                    estimate = tl.where(inside, estimate, float("-inf"))
+                    # None where there is no such query.
+                    here = slots < tl.where(table < TABLES, end, 0)
+                    tl.store(scores_ptr + table * survivors + slots, estimate, mask=here)
                     if TABLES > 1:
-                        sum1 += v * tl.load(q1 + plane)
-                    if TABLES > 2:
-                        sum2 += v * tl.load(q2 + plane)
-                    if TABLES > 3:
-                        sum3 += v * tl.load(q3 + plane)
-        for g in tl.static_range(4):
-            if g < TABLES:
-                total = sum0 if g == 0 else sum1 if g == 1 else sum2 if g == 2 else sum3
-                if WEIGH_SUMS:
-                    total *= low
-                estimate = tl.sum(tl.sum(total, axis=2), axis=1)
-                table = row * TABLES + first + g
-                if HAS_OFFSET:
-                    estimate += tl.load(offset_ptr + tl.minimum(table, last))
-                estimate = capped_scores(estimate, inner, outer, SOFTCAP)
-                estimate = tl.where(id_mask, estimate, float("-inf"))
-                # None where there is no such query.
-                inside = slots < tl.where(table <= last, count, 0)
-                tl.store(scores_ptr + table * count + slots, estimate, mask=inside)
+                        both = add_logs(log_sums, log_sum_exp(estimate))
+                        log_sums = tl.where(table_ids == table, both, log_sums)
 
-    # Read back by all threads: above, several hold the same key.
-    tl.debug_barrier()
-    slots = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    for start in range(0, TABLES, ROWS):
-        tables = start + tl.arange(0, ROWS)
-        score_mask = (tables < TABLES)[:, None] & (slots < count)[None, :]
-        address = scores_ptr + (row * TABLES + tables)[:, None] * count + slots[None, :]
-        scores = tl.load(address, mask=score_mask, other=float("-inf"))
-        address = sums_ptr + (row * TABLES + tables) * tl.num_programs(0) + tl.program_id(0)
-        tl.store(address, log_sum_exps(scores), mask=tables < TABLES)
+    if TABLES > 1:
+        tl.store(sums_ptr + table_ids * blocks + block, log_sums, mask=table_ids < TABLES)
+    number = tl.load(plan_ptr + 2)
+    if CHOOSE:
+        # All that the program has written is there for whoever takes a later ticket.
+        tl.debug_barrier()
+        if tl.atomic_add(tickets_ptr + row, 1, sem="acq_rel") == blocks - 1:
+            tl.store(tickets_ptr + row, 0)
+            _choose_in_rounds(
+                *(scores_ptr, sums_ptr, ids_ptr, best_ptr + row * count),
+                *(number, survivors, blocks, count, TABLES, HEADS, LAST),
+            )
+    else:
+        nothing = tl.full((BLOCK,), float("-inf"), tl.float32)
+        for start in range(number + block * BLOCK, survivors, blocks * BLOCK):
+            slots = start + tl.arange(0, BLOCK)
+            for table in range(TABLES):
+                address = scores_ptr + table * survivors + slots
+                tl.store(address, nothing, mask=slots < survivors)
+
+
+@triton.jit
+def _compact(points_ptr, plan_ptr, before_ptr, ids_ptr, first, row_end, BLOCK: tl.constexpr):
+    """``(first, end)`` slots of the tokens of a block that are taken, which are written there.
+
+    They come behind those of the blocks before it.
+    """
+    threshold, of_equal = tl.load(plan_ptr), tl.load(plan_ptr + 1)
+    tokens = first + tl.arange(0, BLOCK)
+    fill = tl.full((BLOCK,), _EXCLUDED, tl.uint8)
+    score = tl.load(points_ptr + tokens, mask=tokens < row_end, other=fill).to(tl.int32)
+    above = (score > threshold) & (score < _EXCLUDED)
+    # Counts above the threshold in the upper half and on it in the lower: one prefix sum for both,
+    # and neither reaches 2**15.
+    pair = tl.where(above, 65536, (score == threshold).to(tl.int32))
+    ahead = tl.cumsum(pair, axis=0) - pair
+    above_before, equal_before = tl.load(before_ptr), tl.load(before_ptr + 1)
+    equal_ahead = equal_before + (ahead & 65535)
+    selection = above | ((pair == 1) & (equal_ahead < of_equal))
+    slots = above_before + (ahead >> 16) + tl.minimum(equal_ahead, of_equal)
+    tl.store(ids_ptr + slots, tokens, mask=selection)
+    start = above_before + tl.minimum(equal_before, of_equal)
+    return start, start + tl.sum(selection.to(tl.int32), axis=0)
+
+
+@triton.jit
+def _choose_in_rounds(
+    scores_ptr, sums_ptr, ids_ptr, best_ptr, number, survivors, blocks, count,
+    TABLES: tl.constexpr, HEADS: tl.constexpr, LAST: tl.constexpr,
+):  # fmt: skip
+    """The best ``count`` of a row's ``number`` candidates, which other programs have scored.
+
+    A round chooses among the best so far, whose slots stand where the result will, and new ones.
+    """
+    table_ids = tl.arange(0, HEADS)
+    log_sums = tl.zeros((HEADS,), tl.float32)
+    if TABLES > 1:
+        for table in range(TABLES):
+            total = sum_up(sums_ptr + table * blocks, blocks, _SUMS, ".cg")
+            log_sums = tl.where(table_ids == table, total, log_sums)
+    places = tl.arange(0, LAST)
+    first = tl.zeros((), tl.int32)
+    kept = tl.zeros((), tl.int32)
+    while first < number:
+        slots = tl.load(best_ptr + places, mask=places < kept, other=0)
+        slots = tl.where(places < kept, slots, first + places - kept)
+        best = tl.full((LAST,), float("-inf"), tl.float32)
+        for table in range(TABLES):
+            score = tl.load(
+                scores_ptr + table * survivors + slots,
+                mask=slots < number,
+                other=float("-inf"),
+                cache_modifier=".cg",
+            )
+            log_sum = tl.sum(tl.where(table_ids == table, log_sums, 0.0), axis=0)
+            best = best_share(best, score, log_sum)
+        first += LAST - kept
+        selection, targets, kept = choose(order_of(best), count)
+        # All threads have read the best so far.
+        tl.debug_barrier()
+        tl.store(best_ptr + targets, slots, mask=selection)
+        tl.debug_barrier()
+    slots = tl.load(best_ptr + places, mask=places < kept, other=0)
+    ids = tl.load(ids_ptr + slots, mask=places < kept, other=-1, cache_modifier=".cg")
+    tl.store(best_ptr + places, ids, mask=places < count)
 
 
 @triton.jit

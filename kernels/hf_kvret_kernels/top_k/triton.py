@@ -147,6 +147,7 @@ def warm_up(
     sums: torch.Tensor | None = None,
     most_chunks: int | None = None,
     at_once: bool = True,
+    choices: Sequence[tuple[int, int]] | None = None,
 ) -> None:
     """Compile what choosing among more scores will launch, where somebody asked for it.
 
@@ -154,11 +155,13 @@ def warm_up(
         scores, count, ids, sums: as of ``best_ids``.
         most_chunks: of ``sums``, if it is known.
         at_once: whether a single launch chooses among few scores.
+        choices: numbers of scores and of those to choose; None: all that are to come.
     """
     growth = dispatch.growth()
     if growth is None:
         return
-    choices = growth.choices(scores.shape[4], count)
+    if choices is None:
+        choices = growth.choices(scores.shape[4], count)
     launches = []
     if at_once:
         written = (torch.int32,) * 4

@@ -45,8 +45,6 @@ COUNTED = {
         600 * 2 + 300 * 12 + 12 * 32 + 16 * 4 + 12 * 256 * 4 + 8 * 4 + 200,
         600 * 16,
     ),
-    "paris.candidates": (600 * 2 + 12 * 16 * 4 + 12 * 256 * 4 + 200, 0),
-    "paris.rerank": (300 * (4 + 12) + 12 * 16 * 4 + 8 * 4, 600 * 16),
     "relevance.best_ids": (300 * (4 + 2 * 4), 0),
     # Coded at 4 bits with one scale, a vector has 10 bytes.
     "higgs.encode": (600 * 32, 0),
