@@ -18,7 +18,8 @@ from hf_kvret.lab.evaluate.caches import CacheChoice, choose_cache, is_stranger,
 from hf_kvret.models.compatibility import head_dims, model_layers
 from hf_kvret_kernels.host_step import HostWindow, run_step, why_not
 
-DENSE = ("dense", "dense-cpp", "dense-graph")
+CAPTURED = ("dense-graph", "dense-compiled")
+DENSE = ("dense", "dense-cpp", *CAPTURED)
 CPP_ATTENTION = "hf_kvret_dense_cpp"
 """The name of ``attend_to_all`` in transformers."""
 
@@ -95,8 +96,8 @@ class PreallocatedCache(Cache):
         """
         if not all(isinstance(layer, PreallocatedLayer) for layer in self.layers):
             raise ValueError(
-                "dense-graph replays one step, which only layers of full attention allow: use "
-                "dense for this model"
+                f"{' and '.join(CAPTURED)} replay one step, which only layers of full attention "
+                "allow: use dense for this model"
             )
         for layer in self.layers:
             layer.length = length
@@ -138,10 +139,10 @@ def choose_bench_cache(
         return choose_cache(text, defaults, device)
     if name != text:
         raise ValueError(f"{text!r}: {name} takes no options")
-    if name == "dense-graph" and place != "cuda":
+    if name in CAPTURED and place != "cuda":
         raise ValueError(
-            f"dense-graph: CUDA graphs need a CUDA device, and the model is on {device!r}: use "
-            "dense here"
+            f"{name}: CUDA graphs need a CUDA device, and the model is on {device!r}: use dense "
+            "here"
         )
     if name == "dense-cpp" and place != "cpu":
         raise ValueError(

@@ -23,6 +23,7 @@ from hf_kvret.lab.bench.floors import (
     selections,
 )
 from hf_kvret.lab.bench.model_measurement import ModelMeasurement, TimedSample
+from hf_kvret.lab.bench.opponents import CAPTURED
 from hf_kvret.lab.bench.stepping import LosslessRounds, Steps, make_steps
 from hf_kvret.lab.bench.tables import plot_contexts, timing_table
 from hf_kvret.lab.bench.timing import StepClock
@@ -133,8 +134,9 @@ class Prefill(ModelMeasurement):
 
     def check(self) -> None:
         super().check()
-        if "dense-graph" in self.choices:
-            raise ValueError("dense-graph is a way to decode, bench prefill has none: use dense")
+        for name in CAPTURED:
+            if name in self.choices:
+                raise ValueError(f"{name} is a way to decode, bench prefill has none: use dense")
 
     @torch.inference_mode()
     def once(self, turn: Turn) -> TimedSample:

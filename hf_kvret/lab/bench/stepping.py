@@ -12,13 +12,13 @@ from transformers.cache_utils import Cache
 
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.lab.bench.filling import feed
-from hf_kvret.lab.bench.opponents import PreallocatedCache
+from hf_kvret.lab.bench.opponents import CAPTURED, PreallocatedCache
 from hf_kvret.lab.bench.timing import StepClock
 from hf_kvret.lab.evaluate.caches import CacheChoice
 from hf_kvret.lossless.pace import GivenPace
 from hf_kvret.lossless.steps import LosslessSteps
 from hf_kvret.models.versions import as_argument
-from hf_kvret.replay import DecodeGraph
+from hf_kvret.replay import DecodeGraph, compiled_layers
 
 # Before a capture, which wants buffers of libraries to be there.
 _WARM_STEPS = 3
@@ -213,11 +213,23 @@ class DenseGraphSteps(Steps):
         return self._logits(self.model, self._tokens, self._positions)
 
 
+class DenseCompiledSteps(DenseGraphSteps):
+    """As ``DenseGraphSteps``, of a model that torch compiles as a whole, once for each length."""
+
+    def __init__(self, model: PreTrainedModel, cache: PreallocatedCache, length: int) -> None:
+        # A model that torch can't compile, or compiles too often, raises: it is no slower opponent.
+        compiled: Any = torch.compile(
+            model, backend=compiled_layers.BACKEND, fullgraph=True, dynamic=False
+        )
+        super().__init__(compiled, cache, length)
+
+
 def make_steps(choice: CacheChoice, model: PreTrainedModel, cache: Cache, length: int) -> Steps:
     """The way in which ``choice`` takes its steps, behind ``length`` tokens."""
-    if choice.name == "dense-graph":
+    if choice.name in CAPTURED:
         assert isinstance(cache, PreallocatedCache)
-        return DenseGraphSteps(model, cache, length)
+        kind = DenseCompiledSteps if choice.name == "dense-compiled" else DenseGraphSteps
+        return kind(model, cache, length)
     if isinstance(cache, RetrievalCache) and cache.options.graph == "auto":
         return ReplayedSteps(model, cache, length)
     return Steps(model, cache, length)

@@ -16,7 +16,7 @@ from hf_kvret.lab.bench import limits, passes
 from hf_kvret.lab.bench import turns as turns_of
 from hf_kvret.lab.bench.checks import Checker
 from hf_kvret.lab.bench.filling import Turn
-from hf_kvret.lab.bench.opponents import PreallocatedCache, choose_bench_cache
+from hf_kvret.lab.bench.opponents import CAPTURED, PreallocatedCache, choose_bench_cache
 from hf_kvret.lab.bench.passes import Decode
 from hf_kvret.lab.bench.shapes import load_shape, random_model
 from hf_kvret.lab.evaluate import measurement
@@ -255,9 +255,10 @@ def test_a_preallocated_cache_is_rewound_and_hybrids_refuse() -> None:
 
 
 @pytest.mark.gpu
-def test_a_captured_step_gives_the_logits_of_an_eager_one() -> None:
+@pytest.mark.parametrize("name", CAPTURED)
+def test_a_captured_step_gives_the_logits_of_an_eager_one(name: str) -> None:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     model = random_model(load_shape("tiny").config, torch.bfloat16, "cuda", seed=0)
-    choice = choose_bench_cache("dense-graph", device="cuda")
+    choice = choose_bench_cache(name, device="cuda")
     assert Checker(model, None, seed=0).check(choice, 512, 2, "prefill").startswith("equal within")

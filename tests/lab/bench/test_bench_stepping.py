@@ -9,12 +9,14 @@ from unittest import mock
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from transformers import PreTrainedModel, masking_utils
 
 from hf_kvret.lab.bench import stepping
 from hf_kvret.lab.bench.filling import feed, random_tokens, serving
 from hf_kvret.lab.bench.opponents import PreallocatedCache, attend_to_all, choose_bench_cache
 from hf_kvret.lab.bench.stepping import (
+    DenseCompiledSteps,
     DenseGraphSteps,
     LosslessRounds,
     ReplayedSteps,
@@ -24,6 +26,7 @@ from hf_kvret.lab.bench.stepping import (
 )
 from hf_kvret.lab.evaluate.caches import CacheChoice
 from hf_kvret.lab.report.results import Results
+from hf_kvret.replay import compiled_layers
 
 SMALL = "dense_below=0:recent=16:flush=8:sink=2:top_k=8"
 LENGTH = 64
@@ -170,6 +173,24 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, name, mock.MagicMock())
     for name in ("stream", "graph"):
         monkeypatch.setattr(torch.cuda, name, lambda what: contextlib.nullcontext())
+
+
+@pytest.mark.slow
+@torch.inference_mode()
+def test_a_dense_step_of_a_compiled_model_is_captured(
+    model: PreTrainedModel, cuda: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled_layers, "BACKEND", "eager")
+    counters.clear()
+    cache = PreallocatedCache(model.config, LENGTH + 1)
+    token = feed(model, cache, random_tokens(model, 2, LENGTH, seed=1), 0).argmax(-1)
+    steps = DenseCompiledSteps(model, cache, LENGTH)
+    logits, kind = steps.take(token)
+    assert kind == "capture" and cache.get_seq_length() == LENGTH
+    assert counters["stats"]["unique_graphs"] == 1
+    torch.testing.assert_close(logits, feed(model, cache, token, LENGTH), rtol=0, atol=1e-5)
+    steps.finish()
+    assert cache.get_seq_length() == LENGTH + 1
 
 
 @torch.inference_mode()
