@@ -151,8 +151,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Tests that let things go expect them to be collected."""
+    """Tests that let things go expect them to be collected, and what is there by now stays."""
+    gc.freeze()
     gc.enable()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A process takes tests that stand together, as they share what they make; then others'."""
+    # Imported here, because only a run of several processes has it.
+    from xdist.scheduler import WorkStealingScheduling
+
+    is_default = config.getoption("dist") == "load"
+    return WorkStealingScheduling(config, log) if is_default else None
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 
 import transformers
@@ -101,7 +102,7 @@ def _verdict(one: ModelType, tried: Trial | None) -> str:
         return "wrong"
     if tried.part != "whole":
         return tried.part
-    return "all modes" if one.name in _CONFORMANCE else "tried"
+    return "all modes" if one.name in _conformance_types() else "tried"
 
 
 def _reason(one: ModelType) -> str:
@@ -136,6 +137,7 @@ def write_page(text: str) -> None:
     PAGE.write_text(f"{head}{BEGIN}\n\n{text}\n\n{END}{body.partition(END)[2]}", encoding="utf-8")
 
 
+@cache
 def _conformance_types() -> set[str]:
     types = set()
     for model in ALL_MODELS.values():
@@ -143,9 +145,6 @@ def _conformance_types() -> set[str]:
         with suppress(ValueError):
             types.add(model.config().model_type)
     return types
-
-
-_CONFORMANCE = _conformance_types()
 
 
 def main(names: list[str]) -> None:

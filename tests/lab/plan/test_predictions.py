@@ -138,7 +138,7 @@ def test_a_store_that_asks_the_machine_is_refused() -> None:
 
 def test_predicted_rows_are_handed_on_from_layer_to_layer(tmp_path: Path) -> None:
     config = copy.deepcopy(load_shape("tiny").config)
-    config.num_hidden_layers = 6
+    config.num_hidden_layers = 3
     model = random_model(config, torch.float32, "cpu", 0)
     folder = tiny_artifact(model, "aqua", tmp_path / "aqua")
     check(model, f"aqua:artifact={folder}" + SHORT, 200)
