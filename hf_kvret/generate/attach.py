@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from hf_kvret.attention.base import OUR_NAMES, forget_base, record_base, recorded_base
 from hf_kvret.cache import RetrievalCache
+from hf_kvret.generate.fast_linear import slow_down, speed_up
 from hf_kvret.generate.model_state import keep_state, remove_hooks
 from hf_kvret.generate.provenance import watch
 from hf_kvret.layer.layer import HANDLE
@@ -46,6 +47,7 @@ def attach(model: PreTrainedModel) -> None:
     text = model.config.get_text_config(decoder=True)
     attached.add(model)
     watch(model)
+    speed_up(model)
     keep_state(model)
     if text._attn_implementation in OUR_NAMES:
         return
@@ -74,4 +76,5 @@ def restore(model: PreTrainedModel) -> None:
         forget_base(config)
     remove_hooks(model)
     restore_layers(model)
+    slow_down(model)
     attached.discard(model)

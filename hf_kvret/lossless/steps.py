@@ -15,7 +15,6 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.layer.foreign_layers import is_known
 from hf_kvret.layer.hybrid import foreign_layers_of, is_recurrent, recording, stop_recording
-from hf_kvret.lossless.few_tokens import fast_products
 from hf_kvret.lossless.guess import Guess, greedy
 from hf_kvret.lossless.pace import FastestPace, Pace
 from hf_kvret.models.exact_chunks import Span, why_whole
@@ -229,8 +228,7 @@ class LosslessSteps:
     def _verify(self, inputs: dict[str, Any], tokens: list[int]) -> Any:
         """The model's output for all ``tokens``, which the cache holds from here on."""
         ids = inputs["input_ids"].new_tensor([tokens])
-        with fast_products():
-            output = self._model(**_at(inputs, ids, 0, logits=len(tokens)))
+        output = self._model(**_at(inputs, ids, 0, logits=len(tokens)))
         if ids.is_cuda:
             torch.cuda.synchronize(ids.device)
         return output

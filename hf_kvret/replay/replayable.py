@@ -41,6 +41,7 @@ replayed steps, on the tape (``hf_kvret.testing.tape``), which freezes such numb
 # what models keep, which a step of one token with given positions neither reads nor changes.
 _HARMLESS = (
     "transformers.utils.output_capturing",
+    "hf_kvret.generate.fast_linear",
     "hf_kvret.generate.provenance",
     "hf_kvret.generate.model_state",
 )

@@ -127,4 +127,4 @@ const Kernel avx512_bf16_kernel = {
     Shared<&Kernel::candidates>::run, BlockRerank<PermutedPlaces>::rerank,
     Shared<&Kernel::relevance>::run, Shared<&Kernel::best>::run,
     prompt_floats_any, prompt_any,
-    Shared<&Kernel::encode>::run, Shared<&Kernel::decode>::run};
+    Shared<&Kernel::encode>::run, Shared<&Kernel::decode>::run, Shared<&Kernel::product>::run};

@@ -113,6 +113,21 @@ struct hfk_codes {
     int32_t reserved;
 };
 
+// A weight times few tokens, plus a bias. All arrays are contiguous and of `dtype`.
+struct hfk_product {
+    const void *x;          // [tokens, depth]
+    const void *weight;     // [outputs, depth]
+    const void *bias;       // [outputs]; null: none
+    void *out;              // [tokens, outputs]
+    int64_t tokens;
+    int64_t outputs;
+    int64_t depth;          // at least 1
+    int32_t dtype;
+    int32_t path;
+    int32_t threads;        // at most; the calling thread is one of them
+    int32_t reserved;
+};
+
 // Attention of many queries over rows that lie side by side; last dimensions are contiguous.
 struct hfk_prompt {
     const void *query;      // [batch, query_heads, queries, key_dim]
@@ -359,6 +374,9 @@ HFK_API int32_t hfk_encode(const struct hfk_codes *work);
 
 // Rows of codes and scales, and what is added to them.
 HFK_API int32_t hfk_decode(const struct hfk_codes *work);
+
+// x times the transpose of the weight, plus the bias. Sums are fp32; the weight is read once.
+HFK_API int32_t hfk_run_product(const struct hfk_product *work);
 
 // The step: `out` as of hfk_attend, over the window and the ids; `lse` may be null. Queries of a KV
 // head share its ids: id_heads is kv_heads where there is a search, but for HFK_SEARCH_PROXY.

@@ -78,6 +78,9 @@ struct PromptTile {
     float *scratch; // prompt_floats() of as many queries
 };
 
+// Floats from one token of a product to the next, as kernels read them.
+static inline int64_t product_stride(const hfk_product &work) { return (work.depth + 15) / 16 * 16; }
+
 struct Kernel {
     // Floats that attend, score and dense_scores need to work in, for a request of any dtype.
     int64_t (*scratch_floats)(const hfk_request &request);
@@ -139,6 +142,9 @@ struct Kernel {
     // Rows `first .. last` of the work.
     void (*encode)(const hfk_codes &work, int64_t first, int64_t last);
     void (*decode)(const hfk_codes &work, int64_t first, int64_t last);
+
+    // Outputs `first .. last` of a product, for all tokens; `x` has product_stride() floats for each.
+    void (*product)(const hfk_product &work, int64_t first, int64_t last, float *x);
 };
 
 // The code of `path`; null where it was not compiled or the processor lacks its instructions.

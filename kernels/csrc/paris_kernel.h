@@ -3,6 +3,7 @@
 #pragma once
 
 #include "numbers.h"
+#include "product_kernel.h"
 #include "prompt_kernel.h"
 #include "select_kernel.h"
 
@@ -339,4 +340,5 @@ template <class I> void rerank(const Rerank &work) {
                          rerank,                  relevance<I>,                                    \
                          best<I>,                                                                  \
                          PromptWork<I>::floats,   PromptWork<I>::attend,                           \
-                         CodeWork<I>::encode,     CodeWork<I>::decode}
+                         CodeWork<I>::encode,     CodeWork<I>::decode,                             \
+                         ProductWork<I>::run}

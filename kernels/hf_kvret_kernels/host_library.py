@@ -47,6 +47,8 @@ _CODING = struct.Struct("@3Pq2i")
 _CODES = struct.Struct("@6P3Pq2i5q4i")
 # hfk_ranking: three addresses, six sizes, threads and path.
 _RANKING = struct.Struct("@3P6q2i")
+# hfk_product: four addresses, three sizes, and dtype, path, threads and a reserved number.
+_PRODUCT = struct.Struct("@4P3q4i")
 # hfk_paris_encoding: seven addresses, seven sizes, nine strides, two dtypes, path and threads.
 _PARIS_ENCODING = struct.Struct("@7P16q4i")
 
@@ -234,6 +236,22 @@ def _run_codes(
         0,
     )
     call(function, threads, work)
+
+
+def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """``x [.., K]`` times ``weight [N, K]`` plus ``bias [N]``, of one dtype: ``[.., N]``.
+
+    Weight and bias are contiguous. Sums are fp32, and the weight is read once for all tokens.
+    Errors as of ``run``, but for wrong ids.
+    """
+    x, threads = x.contiguous(), thread_count()
+    outputs, depth = weight.shape
+    out = x.new_empty(*x.shape[:-1], outputs)
+    addresses = map(_address, (x, weight, bias, out))
+    sizes = x.numel() // depth, outputs, depth
+    work = _PRODUCT.pack(*addresses, *sizes, DTYPES[x.dtype], path_in_use(), threads, 0)
+    call("hfk_run_product", threads, work)
+    return out
 
 
 def rank(scores: torch.Tensor, ids: torch.Tensor, best: torch.Tensor) -> None:
@@ -492,7 +510,8 @@ def opened(override: str | None) -> ctypes.CDLL | str:
         return f"{file} has version {version}, this code needs {VERSION}: {remedy}"
     for name in (
         *("hfk_attend", "hfk_scores", "hfk_rank", "hfk_run_step"),
-        *("hfk_prompt_attention", "hfk_encode", "hfk_decode", "hfk_paris_encode"),
+        *("hfk_prompt_attention", "hfk_run_product"),
+        *("hfk_encode", "hfk_decode", "hfk_paris_encode"),
     ):
         getattr(library, name).argtypes = [ctypes.c_char_p]
     library.hfk_near_points.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]

@@ -17,6 +17,7 @@ bool fuzz(int64_t requests, uint64_t seed, int32_t path) {
     for (int64_t i = 0; i < requests; ++i) {
         const char *fault = fuzz_attention(random);
         if (fault == nullptr) fault = fuzz_step(random);
+        if (fault == nullptr) fault = fuzz_product(random);
         if (fault == nullptr) fault = fuzz_prompt(random);
         if (fault == nullptr) fault = fuzz_codes(random);
         if (fault == nullptr) fault = fuzz_encoding(random);

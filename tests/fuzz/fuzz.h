@@ -206,6 +206,7 @@ inline int32_t wrong_id(Random &random, int64_t tokens) {
 // Runs a random request; null where the result is right, else what is wrong with it.
 const char *fuzz_attention(Random &random);
 const char *fuzz_step(Random &random);
+const char *fuzz_product(Random &random);
 const char *fuzz_prompt(Random &random);
 const char *fuzz_codes(Random &random);
 const char *fuzz_encoding(Random &random);

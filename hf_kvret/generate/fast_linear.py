@@ -1,0 +1,75 @@
+"""Linear modules of a model go through the compiled library, in passes with a retrieval cache."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from hf_kvret.cache import RetrievalCache
+from hf_kvret.generate.model_state import add_hooks
+from hf_kvret.models.compiled import not_compiled
+from hf_kvret.models.products import fits, linear, may_be_quicker
+from hf_kvret.models.versions import cache_argument
+from hf_kvret.replay.replayable import has_hooks
+
+
+class _Passes(threading.local):
+    """The modules whose pass with a retrieval cache is under way in a thread."""
+
+    def __init__(self) -> None:
+        self.modules: set[nn.Module] = set()
+
+
+_passes = _Passes()
+
+
+class FastLinear:
+    """The ``_compiled_call_impl`` of a linear module, which copies and pickles leave out."""
+
+    def __init__(self, module: nn.Linear) -> None:
+        self._module = weakref.ref(module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module: Any = self._module()
+        # A compiled layer has products of its own, and gradients need torch's.
+        is_plain = torch.compiler.is_compiling() or kwargs or torch.is_grad_enabled()
+        if is_plain or not _passes.modules or len(args) != 1 or has_hooks(module):
+            return module._call_impl(*args, **kwargs)
+        if not fits(args[0], module.weight):
+            return module._call_impl(*args)
+        return linear(args[0], module.weight, module.bias)
+
+
+def speed_up(model: PreTrainedModel) -> None:
+    """Have linear modules of ``model`` multiply few tokens quicker. Harmless twice."""
+    # Subclasses, as adapters and quantized weights have them, compute something else.
+    linears = [module for module in model.modules() if type(module) is nn.Linear]
+    linears = [module for module in linears if may_be_quicker(module.weight)]
+    for module in linears:
+        if module._compiled_call_impl is None:
+            module._compiled_call_impl = FastLinear(module)
+    if linears:
+        add_hooks(model, _before_pass, _after_pass)
+
+
+def slow_down(model: PreTrainedModel) -> None:
+    """Undo ``speed_up``, but for its hooks."""
+    for module in model.modules():
+        if isinstance(module._compiled_call_impl, FastLinear):
+            module._compiled_call_impl = None
+
+
+@not_compiled
+def _before_pass(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if isinstance(cache_argument(kwargs), RetrievalCache):
+        _passes.modules.add(module)
+
+
+@not_compiled
+def _after_pass(module: nn.Module, args: tuple[Any, ...], kwargs: Any, output: Any) -> None:
+    _passes.modules.discard(module)
