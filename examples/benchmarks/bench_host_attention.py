@@ -38,7 +38,7 @@ from hf_kvret.lab.bench.tables import ms
 from hf_kvret.lab.bench.timing import describe, measure_bandwidth
 from hf_kvret.lab.evaluate.measurement import Row
 from hf_kvret.lab.program import options as common
-from hf_kvret.lab.program.arguments import DTYPES, known_names, length, lengths, processors
+from hf_kvret.lab.program.arguments import DTYPES, known_names, length, lengths
 from hf_kvret.lab.program.options import option
 from hf_kvret.lab.program.scripts import run_script
 from hf_kvret.lab.report.plots import plot_lines, series
@@ -317,7 +317,7 @@ class HostAttention(TimedTogether):
 
     @cached_property
     def _threads(self) -> int:
-        return self.threads or min(torch.get_num_threads(), processors())
+        return self.threads or host_library.thread_count()
 
     @cached_property
     def _bandwidth(self) -> float:

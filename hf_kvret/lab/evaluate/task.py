@@ -20,7 +20,8 @@ from hf_kvret.lab.report.results import Cell, Results
 from hf_kvret.registry import registered_methods
 
 # These caches are compared where --caches is not given.
-_CACHES = ("full", "flat", "paris", "lrqk", "ctkvr")
+# The last has all tokens in 4 bits, without an index.
+_CACHES = ("full", "flat", "paris", "lrqk", "ctkvr", "aqua:predictor=none:bits=4")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from hf_kvret.cache import RetrievalCache
+from hf_kvret.lab.evaluate.held import Held, held_bytes
 from hf_kvret.layer.indexed import indexer_nbytes
 from hf_kvret.layer.layer import RetrievalLayer
 from hf_kvret.models.compatibility import layer_shapes
@@ -20,7 +20,7 @@ class Usage:
     """Bytes that a cache holds, and rows that its decoding read.
 
     Attributes:
-        device_bytes, host_bytes: held now, spare capacity included.
+        device_bytes, host_bytes: held now, spare capacity included, mapped files left out.
         full_bytes: keys and values of all tokens, uncompressed.
         rows_read: cold rows that decoding read, summed over layers, heads and queries; those that
             long questions read exactly included.
@@ -73,8 +73,11 @@ def step_reads(layer: RetrievalLayer) -> StepReads:
     # A selection compares stored keys with the query; coded rows are read in whole.
     key = keys.shape[3] * keys.element_size() if row == plain else row
     compared = cost.keys_read * heads * key
-    far = compared * kv.store.bus_share
-    return StepReads(near + compared - far, far, heads * layer.config.budget(kv.cold_len) * row)
+    far, count = compared * kv.store.bus_share, kv.cold_len
+    # Without an index all tokens count, whatever the budget is.
+    if kv.index is not None or layer.config.follows_model:
+        count = layer.config.budget(count)
+    return StepReads(near + compared - far, far, heads * count * row)
 
 
 def usage_of(
@@ -94,25 +97,10 @@ def usage_of(
             sum(layer["cold_rows"] + layer["exact_rows"] for layer in layers),
             memory.other_layers + round(sum(sum(step_reads(x)) for x in cache.retrieval_layers)),
         )
-    size = sum(_nbytes(vars(one)) for one in getattr(cache, "layers", (cache,)))
-    host = size if on_host else 0
+    held = Held(0, 0, 0) if not hasattr(cache, "update") else held_bytes(cache, model)
+    device, host = (0, held.device + held.host) if on_host else (held.device, held.host)
     width = sum(shape.width for shape in layer_shapes(model.config))
     full = 2 * batch * length * width * model.dtype.itemsize
     # All rows that are left are read, whatever their encoding; a press leaves fewer.
-    held = getattr(cache, "get_seq_length", lambda: length)()
-    return Usage(size - host, host, full, int(held), length, size)
-
-
-def _nbytes(value: Any) -> int:
-    """Bytes of the tensors in a value, those inside containers and quantized wrappers too."""
-    if isinstance(value, torch.Tensor):
-        inner = getattr(value, "__tensor_flatten__", None)
-        if inner is not None and type(value) is not torch.Tensor:
-            names, _ = inner()
-            return sum(_nbytes(getattr(value, name)) for name in names)
-        return value.nbytes
-    if isinstance(value, dict):
-        return sum(map(_nbytes, value.values()))
-    if isinstance(value, (tuple, list)):
-        return sum(map(_nbytes, value))
-    return 0
+    rows = getattr(cache, "get_seq_length", lambda: length)()
+    return Usage(device, host, full, int(rows), length, device + host)

@@ -129,7 +129,7 @@ def _largest(fits: Callable[[int], bool], most: int) -> int:
     return low
 
 
-_CACHES = "full,flat,paris,lrqk,ctkvr,aqua:predictor=none:first_bits=4"
+_CACHES = "full,flat,paris,lrqk,ctkvr,aqua:predictor=none:bits=4"
 _FULL = ("full", "static")
 # Bytes a second of a usual GPU's memory, of a CPU's, and between them.
 _DEVICE_SPEED, _CPU_SPEED, _BUS_SPEED = 1000 * 10**9, 60 * 10**9, 25 * 10**9

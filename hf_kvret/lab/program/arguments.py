@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -134,13 +133,6 @@ def _checked(
         return value
 
     return read
-
-
-def processors() -> int:
-    """How many this process may use."""
-    # Not every system can tell.
-    allowed = getattr(os, "sched_getaffinity", None)
-    return len(allowed(0)) if allowed else os.cpu_count() or 1
 
 
 def several(parse: Callable[[str], _Value]) -> Callable[[str], tuple[_Value, ...]]:

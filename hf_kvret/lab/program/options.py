@@ -14,6 +14,7 @@ import torch
 
 from hf_kvret.lab.program import arguments
 from hf_kvret.stores import DISK, store_names
+from hf_kvret_kernels.host_library import PROCESSORS
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -151,7 +152,7 @@ def batch_option(usual: tuple[int, ...] = (1,)) -> Any:
 
 def threads_option(usual: int | None, of: str) -> Any:
     """``--threads``, at most the processors of this process."""
-    return option(usual, of, kind=arguments.whole_number(1, arguments.processors()))
+    return option(usual, of, kind=arguments.whole_number(1, PROCESSORS))
 
 
 def limit_option(usual: float, of: str) -> Any:

@@ -1,0 +1,112 @@
+"""Bytes that a cache really holds, whoever wrote it and whatever it says of itself."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+# Nothing that belongs to one cache lies behind these.
+_SHARED = (type, ModuleType, str, int, float, torch.device, torch.dtype)
+# Classes of these packages keep no rows themselves.
+_PLAIN = ("builtins", "collections", "torch", "transformers")
+_MAPS = Path("/proc/self/maps")
+
+
+class Held(NamedTuple):
+    """Bytes of memory that a cache keeps alive.
+
+    Attributes:
+        device: on the model's device.
+        host: in host memory, where the model is on another device.
+        mapped: of files that are mapped into memory.
+    """
+
+    device: int
+    host: int
+    mapped: int
+
+
+class _Block(NamedTuple):
+    """Memory that is kept as a whole: its address, its bytes, whether it is a CPU's."""
+
+    address: int
+    nbytes: int
+    on_cpu: bool
+
+
+def held_bytes(cache: Any, model: nn.Module) -> Held:
+    """What ``cache`` and everything that it reaches keep alive, but for ``model`` itself.
+
+    Each storage counts once, and a view with its whole storage. Attributes, slots, containers,
+    closures and attributes of classes are followed, whatever they are called.
+    """
+    weights = [*model.parameters(), *model.buffers()]
+    known = {weight.untyped_storage().data_ptr() for weight in weights}
+    seen = {id(module): module for module in model.modules()} | {id(weights): weights}
+    blocks: dict[int, _Block] = {}
+    queue = [cache]
+    while queue:
+        one = queue.pop()
+        if id(one) in seen or isinstance(one, _SHARED):
+            continue
+        # It is kept, so that its id is no other's.
+        seen[id(one)] = one
+        block = _block(one)
+        if block is None:
+            queue += _parts(one)
+        elif block.address not in known:
+            blocks[block.address] = block
+    files, on_cpu = _mapped_ranges(), next(iter(weights)).is_cpu
+    held = [0, 0, 0]
+    for block in blocks.values():
+        in_file = block.on_cpu and any(first <= block.address < last for first, last in files)
+        held[2 if in_file else int(block.on_cpu and not on_cpu)] += block.nbytes
+    return Held(*held)
+
+
+def _block(one: Any) -> _Block | None:
+    """The memory of a tensor, an array or bytes; None for what has parts."""
+    if isinstance(one, torch.Tensor) and not _is_wrapper(one):
+        storage = one.untyped_storage()
+        return _Block(storage.data_ptr(), storage.nbytes(), one.is_cpu)
+    if isinstance(one, np.ndarray):
+        while isinstance(one.base, np.ndarray):
+            one = one.base
+        return _Block(one.__array_interface__["data"][0], one.nbytes, True)
+    if isinstance(one, bytes | bytearray):
+        return _Block(id(one), len(one), True)
+    return None
+
+
+def _is_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether a tensor consists of others, as quantized ones do."""
+    return type(tensor) is not torch.Tensor and hasattr(tensor, "__tensor_flatten__")
+
+
+def _parts(one: Any) -> Iterable[Any]:
+    """The objects that ``one`` refers to."""
+    if isinstance(one, torch.Tensor):
+        wrapper: Any = one
+        return [getattr(one, name) for name in wrapper.__tensor_flatten__()[0]]
+    if isinstance(one, FunctionType):
+        # Its globals are those of a module.
+        return [*(one.__closure__ or ()), *(one.__defaults__ or ())]
+    classes = (cls for cls in type(one).__mro__ if cls.__module__.partition(".")[0] not in _PLAIN)
+    own = [value for cls in classes for value in vars(cls).values()]
+    return [*gc.get_referents(one), *(value for value in own if not callable(value))]
+
+
+def _mapped_ranges() -> list[tuple[int, int]]:
+    """Addresses of files that are mapped, where the system says them."""
+    if not _MAPS.is_file():
+        return []
+    lines = (line.split() for line in _MAPS.read_text().splitlines())
+    ranges = [fields[0].split("-") for fields in lines if len(fields) > 5 and fields[4] != "0"]
+    return [(int(first, 16), int(last, 16)) for first, last in ranges]
