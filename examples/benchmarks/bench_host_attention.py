@@ -33,12 +33,12 @@ from kernel_clock import (
 from kernel_work import count
 from torch.nn import functional
 
-from hf_kvret.lab.bench.limits import available_host_memory, byte_count
+from hf_kvret.lab.bench.model_measurement import available_host_memory
 from hf_kvret.lab.bench.tables import ms
 from hf_kvret.lab.bench.timing import describe, measure_bandwidth
 from hf_kvret.lab.evaluate.measurement import Row
 from hf_kvret.lab.program import options as common
-from hf_kvret.lab.program.arguments import DTYPES, known_names, length, lengths
+from hf_kvret.lab.program.arguments import DTYPES, byte_count, known_names, length, lengths
 from hf_kvret.lab.program.options import option
 from hf_kvret.lab.program.scripts import run_script
 from hf_kvret.lab.report.plots import plot_lines, series

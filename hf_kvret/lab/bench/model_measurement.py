@@ -13,7 +13,9 @@ from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
 
 import torch
+from transformers import PreTrainedConfig, PreTrainedModel
 
+from hf_kvret.cache import RetrievalCache
 from hf_kvret.lab.bench.checks import Checker
 from hf_kvret.lab.bench.filling import (
     FILLS,
@@ -23,8 +25,6 @@ from hf_kvret.lab.bench.filling import (
     make_stand_ins,
     measure_rows,
 )
-from hf_kvret.lab.bench.floors import Floor
-from hf_kvret.lab.bench.limits import check_weights, shortage
 from hf_kvret.lab.bench.opponents import bench_caches, check_choices, choose_bench_cache
 from hf_kvret.lab.bench.shapes import (
     PARTS,
@@ -34,7 +34,7 @@ from hf_kvret.lab.bench.shapes import (
     random_model,
     weight_bytes,
 )
-from hf_kvret.lab.bench.timing import Bandwidth, describe, measure_bandwidth, quartiles
+from hf_kvret.lab.bench.timing import Bandwidth, Floor, describe, measure_bandwidth, quartiles
 from hf_kvret.lab.evaluate.caches import CacheChoice
 from hf_kvret.lab.evaluate.failures import attempt
 from hf_kvret.lab.evaluate.measurement import CacheMeasurement, Row
@@ -44,7 +44,8 @@ from hf_kvret.lab.program.arguments import DTYPES, lengths, whole_number
 from hf_kvret.lab.program.options import option
 from hf_kvret.lab.program.progress import tqdm
 from hf_kvret.lab.report.results import Cell, Results, why_missing
-from hf_kvret.models.compatibility import is_latent
+from hf_kvret.models.compatibility import is_latent, layer_shapes
+from hf_kvret.stores.free_memory import free_host_bytes
 
 _LEAST_CONTEXT = 64
 # A median of fewer steps says nothing.
@@ -295,3 +296,55 @@ class ModelMeasurement(CacheMeasurement):
             return row | {"out_of_memory": short}
         result, why = attempt(lambda: self.checker.check(choice, *size, fill))
         return row | {"check": result} | why
+
+
+def row_bits(choice: CacheChoice, config: PreTrainedConfig) -> int:
+    """Bits of an element in the store of a cache for this model; 16: as the model has it."""
+    if choice.options is None:
+        return 16
+    # A cache is made because its artifact may set them; an empty one takes no memory.
+    cache = choice.make(config, 0)
+    assert isinstance(cache, RetrievalCache)
+    return cache.options.row_bits
+
+
+def shortage(model: PreTrainedModel, choice: CacheChoice, batch: int, context: int) -> str | None:
+    """Why a cell can't be measured on a CPU with so little memory, or None: a guess.
+
+    A host that runs out of memory has its processes killed, while a GPU says so by itself. The
+    guess is twice the bytes of all keys and values: the cache, its index, and a prompt on its way.
+    """
+    if model.device.type != "cpu":
+        return None
+    config = model.config
+    # Layers hold keys and values, or latents alone.
+    tensors = 1 if is_latent(config) else 2
+    width = tensors * sum(shape.width for shape in layer_shapes(config)) * model.dtype.itemsize
+    need = 2 * batch * context * width * row_bits(choice, config) // 16
+    available = available_host_memory()
+    if need <= available:
+        return None
+    return (
+        f"out of memory (predicted: {need / 1e9:.1f} GB of host memory, {available / 1e9:.1f} GB "
+        "available)"
+    )
+
+
+def available_host_memory() -> int:
+    """``free_host_bytes``; where it is unknown, more than there ever is."""
+    free = free_host_bytes()
+    # Where nothing can be read, nothing is refused; an allocation that fails is still recorded.
+    return 2**63 if free is None else free
+
+
+def check_weights(held: int, device: torch.device, name: str) -> None:
+    """ValueError when a model of ``held`` bytes does not fit into the memory that is free now."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+    else:
+        free = available_host_memory()
+    if held > free:
+        raise ValueError(
+            f"--shape {name}: its weights take {held / 1e9:.1f} GB, and {free / 1e9:.1f} GB are "
+            "free: give --layers, a smaller shape, or another --dtype"
+        )

@@ -15,18 +15,18 @@ from transformers.cache_utils import Cache
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.generate.chunks import prompt_chunk
 from hf_kvret.lab.bench.filling import Turn, feed, random_tokens, serving
-from hf_kvret.lab.bench.floors import (
+from hf_kvret.lab.bench.model_measurement import ModelMeasurement, TimedSample
+from hf_kvret.lab.bench.opponents import CAPTURED
+from hf_kvret.lab.bench.stepping import LosslessRounds, Steps, make_steps
+from hf_kvret.lab.bench.tables import plot_contexts, timing_table
+from hf_kvret.lab.bench.timing import (
     Selections,
+    StepClock,
     decode_floor,
     prefill_floor,
     round_floor,
     selections,
 )
-from hf_kvret.lab.bench.model_measurement import ModelMeasurement, TimedSample
-from hf_kvret.lab.bench.opponents import CAPTURED
-from hf_kvret.lab.bench.stepping import LosslessRounds, Steps, make_steps
-from hf_kvret.lab.bench.tables import plot_contexts, timing_table
-from hf_kvret.lab.bench.timing import StepClock
 from hf_kvret.lab.evaluate.failures import CheckFailed
 from hf_kvret.lab.evaluate.measurement import Row
 from hf_kvret.lab.program.options import with_default

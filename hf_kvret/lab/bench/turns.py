@@ -11,10 +11,9 @@ import torch
 
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.lab.bench.filling import Turn, random_tokens, serving
-from hf_kvret.lab.bench.floors import prefill_floor
 from hf_kvret.lab.bench.model_measurement import ModelMeasurement, TimedSample
 from hf_kvret.lab.bench.tables import plot_contexts, timing_table
-from hf_kvret.lab.bench.timing import StepClock
+from hf_kvret.lab.bench.timing import StepClock, prefill_floor
 from hf_kvret.lab.program.options import with_default
 from hf_kvret.lab.report.results import Cell, Results
 

@@ -220,6 +220,7 @@ class A2ATSCalibration(CodebookOptions, Calibration):
     """Learns a codebook for each KV head. Arguments and errors are those of ``CodebookOptions``."""
 
     method: ClassVar[str] = "a2ats"
+    tensors_held: ClassVar[int] = 1
 
     def check(self, lengths: Sequence[int]) -> None:
         super().check(lengths)
@@ -229,9 +230,6 @@ class A2ATSCalibration(CodebookOptions, Calibration):
                 f"codewords={self.codewords} of {tokens} tokens: give more --tokens or fewer "
                 "--codewords"
             )
-
-    def token_nbytes(self, tokens: LayerTokens) -> int:
-        return tokens.key.nbytes
 
     def study(self, layer: int, rope: Rope, device: torch.device) -> CodebookStudy:
         return CodebookStudy(self, rope, device)

@@ -147,10 +147,6 @@ class AquaCalibration(PredictorOptions, Calibration):
                 "learn from beyond them; give fewer --sinks, or a greater --length"
             )
 
-    def check_layer(self, layer: int, tokens: LayerTokens) -> None:
-        for name, x in coded_tensors(tokens.key, tokens):
-            self.group_of(layer, name, x.shape[1] * x.shape[3])
-
     def group_of(self, layer: int, name: str, width: int) -> int:
         """The group of a layer with ``width`` elements of ``name`` a token.
 

@@ -16,7 +16,7 @@ from hf_kvret.artifacts.identity import ModelIdentity
 from hf_kvret.lab.calibrate.study import Calibration, Carried, Corpus, LayerFindings, LayerStudy
 from hf_kvret.lab.calibrate.taps import LayerTokens, check_rope, input_device, tap_attention
 from hf_kvret.lab.program.progress import tqdm
-from hf_kvret.models.compatibility import check_model, retrieval_layers
+from hf_kvret.models.compatibility import check_model, retrieval_layers, retrieval_shapes
 from hf_kvret.models.ranks import check_calibration
 from hf_kvret_model_patches.decoders import decoder_of
 from hf_kvret_model_patches.rope import Rope
@@ -70,7 +70,8 @@ def calibrate(
     # Layers that slide or are recurrent never retrieve.
     ours = retrieval_layers(model.config)
     ropes = {layer: rope for layer, rope in check_rope(model).items() if layer in ours}
-    nbytes = _check_layers(model, calibration, ropes) * corpus.tokens
+    width = max(shape.width for shape in retrieval_shapes(model.config).values())
+    nbytes = calibration.tensors_held * width * model.dtype.itemsize * corpus.tokens
     layers_at_once = max(1, _MOST_HELD // nbytes)
     identity = ModelIdentity.of(model, name)
     findings: dict[int, LayerFindings] = {}
@@ -151,23 +152,3 @@ def _check_lengths(model: PreTrainedModel, corpus: Corpus) -> None:
             f"sequences of {most} tokens, but the model has {limit} positions: give shorter ones "
             "(--length)"
         )
-
-
-def _check_layers(
-    model: PreTrainedModel, calibration: Calibration, ropes: Mapping[int, Rope]
-) -> int:
-    """Let the calibration check one token of every layer, before the long reading.
-
-    Returns the most bytes that a layer's study holds of a token.
-    """
-    sizes = [1]
-
-    def take(layer: int, tokens: LayerTokens) -> None:
-        if layer in ropes:
-            calibration.check_layer(layer, tokens)
-            sizes.append(calibration.token_nbytes(tokens))
-
-    token = torch.zeros(1, 1, dtype=torch.int64, device=input_device(model))
-    with torch.no_grad(), tap_attention(model, take):
-        model(token, use_cache=False)
-    return max(sizes)

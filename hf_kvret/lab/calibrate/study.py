@@ -95,25 +95,19 @@ class Calibration(ABC):
 
     Attributes:
         method: name, as of the cache.
+        tensors_held: by a study, of those as large as the keys of all tokens.
     """
 
     method: ClassVar[str]
+    tensors_held: ClassVar[int] = 2
 
     def check(self, lengths: Sequence[int]) -> None:
         """ValueError if training sequences of these lengths are too little.
 
-        Called before the reading, as ``check_layer``.
+        Called before the reading.
         """
         if not sum(lengths):
             raise ValueError("no tokens to learn from: add sequences that are not held out first")
-
-    def check_layer(self, layer: int, tokens: LayerTokens) -> None:
-        """ValueError if the options don't fit a layer; ``tokens`` is one token of it."""
-        return None
-
-    def token_nbytes(self, tokens: LayerTokens) -> int:
-        """Bytes that a study holds of ``tokens``."""
-        return tokens.key.nbytes + tokens.value.nbytes
 
     @abstractmethod
     def study(self, layer: int, rope: Rope, device: torch.device) -> LayerStudy:

@@ -23,7 +23,7 @@ from hf_kvret.lab.evaluate.reader import LayerRecall, Reader, UsageSum, mean_rec
 from hf_kvret.lab.program.arguments import DTYPES, length
 from hf_kvret.lab.program.options import count_option, option, with_default
 from hf_kvret.lab.program.progress import tqdm
-from hf_kvret.lab.report.plots import plot_shares
+from hf_kvret.lab.report.plots import plot_groups
 from hf_kvret.lab.report.results import Cell, Results
 from hf_kvret.lab.report.tables import share, table_of
 
@@ -191,7 +191,7 @@ class Demo(CacheMeasurement):
             "cold rows read": [row["read_ratio"] for row in rows],
         }
         title = f"{results.setup['context']:,} tokens of context"
-        plot_shares(path, caches, panels, title=title)
+        plot_groups(path, caches, panels, title=title, y="share")
 
 
 def _recall(reader: Reader, prompts: torch.Tensor, count: int) -> list[LayerRecall]:

@@ -13,11 +13,10 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
-from hf_kvret.lab.bench.limits import byte_count
 from hf_kvret.lab.bench.shapes import SHAPES, WeightBytes, load_shape, weight_bytes
 from hf_kvret.lab.evaluate.caches import CacheChoice, choose_cache
 from hf_kvret.lab.plan.prediction import CacheBytes, Predictor, skipped_layers
-from hf_kvret.lab.program.arguments import DTYPES, known_names, lengths, names
+from hf_kvret.lab.program.arguments import DTYPES, byte_count, known_names, lengths, names
 from hf_kvret.lab.program.options import budget_option, count_option, dtype_option, option
 from hf_kvret.lab.program.program import add_command
 from hf_kvret.lab.report.tables import markdown_table

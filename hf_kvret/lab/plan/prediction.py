@@ -19,7 +19,7 @@ from transformers.cache_utils import (
 
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.lab.bench.filling import attend, update_indexer
-from hf_kvret.lab.bench.floors import held_bytes
+from hf_kvret.lab.bench.timing import held_bytes
 from hf_kvret.lab.evaluate.caches import CacheChoice
 from hf_kvret.lab.evaluate.usage import step_reads
 from hf_kvret.layer.layer import RetrievalLayer

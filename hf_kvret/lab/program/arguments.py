@@ -11,6 +11,8 @@ from typing import TypeVar
 
 import torch
 
+from hf_kvret.options import config as options
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _UNITS = {"k": 1024, "m": 1024**2}
 # Generators of torch take no larger seed; one bit is left for sums with a small number.
@@ -55,6 +57,14 @@ def budget(text: str) -> int | float:
         message = f"{text}: a count from 1 (256), or a share above 0 and at most 1.0 (0.04)"
         raise argparse.ArgumentTypeError(message)
     return value
+
+
+def byte_count(text: str) -> int:
+    """``options.byte_count`` for argparse."""
+    try:
+        return options.byte_count(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def lengths(text: str) -> tuple[int, ...]:

@@ -144,24 +144,6 @@ def plot_heat_maps(
     _save(figure, path)
 
 
-def plot_shares(
-    path: Path, names: Sequence[str], panels: Mapping[str, Sequence[float]], *, title: str
-) -> None:
-    """A panel a name of ``panels``, with a horizontal bar and its percentage for each of ``names``.
-
-    Values are shares, 1 for all. Names stand once, at the left, so they may be long.
-    """
-    figure, axes = _figure(10.0, 0.3 * len(names) + 1.3, columns=len(panels), sharey=True)
-    for axis, (name, values) in zip(axes, panels.items(), strict=True):
-        bars = axis.barh(names, [100 * value for value in values], color="#4878a8", height=0.65)
-        axis.bar_label(bars, fmt="%.1f%%", padding=3, fontsize=9)
-        axis.set(title=name, xlim=(0, 122), xticks=[0, 50, 100])
-        axis.spines[["top", "right"]].set_visible(False)
-    axes[0].invert_yaxis()
-    figure.suptitle(title)
-    _save(figure, path)
-
-
 def count_label(count: float) -> str:
     """A count as one would say it: ``256``, ``4K`` for 4,096, ``1M`` for 1,048,576."""
     for unit, size in (("M", 1024**2), ("K", 1024)):
@@ -181,14 +163,14 @@ def _write_out(axis: Any, low: float, high: float) -> None:
     axis.set_major_formatter("{x:,.10g}")
 
 
-def _figure(width: float, height: float, columns: int = 1, sharey: bool = False) -> tuple[Any, Any]:
+def _figure(width: float, height: float, columns: int = 1) -> tuple[Any, Any]:
     require_matplotlib()
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    return pyplot.subplots(1, columns, figsize=(width, height), layout="constrained", sharey=sharey)
+    return pyplot.subplots(1, columns, figsize=(width, height), layout="constrained")
 
 
 def _save_with_legend(figure: Any, path: Path, *, beside: bool = False) -> None:

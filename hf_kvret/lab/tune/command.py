@@ -30,7 +30,6 @@ from hf_kvret.lab.program.options import (
 from hf_kvret.lab.program.progress import tqdm
 from hf_kvret.lab.report.outputs import check_file
 from hf_kvret.lab.report.results import Cell, Results
-from hf_kvret.lab.tune.measuring import Walker, cut_windows, needle_windows
 from hf_kvret.lab.tune.selection import (
     FULL,
     complete,
@@ -39,7 +38,15 @@ from hf_kvret.lab.tune.selection import (
     tuning_text,
     write_choice,
 )
-from hf_kvret.lab.tune.variants import Variant, check_method, ladder, make_variants
+from hf_kvret.lab.tune.variants import (
+    Variant,
+    Walker,
+    check_method,
+    cut_windows,
+    ladder,
+    make_variants,
+    needle_windows,
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoConfig, PreTrainedModel
 
 from hf_kvret.cache import RetrievalCache
-from hf_kvret.lab.bench import limits, passes
+from hf_kvret.lab.bench import model_measurement, passes
 from hf_kvret.lab.bench import turns as turns_of
 from hf_kvret.lab.bench.checks import Checker
 from hf_kvret.lab.bench.filling import Turn
@@ -150,13 +150,13 @@ def test_a_need_beyond_the_memory_is_a_row_and_allocates_nothing(
     rows_of: Rows, turns: list[Turn], monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel
 ) -> None:
     # A sequence takes 0.5 MB.
-    monkeypatch.setattr(limits, "available_host_memory", lambda: 20_000_000)
+    monkeypatch.setattr(model_measurement, "available_host_memory", lambda: 20_000_000)
     rows = rows_of("decode", *ONCE, "--caches", "full", "--batch", "1,64")
     assert [turn.batch for turn in turns] == [1]
     assert "out of memory (predicted" in rows["full 256 64"]["out_of_memory"]
     # A GPU says by itself that it is full.
     on_meta = copy.deepcopy(model).to("meta")
-    assert limits.shortage(on_meta, choose_bench_cache("paris"), 10**6, 10**6) is None
+    assert model_measurement.shortage(on_meta, choose_bench_cache("paris"), 10**6, 10**6) is None
 
 
 def finds_half(patch: pytest.MonkeyPatch) -> None:

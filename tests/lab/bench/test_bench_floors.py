@@ -9,7 +9,9 @@ from transformers import DynamicCache, PreTrainedModel, StaticCache, cache_utils
 
 from hf_kvret import CTkvrCache, FlatKVCache
 from hf_kvret.lab.bench.filling import feed, random_tokens, serving
-from hf_kvret.lab.bench.floors import (
+from hf_kvret.lab.bench.opponents import PreallocatedCache, choose_bench_cache
+from hf_kvret.lab.bench.shapes import WeightBytes
+from hf_kvret.lab.bench.timing import (
     Floor,
     Selections,
     decode_floor,
@@ -18,8 +20,6 @@ from hf_kvret.lab.bench.floors import (
     round_floor,
     selections,
 )
-from hf_kvret.lab.bench.opponents import PreallocatedCache, choose_bench_cache
-from hf_kvret.lab.bench.shapes import WeightBytes
 from hf_kvret.lab.evaluate.usage import Usage
 from hf_kvret.methods.ctkvr import CTkvrIndex
 

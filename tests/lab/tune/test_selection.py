@@ -12,7 +12,6 @@ import torch
 from hf_kvret.lab.evaluate.caches import choose_cache
 from hf_kvret.lab.evaluate.measurement import Row
 from hf_kvret.lab.report.results import Results
-from hf_kvret.lab.tune.measuring import cut_windows, needle_windows
 from hf_kvret.lab.tune.selection import (
     Measured,
     choose,
@@ -22,7 +21,7 @@ from hf_kvret.lab.tune.selection import (
     still_running,
     tuning_text,
 )
-from hf_kvret.lab.tune.variants import Variant, ladder, make_variants
+from hf_kvret.lab.tune.variants import Variant, cut_windows, ladder, make_variants, needle_windows
 from hf_kvret.registry import registered_methods
 
 CONTEXT = 8192

@@ -18,8 +18,7 @@ from hf_kvret.lab.evaluate.subject import load_subject
 from hf_kvret.lab.evaluate.texts import read_text, token_ids
 from hf_kvret.lab.report.results import Results
 from hf_kvret.lab.tune.command import Tune
-from hf_kvret.lab.tune.measuring import Walker, cut_windows
-from hf_kvret.lab.tune.variants import make_variants
+from hf_kvret.lab.tune.variants import Walker, cut_windows, make_variants
 
 SMALL = "recent=16:flush=16"
 SIZES = ["--context", "256", "--tokens", "16", "--windows", "2"]
