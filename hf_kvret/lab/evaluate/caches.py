@@ -37,27 +37,20 @@ from hf_kvret.registry import registered_methods
 OPPONENTS = ("full", "static", "offloaded", "quantized", "kvpress")
 
 
-def _nothing(model: PreTrainedModel) -> AbstractContextManager[Any]:
-    return nullcontext()
-
-
 @dataclass(frozen=True)
 class CacheChoice:
-    """One column of a table: how to make a cache, and what surrounds its prefill.
+    """One column of a table: how to make a cache.
 
     Attributes:
         name: as given, options included.
         make: ``make(config, capacity)`` returns an empty cache; ``capacity`` is the most tokens
             that it will hold, which only preallocating caches use.
-        around_prefill: a context manager that is active while the context is read; kvpress
-            compresses in there.
         on_host: rows live in host memory whatever device their tensors name.
         options: of a retrieval cache.
     """
 
     name: str
     make: Callable[[PreTrainedConfig, int], Cache]
-    around_prefill: Callable[[PreTrainedModel], AbstractContextManager[Any]] = _nothing
     on_host: bool = False
     options: RetrievalConfig | None = None
 
@@ -74,18 +67,17 @@ class CacheChoice:
     @property
     def is_exact(self) -> bool:
         """Whether logits are those of full attention, for ours with a budget for everything."""
-        return self.method not in ("quantized", "kvpress")
+        return self.method != "quantized"
 
     @property
     def needs_prompt(self) -> bool:
-        """Whether something surrounds the prompt, so that random rows can't stand for it."""
-        return self.around_prefill is not _nothing
+        """Whether it acts on the prompt, so that random rows can't stand for one."""
+        return False
 
     @contextmanager
     def open(self, model: PreTrainedModel, capacity: int) -> Iterator[Cache]:
         """An empty cache of ``capacity`` tokens, in a context for the time of the prompt."""
-        with self.around_prefill(model):
-            yield self.make(model.config, capacity)
+        yield self.make(model.config, capacity)
 
     def check(self, model: PreTrainedModel) -> None:
         """ValueError where ``model`` can't have the cache."""
@@ -318,20 +310,20 @@ def _press(text: str) -> CacheChoice:
             "--no-deps kvpress, and what docs/evaluation.md lists beside it"
         ) from error
 
-    words = [word.strip() for word in text.split(":")[1:]]
-    presses = sorted(
-        name.removesuffix("Press")
-        for name in dir(kvpress)
-        if name.endswith("Press") and issubclass(getattr(kvpress, name), kvpress.ScorerPress)
-    )
-    if not words or words[0] not in presses:
+    _, *words = (word.strip() for word in text.split(":"))
+    if not words or not hasattr(kvpress, f"{words[0]}Press"):
         raise ValueError(
-            f"{text!r}: write kvpress:NAME, as kvpress:SnapKV:compression_ratio=0.5, with NAME "
-            f"one of {', '.join(presses)}"
+            f"{text!r}: write kvpress:NAME, as kvpress:SnapKV:compression_ratio=0.5, with the NAME "
+            "of a press of kvpress"
         )
-    options = dict(parse_option(text, word) for word in words[1:])
-    try:
-        press = getattr(kvpress, f"{words[0]}Press")(**options)
-    except (TypeError, AssertionError, ValueError) as error:
-        raise ValueError(f"{text!r}: {error}") from error
-    return CacheChoice(text, lambda config, capacity: DynamicCache(config=config), press)
+    given = {"press": words[0], **dict(parse_option(text, word) for word in words[1:])}
+    return Stranger(text, factory=f"{__name__}:pressed", given=given)
+
+
+@contextmanager
+def pressed(model: PreTrainedModel, press: str, **options: Any) -> Iterator[None]:
+    """A factory: a press of kvpress shortens transformers' own cache at the end of the prompt."""
+    import kvpress
+
+    with getattr(kvpress, f"{press}Press")(**options)(model):
+        yield

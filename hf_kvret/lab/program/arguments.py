@@ -184,3 +184,4 @@ def known_names(known: Iterable[str]) -> Callable[[str], tuple[str, ...]]:
 
 
 seed = whole_number(0, _LARGEST_SEED)
+percent = _checked(float, lambda value: 0 <= value <= 100, "percentage from 0 to 100")

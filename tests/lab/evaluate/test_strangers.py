@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -108,6 +111,30 @@ def test_a_context_is_open_while_the_prompt_is_read(
     assert module.log == []
     reader.prefill(text)
     assert module.log == ["opened", "closed"]
+
+
+def test_a_press_is_open_while_the_prompt_is_read(
+    subject: Subject, text: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[Any] = []
+
+    class HalfPress:
+        def __init__(self, ratio: float) -> None:
+            given.append(ratio)
+
+        @contextmanager
+        def __call__(self, model: Any) -> Iterator[None]:
+            given.append(model)
+            yield
+            given.append("closed")
+
+    monkeypatch.setitem(sys.modules, "kvpress", SimpleNamespace(HalfPress=HalfPress))
+    reader = Reader(subject.model, choose_cache("kvpress:Half:ratio=0.5"), 80)
+    logits = reader.prefill(text)
+    assert given == [0.5, subject.model, "closed"]
+    assert reader.answer(logits, 4) == greedy(subject.model, text, 4)
+    with pytest.raises(ValueError, match="write kvpress:NAME"):
+        choose_cache("kvpress:Other")
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,24 +21,12 @@ from hf_kvret.lab.evaluate.needles import (
 from hf_kvret.lab.evaluate.reader import UsageSum, begin, check_positions
 from hf_kvret.lab.evaluate.task import Task, lengths_of
 from hf_kvret.lab.program import options as common
-from hf_kvret.lab.program.arguments import several, whole_number
+from hf_kvret.lab.program.arguments import percent, several, whole_number
 from hf_kvret.lab.program.options import option
 from hf_kvret.lab.program.progress import tqdm
 from hf_kvret.lab.report.plots import count_label, plot_heat_maps
 from hf_kvret.lab.report.results import Cell, Results
 from hf_kvret.lab.report.tables import markdown_table, mean_or_dash, over_full
-
-
-def percent(text: str) -> float:
-    """A percentage from 0 to 100, for argparse."""
-    try:
-        depth = float(text)
-    except ValueError:
-        depth = -1.0
-    if not 0 <= depth <= 100:
-        message = f"{text!r} is no depth: write percents from 0 to 100, as 0,12.5,100"
-        raise argparse.ArgumentTypeError(message)
-    return depth
 
 
 @dataclass(frozen=True, kw_only=True)
