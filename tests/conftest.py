@@ -7,6 +7,7 @@ import gc
 import importlib.util
 import inspect
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -14,24 +15,29 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import torch
-from torch.profiler import ProfilerActivity, profile
 
-# Triton reads this when a kernel is defined, so it is set before any test imports one.
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 # Without its cache pytest rewrites the assertions of every test file anew, some 10 s a process.
 sys.dont_write_bytecode = False
 # A job in the background ignores Ctrl-C and so would the programs that tests start and interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+# A process that hands tests out to others (-n 2) needs neither torch nor kernels, which take
+# seconds. One that collects, or debugs, does it itself.
+_WORDS = " ".join(sys.argv)
+if (
+    "PYTEST_XDIST_WORKER" in os.environ
+    or not re.search(r" (-n ?|--numprocesses[ =])[1-9al]", _WORDS)
+    or re.search(r" --(co|pdb)", _WORDS)
+):
+    import torch
 
+    # Triton reads this when a kernel is defined, so it is set before any test imports one.
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+    if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
+        from .interpreter import patch_interpreter
 
-if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
-    # Imported here, because the lines on top must come before any module with a kernel.
-    from .interpreter import patch_interpreter
-
-    patch_interpreter()
+        patch_interpreter()
 
 PLACES: dict[str, tuple[str, ...]] = {
     "naive-cpu": ("naive", "cpu"),
@@ -285,6 +291,9 @@ def temporaries() -> Callable[[Callable[[], object]], int]:
 
     Of torch's allocator, so also within an operation; the same every time.
     """
+
+    # Imported here, because a process that hands tests out has no torch.
+    from torch.profiler import ProfilerActivity, profile
 
     def measure(work: Callable[[], object]) -> int:
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
