@@ -28,13 +28,7 @@ def pairwise(
         factors: values by name of the factor, each at least one.
         allowed: whether there may be a case; called with the values of some factors, or of all.
         meet: two factors each whose values all meet; None: those of any two.
-
-    Raises:
-        ValueError: a factor without values.
     """
-    empty = [name for name, values in factors.items() if not values]
-    if empty:
-        raise ValueError(f"factors without values: {', '.join(map(str, empty))}")
     # Longest first: the first two decide how many cases there are.
     names = sorted(factors, key=lambda name: -len(factors[name]))
     missing = {

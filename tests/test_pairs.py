@@ -40,8 +40,3 @@ def test_values_of_factors_that_need_not_meet_come_once() -> None:
     alone = pairwise(factors, meet=[])
     assert len(alone) == 9
     assert [len({case[name] for case in alone}) for name in factors] == [9, 8, 2]
-
-
-def test_a_factor_without_values_is_refused() -> None:
-    with pytest.raises(ValueError, match="factors without values: b"):
-        pairwise({"a": [1], "b": []})
