@@ -47,7 +47,8 @@ class BorrowedIndex(CapturableIndex, Index):
     def search(self, query: torch.Tensor, cold: ColdTokens) -> torch.Tensor:
         ids = self.lender.ids
         assert ids is not None, "the lender's layer stands below, and has the same tokens"
-        return ids
+        # Layers may lie on several devices.
+        return ids.to(query.device)
 
     def cost(self, n: int, budget: int) -> SearchCost:
         """Nothing is scored, and nothing read."""

@@ -62,7 +62,7 @@ class Case:
         store: where its cold rows lie; empty where the method has its own.
         mode: one of ``MODES``.
         family: type of the model, one of ``FAMILIES``.
-        rest: option of the cache.
+        rest: option of the cache, as is ``select_every``.
         steps: decoded after the prompt.
         layers: of the model.
     """
@@ -74,6 +74,7 @@ class Case:
     rest: str | None = None
     steps: int = STEPS
     layers: int = 2
+    select_every: int = 1
 
     @property
     def selects_by_noise(self) -> bool:
@@ -90,7 +91,8 @@ class Case:
         family = "" if self.family == "llama" else self.family
         steps = "" if self.steps == STEPS else f"{self.steps}-steps"
         layers = "" if self.layers == 2 else f"{self.layers}-layers"
-        words = self.method, self.store, self.mode, family, self.rest, steps, layers
+        shared = "" if self.select_every == 1 else "shared"
+        words = self.method, self.store, self.mode, family, self.rest, steps, layers, shared
         return "-".join(filter(None, words))
 
 
@@ -106,6 +108,10 @@ def cases() -> list[Case]:
         *(Case(*case, "deepseek_v3") for case in latent),
         *(Case(*case, rest="mean") for case in means),
         Case("flat", "device", "graph", "deepseek_v3", "mean"),
+        *(
+            Case("flat", store, mode, select_every=2)
+            for store, mode in zip(("host", "resident", "split", "cpu"), MODES[1::2], strict=True)
+        ),
     ]
 
 
@@ -182,7 +188,7 @@ class Outcome:
     def _new_cache(self) -> RetrievalCache:
         case = self.case
         cls = hf_kvret.registered_methods()[case.method]
-        options = {**_OPTIONS, **_OWN.get(case.method, {})}
+        options = {**_OPTIONS, **_OWN.get(case.method, {}), "select_every": case.select_every}
         takes = cls.Config.takes
         options = {name: value for name, value in options.items() if takes(name, value)}
         if case.selects_by_noise:
