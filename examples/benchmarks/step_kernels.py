@@ -252,13 +252,15 @@ def _pieces(shape: StepShape, count: int, tile_rows: int, waves: int) -> Partial
 
 
 def _finish(shape: StepShape, count: int) -> None:
-    from hf_kvret_kernels.step_attention import triton
+    from hf_kvret_kernels.step_attention import NewToken, triton
 
     keys, values, mask = _near(shape)
     total = torch.empty((), dtype=torch.int64, device=_META)
     others, ids = _pieces(shape, count, 32, 4), shape.ids(count)
     arguments = shape.query(), keys, values, others, shape.scale
-    triton.step_attention(*arguments, None, mask, None, None, ids, total, _HALF)
+    column = torch.empty(1, dtype=torch.int64, device=_META)
+    new = NewToken(keys[:, :, :1].contiguous(), values[:, :, :1].contiguous(), column)
+    triton.step_attention(*arguments, None, mask, None, None, ids, total, _HALF, new)
 
 
 def _window(shape: StepShape) -> None:

@@ -168,6 +168,7 @@ def _attend_by_search(
             kv.after_search(ids)
         if isinstance(finish, Partials):
             # Launched already: one launch more does all that is left.
+            new = kv.window.take_new()
             out, _ = step_unchecked(
                 query,
                 *kv.window.tokens(),
@@ -177,6 +178,7 @@ def _attend_by_search(
                 ids=ids,
                 selected=kv.selected,
                 out_dtype=query.dtype,
+                new=new,
             )
         else:
             count_ids(ids, kv.selected)

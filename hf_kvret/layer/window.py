@@ -10,6 +10,7 @@ import torch
 from hf_kvret.contracts.block import TokenBlock
 from hf_kvret.contracts.state import State, Tensors, number, tensor, transient
 from hf_kvret_kernels.host_step import HostWindow
+from hf_kvret_kernels.step_attention import NewToken
 
 _STEP = 64
 
@@ -62,6 +63,7 @@ class Window(State):
     length: int = number(0, saved=False)
     sinks_full: bool = number(False, saved=False)
     host: HostWindow | None = transient()
+    _new: NewToken | None = transient()
 
     def __init__(
         self, sink: int, keys: torch.Tensor, values: torch.Tensor, value_in_key: int = 0
@@ -101,8 +103,7 @@ class Window(State):
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Add the newest tokens, ``[B, Hkv, n, D]``."""
         if self.capture is not None:
-            for buffer, rows in self._sides(keys, values):
-                buffer.index_copy_(2, self.capture.column, rows)
+            self._new = NewToken(keys, values, self.capture.column)
             self.length += 1
             return
         first = self.sink + self.length
@@ -196,9 +197,21 @@ class Window(State):
         While a step is captured, the whole buffers; ``validity`` masks unused columns.
         """
         if self.capture is not None:
+            new = self.take_new()
+            if new is not None:
+                for buffer, rows in self._sides(new.key, new.value):
+                    buffer.index_copy_(2, new.column, rows)
             return self.keys, self.values
         part = slice(0, self.sink + self.length)
         return self.keys[:, :, part], self.values[:, :, part]
+
+    def take_new(self) -> NewToken | None:
+        """The token of a captured step, for a kernel that writes it where it attends to it.
+
+        None where that is done.
+        """
+        new, self._new = self._new, None
+        return new
 
     def validity(self, valid: torch.Tensor | None, past: int | None = None) -> torch.Tensor | None:
         """``[B, sink + n]`` bool for ``tokens()``, None when all are valid.

@@ -52,5 +52,5 @@ def _growth(kv: LayerKV, queries: int, padded: bool, final_len: int) -> Growth:
     masked = padded or not window.sinks_full
     windows = [Window(tokens, masked) for tokens in range(shortest, longest + 1)]
     if config.graph is not False and queries == 1:
-        windows.append(Window(longest, masked=True))
+        windows.append(Window(longest, masked=True, appends=True))
     return Growth(last - cold_len, counts, tuple(windows))

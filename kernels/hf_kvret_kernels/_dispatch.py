@@ -226,10 +226,12 @@ class Window(NamedTuple):
     Attributes:
         tokens: in it.
         masked: whether there is a mask of valid ones, whose rows then begin at multiples of 16.
+        appends: whether the newest token is written on the way.
     """
 
     tokens: int
     masked: bool
+    appends: bool = False
 
 
 class Growth(NamedTuple):

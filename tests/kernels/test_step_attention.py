@@ -10,7 +10,7 @@ import torch
 from hf_kvret_kernels.gather_attention import gather_partials
 from hf_kvret_kernels.merge import Partials, merge_partials
 from hf_kvret_kernels.prompt_attention import prompt_attention
-from hf_kvret_kernels.step_attention import step_attention
+from hf_kvret_kernels.step_attention import NewToken, step_attention
 
 from .draws import Place, attention_inputs
 from .paged_rows import paged, random_ids
@@ -67,7 +67,7 @@ def check(
     else:
         from hf_kvret_kernels.step_attention import triton
 
-        options = causal_offset, valid, softcap, sinks, ids, selected, torch.float32, splits
+        options = causal_offset, valid, softcap, sinks, ids, selected, torch.float32, None, splits
         out, lse = triton.step_attention(*call, 0.3, *options)
     near = prompt_attention(
         query, key, value, scale=0.3, causal_offset=causal_offset, valid=valid, softcap=softcap,
@@ -113,6 +113,26 @@ def test_values_may_lie_in_wide_keys_of_many_heads(place: Place, masked: bool) -
     query, key, _ = inputs(place, dims=(520, 512), **sizes)
     valid = torch.rand(1, 70, device=place[1]) < 0.8 if masked else None
     check(place, query / 8, key, key[..., :512], some_chunks(query, 3, 512), 68, valid=valid)
+
+
+@pytest.mark.parametrize(
+    ("dims", "heads", "column"), [((9, 5), 40, 3), ((16, 16), 2, 129), ((520, 512), 2, 64)]
+)
+def test_a_new_token_is_written_before_it_is_attended_to(
+    place: Place, dims: tuple[int, int], heads: int, column: int
+) -> None:
+    """Of one tile of queries or two; values of 512 lie in their keys."""
+    query, key, value = inputs(place, heads=heads, tokens=130, dims=dims)
+    value = key[..., :512] if dims[1] == 512 else value
+    others, at = some_chunks(query, 3, dims[1]), torch.tensor([column], device=place[1])
+    rows = [side[:, :, column : column + 1].clone() for side in (key, value)]
+    call: dict[str, Any] = {"scale": 0.1, "causal_offset": None, "backend": place[0]}
+    want = step_attention(query, key, value, others, **call)
+    whole = key.clone(), value.clone()
+    key[:, :, column] = float("nan")
+    value[:, :, column] = float("nan")
+    result = step_attention(query, key, value, others, new=NewToken(*rows, at), **call)
+    assert all(map(torch.equal, (key, value, *result), (*whole, *want)))
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")

@@ -5,12 +5,27 @@ One launch on a GPU. Dimensions: B batch, Hq query heads, Hkv KV heads, Q querie
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from hf_kvret_kernels._dispatch import FLOATS, check_dense_inputs, check_no_grad, check_tensor, run
 from hf_kvret_kernels.merge import Partials
 
-__all__ = ["step_attention", "step_unchecked"]
+__all__ = ["NewToken", "step_attention", "step_unchecked"]
+
+
+class NewToken(NamedTuple):
+    """A token whose row is not yet where the others are.
+
+    Attributes:
+        key, value: ``[B, Hkv, 1, D]``, its row.
+        column: ``[1]`` int64, the token among those attended to that it becomes.
+    """
+
+    key: torch.Tensor
+    value: torch.Tensor
+    column: torch.Tensor
 
 
 def step_attention(
@@ -27,6 +42,7 @@ def step_attention(
     ids: torch.Tensor | None = None,
     selected: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    new: NewToken | None = None,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention to dense keys, and to other tokens, to which attention is known already.
@@ -41,6 +57,8 @@ def step_attention(
         selected: int64 of one element, to which the number of ``ids`` that are not -1 is added, in
             place; None exactly where ``ids`` is.
         out_dtype: fp32, fp16 or bf16; None means the query's.
+        new: a token that is written to ``key`` and ``value``, in place, before they are attended
+            to; None: all are there.
         backend: ``"auto"``, ``"naive"`` or ``"triton"``.
 
     Returns:
@@ -61,9 +79,13 @@ def step_attention(
         check_no_grad(sink_logits=sink_logits)
         check_tensor("sink_logits", sink_logits, query.shape[1:2], FLOATS, query.device)
     _check_counting(ids, selected, query.device)
+    if new is not None:
+        for name, row, side in (("new.key", new.key, key), ("new.value", new.value, value)):
+            check_tensor(name, row, (*side.shape[:2], 1, side.shape[3]), (side.dtype,), side.device)
+        check_tensor("new.column", new.column, (1,), (torch.int64,), query.device)
     return step_unchecked(
         *(query, key, value, others, scale, causal_offset, valid, softcap),
-        *(sink_logits, ids, selected, out_dtype, backend),
+        *(sink_logits, ids, selected, out_dtype, new, backend),
     )
 
 
@@ -80,11 +102,12 @@ def step_unchecked(
     ids: torch.Tensor | None,
     selected: torch.Tensor | None,
     out_dtype: torch.dtype,
+    new: NewToken | None = None,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``step_attention`` for a caller whose tensors fit each other by how they were made."""
     arguments = (query, key, value, others, scale, causal_offset, valid, softcap)
-    more = (sink_logits, ids, selected, out_dtype)
+    more = (sink_logits, ids, selected, out_dtype, new)
     return run(__name__, "step_attention", backend, *arguments, *more)
 
 

@@ -8,6 +8,7 @@ from hf_kvret_kernels.merge import Partials
 from hf_kvret_kernels.merge.naive import merge_partials
 from hf_kvret_kernels.prompt_attention.naive import prompt_attention
 from hf_kvret_kernels.relevance.naive import count_ids
+from hf_kvret_kernels.step_attention import NewToken
 
 
 def step_attention(
@@ -23,8 +24,12 @@ def step_attention(
     ids: torch.Tensor | None,
     selected: torch.Tensor | None,
     out_dtype: torch.dtype,
+    new: NewToken | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See ``hf_kvret_kernels.step_attention.step_attention``."""
+    if new is not None:
+        key.index_copy_(2, new.column, new.key)
+        value.index_copy_(2, new.column, new.value)
     if ids is not None and selected is not None:
         count_ids(ids, selected)
     out, lse = prompt_attention(

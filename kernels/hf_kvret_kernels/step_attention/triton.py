@@ -3,7 +3,8 @@
 A program attends to a chunk of the window, as ``prompt_attention`` cuts it, and merges into it its
 share of the chunks of the other tokens: these loads are under way while it attends. The program
 that is the last of a tile of queries to finish merges all programs' chunks. Who is last does not
-change the order of the sums. No program waits for another one.
+change the order of the sums. No program waits for another one. A new token's row is written by the
+programs of its chunk, before they attend to it.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -38,6 +39,7 @@ from hf_kvret_kernels.prompt_attention.triton import (
     tile_numbers,
     tile_plan,
 )
+from hf_kvret_kernels.step_attention import NewToken
 
 # Numbers of other chunks that a thread holds while it attends, and of its own at the end.
 _OTHERS_OF_THREAD, _OWN_OF_THREAD = 32, 64
@@ -57,14 +59,14 @@ _IDS = 512
 )
 def _finish_kernel(
     query, key, value, valid, other_outs, other_lses, outs, lses, tickets, sinks_ptr, ids_ptr,
-    selected_ptr, out_ptr, lse_ptr, strides, heads, queries, tokens, causal_offset, split_len,
-    inner, outer, other_splits, share, count,
+    selected_ptr, out_ptr, lse_ptr, new_key, new_value, column, strides, heads, queries, tokens,
+    causal_offset, split_len, inner, outer, other_splits, share, count,
     HAS_SINKS: tl.constexpr, ROWS: tl.constexpr, OTHERS: tl.constexpr, OWN: tl.constexpr,
-    IDS: tl.constexpr, STRIDES: tl.constexpr, G: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MAIN: tl.constexpr, BLOCK_DK: tl.constexpr,
-    REST: tl.constexpr, IN_KEY: tl.constexpr, BLOCK_DV: tl.constexpr, ONCE: tl.constexpr,
-    CAUSAL: tl.constexpr, VALID: tl.constexpr, SOFTCAP: tl.constexpr, DTYPE: tl.constexpr,
-    DOT_DTYPE: tl.constexpr,
+    IDS: tl.constexpr, NEW_SIDES: tl.constexpr, STRIDES: tl.constexpr, G: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    MAIN: tl.constexpr, BLOCK_DK: tl.constexpr, REST: tl.constexpr, IN_KEY: tl.constexpr,
+    BLOCK_DV: tl.constexpr, ONCE: tl.constexpr, CAUSAL: tl.constexpr, VALID: tl.constexpr,
+    SOFTCAP: tl.constexpr, DTYPE: tl.constexpr, DOT_DTYPE: tl.constexpr,
 ):  # fmt: skip
     """A tile of query rows, ROWS of which are real, and a chunk of the keys and of the others."""
     block, pair, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -81,6 +83,19 @@ def _finish_kernel(
     logs, means = load_partials(
         other_outs, other_lses, rows, row_mask, other_splits, first, last, DV, OTHERS, BLOCK_DV, ""
     )
+    if NEW_SIDES:
+        at = tl.load(column)
+        if at // split_len == split:
+            row = b * heads + h
+            key_row = key + b * strides[3] + h * strides[4] + at * STRIDES[0]
+            _copy_row(new_key + row * DK, key_row, 0, MAIN, BLOCK_DK)
+            if REST:
+                _copy_row(new_key + row * DK, key_row, MAIN, DK, REST)
+            if NEW_SIDES == 2:
+                value_row = value + b * strides[5] + h * strides[6] + at * STRIDES[1]
+                _copy_row(new_value + row * DV, value_row, 0, DV, BLOCK_DV)
+            # All threads of the program read what some have written.
+            tl.debug_barrier()
     near, near_peak, near_mass = attend_tile(
         query, key, value, valid, strides, b, h, block, split, queries, tokens, causal_offset,
         split_len, inner, outer, STRIDES, G, DK, DV, BLOCK_M, BLOCK_N, MAIN, BLOCK_DK, REST,
@@ -115,6 +130,13 @@ def _finish_kernel(
             h * G + (block * ROWS + tl.arange(0, ROWS)) % G,
             splits, HAS_SINKS, OWN, DV, ROWS, BLOCK_DV,
         )  # fmt: skip
+
+
+@triton.jit
+def _copy_row(source, target, FIRST: tl.constexpr, END: tl.constexpr, BLOCK: tl.constexpr):
+    """Numbers ``FIRST .. END`` of a row, BLOCK at most."""
+    columns = FIRST + tl.arange(0, BLOCK)
+    tl.store(target + columns, tl.load(source + columns, mask=columns < END), mask=columns < END)
 
 
 @triton.jit
@@ -189,6 +211,7 @@ def step_attention(
     ids: torch.Tensor | None,
     selected: torch.Tensor | None,
     out_dtype: torch.dtype,
+    new: NewToken | None = None,
     splits: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See ``hf_kvret_kernels.step_attention.step_attention``.
@@ -218,9 +241,13 @@ def step_attention(
         lse,
     )
     id_count = 0 if ids is None else flat.numel()
+    # Values that lie in their keys are written with them. On meta all addresses are 0.
+    in_key = value.data_ptr() == key.data_ptr() != 0
 
-    def launch_of(layout: _Layout, valid: torch.Tensor | None) -> tuple[Any, dict[str, Any]]:
-        """Arguments and constants of the kernel."""
+    def launch_of(
+        layout: _Layout, valid: torch.Tensor | None, row: tuple[Any, ...] | None
+    ) -> tuple[Any, dict[str, Any]]:
+        """Arguments and constants of the kernel; ``row`` are a new token's tensors."""
         plan = layout.plan
         numbers = tile_numbers(plan, query, key, value, scale, causal_offset, valid, softcap)
         shares = layout.other_splits, layout.share, id_count
@@ -230,16 +257,24 @@ def step_attention(
             "OTHERS": triton.next_power_of_2(layout.share),
             "OWN": layout.own,
             "IDS": _IDS,
+            "NEW_SIDES": 0 if row is None else 1 if in_key else 2,
         }
         constants |= tile_constants(plan, query, key, value, causal_offset, valid, softcap)
-        given = query, key, value, mask_bytes(valid, query), *buffers, *results, *numbers, *shares
-        return given, constants
+        row = (query, query, query) if row is None else row
+        given = query, key, value, mask_bytes(valid, query), *buffers, *results, *row
+        return (*given, *numbers, *shares), constants
 
-    for later, masked in _layouts_to_come(query, value, layout, ids, valid is not None):
+    row = None
+    if new is not None:
+        row = new.key.contiguous(), query if in_key else new.value.contiguous(), new.column
+    now = dispatch.Window(value.shape[2], valid is not None, new is not None)
+    for later, window in _layouts_to_come(query, value, layout, ids, now):
         # Without a mask some memory stands for one, whose rows begin at multiples of 16, too.
         mask = query.new_empty(len(query), 16, dtype=torch.bool) if valid is None else valid
-        dispatch.warm_up(_finish_kernel, *launch_of(later, mask if masked else None))
-    arguments, constants = launch_of(layout, valid)
+        later_mask = mask if window.masked else None
+        later_row = (query, query, torch.int64) if window.appends else None
+        dispatch.warm_up(_finish_kernel, *launch_of(later, later_mask, later_row))
+    arguments, constants = launch_of(layout, valid, row)
     grid = layout.plan.row_blocks, value.shape[0] * value.shape[1], layout.splits
     _finish_kernel[grid](*arguments, **constants)
     return out, lse
@@ -280,11 +315,15 @@ def _shared_out(
 
 
 def _layouts_to_come(
-    query: torch.Tensor, value: torch.Tensor, now: _Layout, ids: torch.Tensor | None, masked: bool
-) -> Iterator[tuple[_Layout, bool]]:
-    """Layouts that are compiled each for itself, and whether they have a mask.
+    query: torch.Tensor,
+    value: torch.Tensor,
+    now: _Layout,
+    ids: torch.Tensor | None,
+    window_now: dispatch.Window,
+) -> Iterator[tuple[_Layout, dispatch.Window]]:
+    """Layouts that are compiled each for itself, and a window of each.
 
-    Only those that somebody asked for; ``now`` and ``masked`` are the present ones.
+    Only those that somebody asked for; ``now`` and ``window_now`` are the present ones.
     """
     growth = dispatch.growth()
     if growth is None:
@@ -292,13 +331,12 @@ def _layouts_to_come(
     grows = ids is not None and max(growth.counts, default=0) > ids.shape[-1]
     most = max(now.other_splits, _MOST_CHUNKS) if grows else now.other_splits
     known = set()
-    windows = {*growth.windows, dispatch.Window(value.shape[2], masked)}
-    for tokens, is_masked in sorted(windows):
-        plan = tile_plan(query, value, tokens=tokens)
+    for window in sorted({*growth.windows, window_now}):
+        plan = tile_plan(query, value, tokens=window.tokens)
         for other_splits in range(now.other_splits, most + 1):
             later = _shared_out(plan, query, value, other_splits)
             once = plan.split_len <= plan.choice.block_n
-            form = is_masked, plan.choice, once, triton.next_power_of_2(later.share), later.own
+            form = window[1:], plan.choice, once, triton.next_power_of_2(later.share), later.own
             if form not in known:
                 known.add(form)
-                yield later, is_masked
+                yield later, window

@@ -1,0 +1,56 @@
+"""How many kernels a layer launches in a captured step, by method and store."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hf_kvret.layer.layer import RetrievalLayer
+
+from ..methods.test_paris import TorchOps
+from ..simulated_gpu.simulation import active
+from .cases import Case, run
+
+pytest.importorskip("triton")
+
+# Kernels of ours, and operations of torch.
+LAUNCHES = {
+    ("paris", "device"): (5, 0),
+    ("paris", "host"): (5, 0),
+    ("paris", "higgs"): (5, 0),
+    # A map of slots, rows that are fetched, and counts of both.
+    ("paris", "resident"): (7, 7),
+    # Scores and their sum, three that choose; a scaled query and zeros to count in.
+    ("flat", "device"): (7, 2),
+    ("flat", "host"): (7, 2),
+    # And the query is kept, and projected.
+    ("lrqk", "device"): (7, 5),
+    ("lrqk", "host"): (7, 5),
+}
+QUICK = ("paris", "device")
+
+
+@pytest.mark.parametrize(
+    ("method", "store"),
+    [pytest.param(*case, marks=() if case == QUICK else pytest.mark.slow) for case in LAUNCHES],
+)
+def test_a_layer_launches_so_many_kernels(
+    method: str, store: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the row of the new token, which the model has made, to the attention's output."""
+    attend, counts = RetrievalLayer.attend, set()
+
+    def counted(layer: RetrievalLayer, *arguments: Any) -> Any:
+        gpu = active()
+        if gpu.capture is None:
+            return attend(layer, *arguments)
+        before = gpu.launches.total()
+        with TorchOps() as operations:
+            result = attend(layer, *arguments)
+        counts.add((gpu.launches.total() - before, len(operations.names)))
+        return result
+
+    monkeypatch.setattr(RetrievalLayer, "attend", counted)
+    run(Case(method, store, "graph", steps=4, layers=1))
+    assert counts == {LAUNCHES[method, store]}
