@@ -14,6 +14,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 import hf_kvret
 from hf_kvret import ParisKVCache, RetrievalCache, Shelf
+from hf_kvret.layer.hybrid import foreign_layers_of
 from hf_kvret.models.versions import CHUNKS_COUNT_PAST
 from hf_kvret.testing import COVERING_OPTIONS
 from hf_kvret.testing.conformance import ALL_MODELS
@@ -199,9 +200,13 @@ def test_snapshots_are_bounded_and_far_from_each_other() -> None:
         for turn in range(40):
             model(prompt(1, 10, salt=turn), past_key_values=cache, logits_to_keep=1)
             largest = max(largest, cache.snapshots.nbytes())
+    # The states stay as large in 160 more turns.
+    for length in range(410, 2010, 10):
+        cache.snapshots.take(length, foreign_layers_of(cache.layers), 5)
+        largest = max(largest, cache.snapshots.nbytes())
     lengths = cache.snapshots.lengths
-    assert len(lengths) == 5 and lengths[-2:] == [390, 400]
-    assert max(b - a for a, b in zip([0, *lengths], lengths, strict=False)) < 300
+    assert len(lengths) == 5 and lengths[-2:] == [1990, 2000]
+    assert max(b - a for a, b in zip([0, *lengths], lengths, strict=False)) < 1200
     assert largest == cache.snapshots.nbytes()
     assert cache.fork(snapshots=2).snapshots.lengths == lengths[-2:]
     none = ParisKVCache(model.config, snapshots=0, **COVERING_OPTIONS)
@@ -225,6 +230,27 @@ def test_a_shelf_gives_the_part_of_a_hybrid_that_a_prompt_shares(tmp_path: Path)
         assert torch.equal(result.sequences, model.generate(asked, **RUN))
         assert result.past_key_values.stats()["from_shelf"] == found
     assert {entry.points for entry in Shelf(tmp_path).entries()}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"output_attentions": True}, "never forms the attention matrix"),
+        ({"cache_config": {"top_k": 7}}, "cache_config asks for top_k=7"),
+        ({"max_length": 20}, "Input length of input_ids is 40"),
+    ],
+)
+def test_a_call_that_is_refused_cuts_nothing(options: dict[str, Any], words: str) -> None:
+    model: Any = ALL_MODELS["llama"].build()
+    cache = ParisKVCache(model.config, on_divergence="crop", **COVERING_OPTIONS)
+    model.generate(prompt(1, 60), past_key_values=cache, **RUN)
+    held = cache.input_ids
+    # transformers' own attention has no matrix, either.
+    model.set_attn_implementation("eager")
+    with pytest.raises(ValueError, match=words):
+        run = RUN if "max_length" not in options else {"do_sample": False}
+        model.generate(prompt(1, 40), past_key_values=cache, **run, **options)
+    assert torch.equal(cache.input_ids, held) and cache.went_back == 0
 
 
 def test_a_second_thread_leaves_the_call_of_the_first_alone(tokenizer: Any) -> None:

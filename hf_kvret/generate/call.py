@@ -27,10 +27,11 @@ from hf_kvret.generate.chunks import chunk_prompt
 from hf_kvret.generate.from_shelf import new_cache
 from hf_kvret.generate.lossless import check_lossless, steps_of
 from hf_kvret.generate.model_state import end_use, keep_prepared, prepare_state
-from hf_kvret.generate.provenance import go_back
+from hf_kvret.generate.provenance import go_back, kept_len
 from hf_kvret.generate.requests import Request, current_request, request
 from hf_kvret.layer.hybrid import recording, stop_recording
 from hf_kvret.methods.known import METHODS
+from hf_kvret.models.kept_state import stateful_attributes
 from hf_kvret.models.ranks import agreed, share_error
 from hf_kvret.models.versions import CACHE_NAME, cache_argument
 from hf_kvret.replay import DecodeGraph
@@ -54,7 +55,10 @@ def around_generate(
                 past_len = 0 if cache is None else cache.get_seq_length()
                 check_shapes(call, past_len)
             if call.retrieves and cache is not None:
-                go_back(call, cache)
+                call.keeps = kept_len(call, cache)
+                # What prepares positions, or a call, by the cache needs it as it will be.
+                if stateful_attributes(model) or isinstance(arguments.get("custom_generate"), str):
+                    go_back(call, cache)
                 past_len = cache.get_seq_length()
             prepare_state(call)
             yield partial(check_end, call)
@@ -128,9 +132,9 @@ def _make_cache(call: Request, generation_config: Any, model_kwargs: dict[str, A
     else:
         check_options_are_read(call, generation_config, cache)
         return False
-    check_call(call, cache, generation_config, mask)
     if cache.options.lossless:
         check_lossless(call, cache, generation_config)
+    check_call(call, cache, generation_config, mask)
     call.start_len, call.recording = cache.get_seq_length(), recording(cache.layers)
     chunk_prompt(call, cache, generation_config, model_kwargs)
     with _attention_lock:

@@ -59,7 +59,8 @@ def why_not(
 
     The arguments are those of ``check_call``.
     """
-    mask, cache_len = call.mask(prepared_mask), cache.get_seq_length()
+    mask = call.mask(prepared_mask)
+    cache_len = cache.get_seq_length() if call.keeps is None else call.keeps
     reasons = [_soft_prompt_obstacle(call, cache_len), _mask_fault(mask, cache_len)]
     if is_callers(call, cache):
         reasons += [_other_layers(call, cache), _missing_tokens(call, cache_len)]

@@ -37,7 +37,8 @@ def check_origin(
     call: Request, cache: RetrievalCache, outlives: bool, prepared: torch.Tensor | None = None
 ) -> None:
     """ValueError where ``call`` of ``generate`` has another model, text or other input than filled
-    its ``cache``. Digests of new inputs that are no text are recorded.
+    its ``cache``, behind what the call drops of it. Digests of new inputs that are no text are
+    recorded.
 
     Args:
         call: is about to begin.
@@ -46,6 +47,7 @@ def check_origin(
         prepared: the attention mask as ``generate`` prepared it, which masks padding tokens.
     """
     cache.check_model(call.model)
+    go_back(call, cache)
     record, cache_len = cache.tokens, cache.get_seq_length()
     # A pass or a call that broke off may have recorded more.
     record.owner = None
@@ -70,20 +72,20 @@ def check_origin(
         record.passes.append(InputDigest.of(inputs, cache_len, first + prompt.shape[1], first))
 
 
-def go_back(call: Request, cache: RetrievalCache) -> None:
-    """Drop what ``cache`` holds beside the prompt of ``call``, where its options say so.
+def kept_len(call: Request, cache: RetrievalCache) -> int | None:
+    """To how many tokens ``cache`` has to go back for the prompt of ``call``; None: it must not.
 
-    The last token of a prompt is read in any case. Tokens that nobody saw the ids of, as of
-    embeddings, count as other ones where the known ones differ behind them. A warning tells where
-    nothing is left. RuntimeError where another call has the cache.
+    Its options say so. The last token of a prompt is read in any case. Tokens that nobody saw the
+    ids of, as of embeddings, count as other ones where the known ones differ behind them.
+    RuntimeError where another call has the cache.
     """
     ids, mask, cache_len = call.prompt_ids(), call.mask(None), cache.get_seq_length()
     if cache.options.on_divergence != "crop" or ids is None or not cache_len:
-        return
+        return None
     if not isinstance(mask, torch.Tensor):
         mask = torch.ones_like(ids)
     if mask.shape != ids.shape or call.arguments.get(EMBEDDINGS) is not None:
-        return
+        return None
     check_free(call, cache)
     difference, same = cache.tokens.difference(ids, mask, cache_len), cache_len
     if difference is not None:
@@ -91,7 +93,19 @@ def go_back(call: Request, cache: RetrievalCache) -> None:
         assert held is not None, "some of them differ"
         unknown = (held[:, :same] == UNKNOWN).any(dim=0).nonzero()
         same = int(unknown[0]) if len(unknown) else same
-    cache.go_back(min(ids.shape[1] - 1, same))
+    return min(ids.shape[1] - 1, same)
+
+
+def go_back(call: Request, cache: RetrievalCache) -> None:
+    """Have ``cache`` go back to what ``call`` keeps of it; a warning tells where that is nothing.
+
+    Twice is harmless.
+    """
+    length, call.keeps = call.keeps, None
+    if length is None:
+        return
+    cache_len = cache.get_seq_length()
+    cache.go_back(length)
     if not cache.get_seq_length():
         _log.warning(
             "the prompt shares no token with the %d of past_key_values, or no snapshot lies far "

@@ -22,6 +22,7 @@ class Request:
         model: whose ``generate`` was called.
         arguments: by name, as the caller gave them.
         cache: the retrieval cache that the call owns, once that is known.
+        keeps: tokens to which its cache goes back, once the call is checked; None: it does not.
         start_len: tokens in the cache before the call.
         recording: layers of the cache that recorded the past before it.
         has_retrieved: the call used a retrieval cache to its end.
@@ -41,6 +42,7 @@ class Request:
     model: PreTrainedModel
     arguments: dict[str, Any]
     cache: RetrievalCache | None = None
+    keeps: int | None = None
     start_len: int = 0
     recording: Sequence[Any] = ()
     has_retrieved: bool = False

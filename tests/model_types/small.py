@@ -286,6 +286,11 @@ CHANGES: dict[str, dict[str, Any]] = {
     "glmga": _GLM4V,
     "granite4_vision": {"deepstack_layer_map": [[-1, 0]], "downsample_rate": "1/2"},
     "granite_docling": {"vision_config": {"out_hidden_size": 256}},
+    "granitemoehybrid": {
+        **{"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2},
+        **{"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 32, "num_hidden_layers": 4},
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+    },
     # By default scores are not scaled down, and fp32 rounding alone moves logits by 1e-3.
     "granite_swa": {"attention_multiplier": 1 / 128},
     # Two cycles of one layer and of three times another: a cache layer for each.

@@ -38,11 +38,14 @@ SMALL = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, 
 TOWER = {
     "vision_config": {"hidden_size": 64, "embed_dim": 64, "intermediate_size": 64, "num_heads": 2}
 }
-# States, which transformers writes in place. The latter ones are in the zoo.
-NEWEST_WITH_STATES = ("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text")
+# States, which transformers writes in place. Types that are not in the zoo are made small.
+SMALL_WITH_STATES = (
+    *("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text"),
+    *("granitemoehybrid", "nemotron_h", "olmo_hybrid"),
+)
 WITH_STATES = (
     *("bailing_hybrid", "falcon_h1", "kimi_linear", "lfm2", "qwen3_next", "zamba2", "zaya"),
-    *NEWEST_WITH_STATES,
+    *SMALL_WITH_STATES,
 )
 QUICK = "qwen3_moe"
 # Types, and changes of their small configurations.
@@ -144,8 +147,8 @@ def test_replayed_steps_give_the_tokens_of_usual_ones(
 def test_layers_with_states_are_replayed_without_padding(
     name: str, graphs: list[DecodeGraph]
 ) -> None:
-    newest = name in NEWEST_WITH_STATES
-    model = with_batched_experts(small_model(name) if newest else ALL_MODELS[name].build())
+    is_small = name in SMALL_WITH_STATES
+    model = with_batched_experts(small_model(name) if is_small else ALL_MODELS[name].build())
     assert compare(model, False, graphs) < 3e-4
     graphs.clear()
     with taped():
