@@ -19,7 +19,7 @@ from hf_kvret.lab.evaluate.needles import Document, Wording, magic_wording
 from hf_kvret.lab.evaluate.reader import divergence
 from hf_kvret.lab.evaluate.subject import Subject
 from hf_kvret.lab.evaluate.tasks import ruler
-from hf_kvret.lab.evaluate.tasks.agreement import Agreement
+from hf_kvret.lab.evaluate.tasks.agreement import Agreement, _rounds
 from hf_kvret.lab.evaluate.texts import text_windows
 from hf_kvret.lab.report.results import Results
 
@@ -120,6 +120,21 @@ def test_without_recall_the_picture_of_agreement_is_about_divergence(tmp_path: P
     results.add({"cache": "static", "length": 4}, {"kl_mean": 0.1, "layers": []})
     Agreement.plot(tmp_path / "kl.png", results)
     assert (tmp_path / "kl.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("equal", "accepted"),
+    [
+        # A wrong draft ends a round, and full attention's own token takes its place.
+        ([True] * 3 + [False] + [True] * 33, [3, 16, 16]),
+        ([True] * 40, [16, 16]),
+        ([False] * 17, [0, 0]),
+        ([True] * 9, [9]),
+        ([True, False, True], [1]),
+    ],
+)
+def test_accepted_drafts_are_counted_by_rounds(equal: list[bool], accepted: list[int]) -> None:
+    assert _rounds(equal) == accepted
 
 
 @pytest.mark.parametrize("step", [1, 4])

@@ -31,6 +31,8 @@ from hf_kvret.lab.report.tables import Columns, markdown_table, or_dash, share, 
 
 # Tokens of full attention's forward passes, so that a long text with a large vocabulary fits.
 _CHUNK = 128
+# Drafts of a round that full attention would verify.
+_DRAFTS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +66,7 @@ class Agreement(Task):
             check_positions(self.subject.model, length + self.new_tokens)
 
     def run(self, cell: Cell, choice: CacheChoice) -> dict[str, Any]:
-        forced, free, firsts, kls, recalls = 0, 0, [], [], []
+        forced, free, firsts, kls, recalls, accepted = 0, 0, [], [], [], []
         used = UsageSum()
         contexts = self._contexts(cell["length"])
         for context in tqdm(contexts, leave=False, desc=choice.name, unit="context"):
@@ -77,6 +79,7 @@ class Agreement(Task):
             logits = _step_by_step(follower, fed)
             equal = logits.argmax(-1) == expected
             forced += int(equal.sum())
+            accepted += _rounds(equal.tolist())
             exact = _full_logits(self.subject.model, context, fed)
             kls.append(divergence(exact, logits))
             first = self.new_tokens if equal.all() else int(equal.int().argmin())
@@ -97,6 +100,7 @@ class Agreement(Task):
             "forced_equal": forced / tokens,
             "free_equal": free / tokens,
             "first_divergence": firsts,
+            "accepted": sum(accepted) / len(accepted),
             "kl_mean": float(torch.cat(kls).mean()),
             "kl_max": float(torch.cat(kls).max()),
             **mean_recall(layers),
@@ -138,6 +142,10 @@ class Agreement(Task):
             "best mass": lambda cell, row: share(row["best_mass"]),
             "cold rows read": lambda cell, row: or_dash(row["read_ratio"], ".2%"),
         }
+        # Results of 0.1.0 don't have it.
+        if any("accepted" in row for _, row in results):
+            rounds = f"accepted of {_DRAFTS}"
+            columns = {**columns, rounds: lambda cell, row: or_dash(row.get("accepted"), ".1f")}
         table = table_of(results, columns)
         by_layer = _layer_table(results)
         return f"{table}\n\n{by_layer}" if by_layer else table
@@ -177,6 +185,20 @@ def _step_by_step(reader: Reader, tokens: torch.Tensor) -> torch.Tensor:
     """``[n, vocab]`` fp32 on the CPU: logits after each of ``tokens [n]``, fed one at a time."""
     steps = tqdm(tokens.split(1), leave=False, desc="forced", mininterval=1)
     return torch.cat([reader.feed(token).float().cpu() for token in steps])
+
+
+def _rounds(equal: list[bool]) -> list[int]:
+    """Drafts that full attention would accept in each round of ``lossless`` that is whole.
+
+    ``equal``: for each forced token, whether the cache would have drafted it.
+    """
+    accepted, start = [], 0
+    while start + _DRAFTS <= len(equal):
+        drafts = [*equal[start : start + _DRAFTS], False]
+        accepted.append(drafts.index(False))
+        # The pass that verifies gives one token more.
+        start += accepted[-1] + 1
+    return accepted or [equal.index(False) if False in equal else len(equal)]
 
 
 def _layer_table(results: Results) -> str:
