@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
@@ -18,6 +18,7 @@ from threading import Event
 from typing import Any
 from unittest.mock import patch
 
+import torch
 from fastapi import HTTPException
 from fastapi.responses import JSONResponse
 from jinja2 import TemplateError
@@ -28,7 +29,9 @@ from transformers import GenerationConfig
 from transformers.cli.serving import model_manager, server
 from transformers.cli.serving import utils as serving
 
-from hf_kvret.generate.from_shelf import SHELF, STEP
+from hf_kvret.cache import RetrievalCache
+from hf_kvret.generate.from_shelf import SHELF, STEP, USUAL_STEP
+from hf_kvret.models.versions import cache_of
 from hf_kvret.registry import registered_methods
 from hf_kvret.shelf import Shelf
 from hf_kvret.shelf.questions import plain_generation_config
@@ -192,9 +195,57 @@ class ServedCache:
                     f"{', '.join(BUDGETS)}"
                 )
         config.cache_implementation = self.method
-        config.cache_config = {**self.options, **budgets}
+        config.cache_config = {**self.options, **budgets, "on_divergence": "crop"}
         if self.shelf is not None:
             config.cache_config[SHELF] = self.shelf
+
+
+class NewestConversation:
+    """The cache of the newest request, with which the next one of its conversation goes on.
+
+    The thread that answers alone uses it.
+
+    Attributes:
+        cache: None before the first request, and behind one that failed.
+    """
+
+    def __init__(self) -> None:
+        self.cache: RetrievalCache | None = None
+        self._asked: tuple[str, dict[str, Any]] | None = None
+
+    def generate(self, generate: Callable[..., Any], **arguments: Any) -> Any:
+        """As a model's ``generate``, with the cache where the request asks for one like it.
+
+        Where more tokens are new than a shelf asks for, the shelf is asked, and takes the prompt.
+        """
+        config, ids = arguments["generation_config"], arguments["input_ids"]
+        options = dict(config.cache_config or {})
+        shelf = options.pop(SHELF, None)
+        method = registered_methods().get(config.cache_implementation)
+        other = {name for name, x in arguments.items() if isinstance(x, torch.Tensor)}
+        other -= {"input_ids", "attention_mask"}
+        other |= arguments.keys() & {"past_key_values", "return_dict_in_generate"}
+        if method is None or method.Config.evicts_by or other:
+            return generate(**arguments)
+        asked, (kept, self.cache) = (method.name, options), (self.cache, None)
+        most = ids.shape[1] if shelf is None else USUAL_STEP
+        if kept is not None and asked == self._asked and ids.shape[1] - _shared(kept, ids) < most:
+            arguments["past_key_values"], config.cache_config = kept, {**options}
+        # Two caches at once would need twice the memory.
+        del kept
+        result = generate(**arguments, return_dict_in_generate=True)
+        self.cache, self._asked = cache_of(result), asked
+        return result.sequences
+
+
+def _shared(cache: RetrievalCache, ids: torch.Tensor) -> int:
+    """Tokens with which both ``cache`` and ``ids [1, T]`` begin."""
+    held = cache.input_ids
+    if held is None:
+        return 0
+    count = min(held.shape[1], ids.shape[1])
+    same = held[0, :count].to(ids.device) == ids[0, :count]
+    return int(same.long().cumprod(0).sum())
 
 
 class CheckedManager(serving.GenerateManager):
@@ -265,6 +316,7 @@ def answering_with(cache: ServedCache, max_prompt: int | None = None) -> Iterato
 
     Prompts have at most ``max_prompt`` tokens; None: as many as the model has positions.
     """
+    newest = NewestConversation()
     handler, manager = serving.BaseHandler, model_manager.ModelManager
     build, load, make = handler._build_generation_config, manager._load_model, server.build_server
 
@@ -296,6 +348,7 @@ def answering_with(cache: ServedCache, max_prompt: int | None = None) -> Iterato
             return prepare(*args, **kwargs)
 
         model.prepare_inputs_for_generation = prepare_unless_left
+        model.generate = partial(newest.generate, model.generate)
         return model
 
     def make_checked(models: Any, *args: Any, **kwargs: Any) -> Any:

@@ -22,7 +22,8 @@ _log = logging.getLogger(__name__)
 
 SHELF, STEP = "shelf", "shelf_step"
 """Names in ``cache_config``."""
-_USUAL_STEP = 2048
+USUAL_STEP = 2048
+"""New tokens from which on a prompt is put, where a call does not say."""
 _TEXT = {"inputs", "input_ids", "attention_mask"}
 _TYPES = {"token_type_ids", "mm_token_type_ids"}
 # Disks, files and memory fail with these. An answer can be given without a shelf.
@@ -58,7 +59,7 @@ def new_cache(
         return method(call.model.config, **options)
     if not isinstance(place, str | os.PathLike | Shelf):
         raise TypeError(f"{SHELF}={place!r}: pass a folder, or a hf_kvret.Shelf")
-    step = _USUAL_STEP if step is None else step
+    step = USUAL_STEP if step is None else step
     if not isinstance(step, int) or isinstance(step, bool) or step < 1:
         raise ValueError(f"{STEP}={step!r}: pass a number of tokens, at least 1")
     shelf = place if isinstance(place, Shelf) else Shelf(place)

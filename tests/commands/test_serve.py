@@ -17,17 +17,23 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from hf_kvret import RetrievalCache
 from hf_kvret.commands.serve import ServeOptions, run_serve
 from hf_kvret.shelf import Shelf
 from hf_kvret.testing import MODELS
+from hf_kvret.testing.scenario import prompt
 
 pytest.importorskip("fastapi")
 
 from hf_kvret.commands import serve_requests
-from hf_kvret.commands.serve_requests import Client, ServedCache, answering_with
+from hf_kvret.commands.serve_requests import (
+    Client,
+    NewestConversation,
+    ServedCache,
+    answering_with,
+)
 
 SMALL = {"dense_below": 0, "sink": 4, "recent": 16, "flush": 16, "top_k": 16}
 POSITIONS = 3000
@@ -175,7 +181,9 @@ def test_the_other_api_goes_the_same_way(
     assert "'store', which is the server's" in caught.value.response.text
 
 
-def test_requests_at_once_and_a_second_turn(served: Served, folder: Path) -> None:
+def test_requests_at_once_and_a_second_turn(
+    served: Served, folder: Path, made: list[RetrievalCache]
+) -> None:
     answers: dict[int, str] = {}
 
     def ask(number: int) -> None:
@@ -192,7 +200,33 @@ def test_requests_at_once_and_a_second_turn(served: Served, folder: Path) -> Non
         {"role": "assistant", "content": answers[0]},
         {"role": "user", "content": "And then?"},
     ]
+    made.clear()
     assert served.ask(messages) == _full(folder, messages)
+    # One that checks the options; the cache of an earlier request answers.
+    assert len(made) == 1
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_next"])
+def test_a_conversation_goes_on_with_the_cache_of_its_last_request(name: str) -> None:
+    """Its client leaves out the first six tokens of each answer, which are thought."""
+    model: Any = MODELS[name].build()
+    newest, ids, cache = NewestConversation(), prompt(1, 120), None
+    served = ServedCache("paris", {**SMALL, "top_k": 1.0, "max_draft": 6})
+    for turn in range(3):
+        config = GenerationConfig(max_new_tokens=9, do_sample=False)
+        served.set_cache(config, {})
+        given = {"attention_mask": torch.ones_like(ids), "generation_config": config}
+        answer = newest.generate(model.generate, input_ids=ids, **given)
+        assert torch.equal(answer, model.generate(ids, max_new_tokens=9, do_sample=False))
+        assert cache in (None, newest.cache)
+        cache = newest.cache
+        spoken = answer[:, ids.shape[1] + 6 :]
+        ids = torch.cat([ids, spoken, prompt(1, 20, salt=turn + 1)], dim=1)
+    assert cache is not None and 0 < cache.went_back <= 2 * (9 + 7)
+    config = GenerationConfig(max_new_tokens=2, do_sample=False)
+    served.set_cache(config, {"cache_config": {"top_k": 3}})
+    newest.generate(model.generate, input_ids=ids, generation_config=config)
+    assert newest.cache is not cache
 
 
 def test_a_common_beginning_of_requests_is_read_once(
@@ -208,9 +242,11 @@ def test_a_common_beginning_of_requests_is_read_once(
 
     monkeypatch.setattr(Shelf, "find", found)
     served.ask(text + "Who?")
+    # The cache of a request with other options answers no later one.
+    served.with_config(cache_config={"top_k": 3})
     served.ask(text + "Where?")
     # A prompt is put from 2,048 tokens on.
-    assert lengths[0] < 300 and lengths[1] > 2000
+    assert lengths[0] < 300 and lengths[-1] > 2000
     assert max(entry.tokens for entry in shelf.entries()) > 2048
 
 

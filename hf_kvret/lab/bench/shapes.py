@@ -49,6 +49,11 @@ def _llama3(factor: float, *sizes: int, **more: Any) -> dict[str, Any]:
     return _model("llama", 128_256, 131_072, *sizes, **{**common, **tokens, **more})
 
 
+def _hybrid(*sizes: int, **more: Any) -> dict[str, Any]:
+    """A text model like Qwen3.5."""
+    return _model("qwen3_5_text", 65_536, 131_072, *sizes, tie_word_embeddings=True, **more)
+
+
 _TIED = {"tie_word_embeddings": True}
 _MILLION = {"rope_theta": 1_000_000.0}
 _QWEN3 = {"rms_norm_eps": 1e-6, "head_dim": 128, **_MILLION}
@@ -60,12 +65,10 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
     "qwen3-0.6b": _model("qwen3", 151_936, 40_960, 1024, 3072, 28, 16, 8, **_QWEN3, **_TIED),
     "qwen3-8b": _model("qwen3", 151_936, 40_960, 4096, 12_288, 36, 32, 8, **_QWEN3),
     "qwen3-4b": _model("qwen3", 151_936, 40_960, 2560, 9728, 36, 32, 8, **_QWEN3, **_TIED),
-    # No published model: one in four layers attends, as in Qwen3.5, at a size for a CPU.
-    "hybrid-0.5b": _model(
-        "qwen3_5_text",
-        *(65_536, 131_072, 1024, 3072, 24, 8, 2),
-        linear_num_value_heads=16,
-        **_TIED,
+    # No published models: one in four layers attends, as in Qwen3.5, at sizes for a CPU.
+    "hybrid-0.5b": _hybrid(1024, 3072, 24, 8, 2, linear_num_value_heads=16),
+    "hybrid-0.1b": _hybrid(
+        *(512, 1536, 12, 4, 2), linear_num_key_heads=8, linear_num_value_heads=8, head_dim=128
     ),
     # No published model: small enough for a CPU and for tests.
     "tiny": _model("llama", 1024, 131_072, 256, 512, 2, 4, 2, head_dim=64),

@@ -18,7 +18,7 @@ from hf_kvret.lab.program.options import with_default
 from hf_kvret.lab.report.results import Cell, Results
 
 # Tokens of a message, of an answer, and those of an answer that are thought.
-_MESSAGE, _ANSWER, _THOUGHT = 64, 64, 48
+_MESSAGE, _ANSWER, _THOUGHT = 64, 32, 24
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,7 @@ class Turns(ModelMeasurement):
     """Time to the first token of a turn, whose prompt is the conversation so far.
 
     A message of --context tokens begins it. A turn adds a message of 64 tokens, and an answer of
-    64. As chat templates do, its prompt leaves out what earlier answers thought, their first 48
+    32. As chat templates do, its prompt leaves out what earlier answers thought, their first 24
     tokens. Retrieval caches go on with what they hold (on_divergence="crop"). Others begin anew in
     each turn, as transformers can't go on with another text. Each round takes --warmup turns behind
     the first message, and times --steps more.
