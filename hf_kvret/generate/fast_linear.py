@@ -14,15 +14,18 @@ from hf_kvret.cache import RetrievalCache
 from hf_kvret.generate.model_state import add_hooks
 from hf_kvret.models.compiled import not_compiled
 from hf_kvret.models.products import fits, linear, may_be_quicker
+from hf_kvret.models.projection import is_hooked
 from hf_kvret.models.versions import cache_argument
-from hf_kvret.replay.replayable import has_hooks
 
 
 class _Passes(threading.local):
-    """The modules whose pass with a retrieval cache is under way in a thread."""
+    """The modules whose pass with a retrieval cache is under way in a thread.
+
+    One stays where Ctrl-C ends its pass, until its next one.
+    """
 
     def __init__(self) -> None:
-        self.modules: set[nn.Module] = set()
+        self.modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 _passes = _Passes()
@@ -36,13 +39,21 @@ class FastLinear:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module: Any = self._module()
-        # A compiled layer has products of its own, and gradients need torch's.
-        is_plain = torch.compiler.is_compiling() or kwargs or torch.is_grad_enabled()
-        if is_plain or not _passes.modules or len(args) != 1 or has_hooks(module):
+        if kwargs or len(args) != 1 or not _may_be_fast(module):
             return module._call_impl(*args, **kwargs)
-        if not fits(args[0], module.weight):
+        if not fits(*args, module.weight, module.bias):
             return module._call_impl(*args)
-        return linear(args[0], module.weight, module.bias)
+        return linear(*args, module.weight, module.bias)
+
+
+def _may_be_fast(module: nn.Module) -> bool:
+    """Whether a pass with our cache is under way, and nobody looks at what the module does."""
+    # A compiled layer has products of its own, and gradients need torch's.
+    if torch.compiler.is_compiling() or torch.is_grad_enabled() or not _passes.modules:
+        return False
+    modes = torch._C._len_torch_function_stack() + torch._C._len_torch_dispatch_stack()
+    is_changed = is_hooked(module) or "forward" in vars(module)
+    return not (modes or is_changed or torch.is_autocast_enabled("cpu"))
 
 
 def speed_up(model: PreTrainedModel) -> None:
@@ -66,8 +77,8 @@ def slow_down(model: PreTrainedModel) -> None:
 
 @not_compiled
 def _before_pass(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if isinstance(cache_argument(kwargs), RetrievalCache):
-        _passes.modules.add(module)
+    retrieves = isinstance(cache_argument(kwargs), RetrievalCache)
+    (_passes.modules.add if retrieves else _passes.modules.discard)(module)
 
 
 @not_compiled

@@ -20,6 +20,7 @@ _MOST = 64
 # From so many tokens on the kernel of attention is quicker, which multiplies panels.
 _PANELS = 16
 _HALVES = (torch.bfloat16, torch.float16)
+_PLAIN = (torch.Tensor, nn.Parameter)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -38,15 +39,20 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 def may_be_quicker(weight: torch.Tensor) -> bool:
     """Whether ``linear`` is quicker than torch with few tokens and ``weight``, here."""
-    plain = type(weight) in (torch.Tensor, nn.Parameter) and weight.is_contiguous()
-    fits = plain and weight.is_cpu and weight.dtype in _HALVES
-    return fits and not _has_bf16() and preferred() is None and not host_library.why_not()
+    plain = type(weight) in _PLAIN and weight.is_cpu and weight.is_contiguous()
+    is_half = plain and weight.dtype in _HALVES
+    return is_half and not _has_bf16() and preferred() is None and not host_library.why_not()
 
 
-def fits(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether these are few tokens, and the weight still one that ``may_be_quicker``."""
-    few = 0 < x.numel() <= _MOST * x.shape[-1]
-    return few and x.is_cpu and weight.is_cpu and x.dtype == weight.dtype in _HALVES
+def fits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    """Whether ``linear`` takes these, of which ``weight`` was one that ``may_be_quicker``."""
+    given = (x, weight) if bias is None else (x, weight, bias)
+    alike = all(type(one) in _PLAIN and one.is_cpu and one.dtype == x.dtype for one in given)
+    if not alike or x.dtype not in _HALVES or weight.ndim != 2:
+        return False
+    outputs, depth = weight.shape
+    whole = weight.is_contiguous() and (bias is None or bias.shape == (outputs,))
+    return whole and x.shape[-1:] == (depth,) and 0 < x.numel() <= _MOST * depth
 
 
 @functools.cache

@@ -43,7 +43,7 @@ def _is_plain(projection: nn.Module) -> bool:
     if type(projection) is not nn.Linear or "forward" in projection.__dict__:
         return False
     types = {type(projection.weight), type(projection.bias)}
-    return types <= {nn.Parameter, type(None)} and not _is_hooked(projection)
+    return types <= {nn.Parameter, type(None)} and not is_hooked(projection)
 
 
 def _images(projection: nn.Module, like: torch.Tensor, inputs: int) -> Affine:
@@ -56,7 +56,8 @@ def _images(projection: nn.Module, like: torch.Tensor, inputs: int) -> Affine:
     return Affine(matrix.T.to(images.dtype).contiguous(), offset)
 
 
-def _is_hooked(module: nn.Module) -> bool:
+def is_hooked(module: nn.Module) -> bool:
+    """Whether a hook runs around the module: one of its own, or one of all modules."""
     hooks = (
         *(module._forward_hooks, module._forward_pre_hooks),
         *(module_of_torch._global_forward_hooks, module_of_torch._global_forward_pre_hooks),

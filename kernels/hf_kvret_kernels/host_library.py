@@ -241,10 +241,11 @@ def _run_codes(
 def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """``x [.., K]`` times ``weight [N, K]`` plus ``bias [N]``, of one dtype: ``[.., N]``.
 
-    Weight and bias are contiguous. Sums are fp32, and the weight is read once for all tokens.
+    The weight is contiguous. Sums are fp32, and the weight is read once for all tokens.
     Errors as of ``run``, but for wrong ids.
     """
     x, threads = x.contiguous(), thread_count()
+    bias = None if bias is None else bias.contiguous()
     outputs, depth = weight.shape
     out = x.new_empty(*x.shape[:-1], outputs)
     addresses = map(_address, (x, weight, bias, out))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache, PreTrainedModel
 
 import hf_kvret
@@ -73,21 +76,80 @@ def test_other_passes_go_on_with_torch(calls: list[Any]) -> None:
     assert not calls
 
 
-def test_hooks_of_a_module_are_called(calls: list[Any]) -> None:
+def test_ctrl_c_leaves_no_pass_behind(calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = attached()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(model.model.norm, "forward", interrupt)
+        run(model)
+    calls.clear()
+    with torch.no_grad():
+        model(IDS, past_key_values=DynamicCache())
+    assert not calls
+
+
+def interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("what", ["hook", "global hook", "forward", "mode", "autocast"])
+def test_who_looks_at_a_module_sees_torch_multiply(calls: list[Any], what: str) -> None:
     model, seen = attached(), []
-    model.lm_head.register_forward_hook(lambda *_: seen.append(1))
-    run(model)
-    assert seen == [1] and len(calls) == count(model) - 1
+
+    def see(*_: Any) -> None:
+        seen.append(1)
+
+    with contextlib.ExitStack() as stack:
+        if what == "hook":
+            model.lm_head.register_forward_hook(see)
+        elif what == "global hook":
+            hook = nn.modules.module.register_module_forward_hook(see)
+            stack.callback(hook.remove)
+        elif what == "forward":
+            model.lm_head.forward = lambda x: (see(), nn.Linear.forward(model.lm_head, x))[1]
+        elif what == "mode":
+            stack.enter_context(FlopCounterMode(display=False))
+        else:
+            stack.enter_context(torch.autocast("cpu", torch.bfloat16))
+        run(model)
+    alone = what in ("hook", "forward")
+    assert len(calls) == (count(model) - 1 if alone else 0)
+    assert bool(seen) == (what in ("hook", "global hook", "forward"))
+
+
+def other_weight(model: Any) -> None:
+    weight = model.lm_head.weight.data
+    model.lm_head.weight = nn.Parameter(weight.T.contiguous().T)
+
+
+def other_bias(model: Any) -> None:
+    model.lm_head.bias = nn.Parameter(torch.zeros(model.lm_head.out_features))
+
+
+def fewer_inputs(model: Any) -> None:
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.data[:, :-2].contiguous())
+
+
+@pytest.mark.parametrize("change", [other_weight, other_bias, fewer_inputs])
+def test_what_changed_since_goes_to_torch(calls: list[Any], change: Callable[[Any], None]) -> None:
+    model = attached()
+    expected = run(model)
+    change(model)
+    calls.clear()
+    if change is other_weight:
+        torch.testing.assert_close(run(model), expected, rtol=0.05, atol=0.3)
+    else:
+        with pytest.raises(RuntimeError):
+            run(model)
+    assert len(calls) == count(model) - 1
 
 
 def test_a_copy_runs_alone(calls: list[Any]) -> None:
     model = attached()
-    twin = copy.deepcopy(model)
+    twin: Any = copy.deepcopy(model)
     with torch.no_grad():
-        for parameter in twin.parameters():
-            parameter.mul_(0.5)
-    assert not torch.equal(run(twin), run(model))
+        twin.lm_head.weight.mul_(2)
+    torch.testing.assert_close(run(twin), 2 * run(model), rtol=0.05, atol=0.6)
     hf_kvret.attach(twin)
     calls.clear()
-    run(twin)
-    assert len(calls) == count(twin)
+    torch.testing.assert_close(run(twin), 2 * run(model), rtol=0, atol=0)
+    assert len(calls) == 2 * count(twin)
