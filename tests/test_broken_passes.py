@@ -327,3 +327,19 @@ def test_a_cache_is_handed_from_thread_to_thread() -> None:
         thread.join(60)
     for here, elsewhere in zip(*outputs, strict=True):
         assert torch.equal(here, elsewhere)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "lfm2"])
+def test_a_crop_that_a_layer_refuses_cuts_none(name: str) -> None:
+    """Sliding windows and states of transformers can't give tokens back."""
+    model: Any = MODELS[name].build()
+    cache = hf_kvret.FlatKVCache(model.config, **COVERING_OPTIONS)
+    run: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
+    answer = model.generate(prompt(1, 50), past_key_values=cache, **run)
+    length = cache.get_seq_length()
+    with pytest.raises((RuntimeError, ValueError)):
+        cache.crop(-13)
+    assert len(cache.tokens) == length == cache.get_seq_length()
+    ids = torch.cat([answer, prompt(1, 9)], dim=1)
+    expected = model.generate(ids, **run)
+    assert torch.equal(model.generate(ids, past_key_values=cache, **run), expected)

@@ -109,6 +109,15 @@ def test_copies_share_what_the_end_of_a_prompt_left_to_build(
     assert all(torch.equal(answer, answers[0]) for answer in answers)
 
 
+@pytest.mark.parametrize("cls", [CTkvrCache, LRQKCache])
+def test_a_cache_answers_the_same_whether_it_was_forked_before_or_not(
+    llama: PreTrainedModel, cls: type[RetrievalCache]
+) -> None:
+    forked, quiet = (_prefilled(llama, cls, top_k=4) for _ in range(2))
+    forked.fork()
+    assert torch.equal(_ask(llama, forked, 1), _ask(llama, quiet, 1))
+
+
 def test_a_fork_counts_anew_and_the_original_keeps_its_counts(llama: PreTrainedModel) -> None:
     cache = _prefilled(llama, FlatKVCache)
     _ask(llama, cache, 0)
