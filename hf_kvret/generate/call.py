@@ -56,7 +56,7 @@ def around_generate(
                 check_shapes(call, past_len)
             if call.retrieves and cache is not None:
                 call.keeps = kept_len(call, cache)
-                # What prepares positions, or a call, by the cache needs it as it will be.
+                # The model, or a custom generate, prepares by the cache, so it goes back first.
                 if stateful_attributes(model) or isinstance(arguments.get("custom_generate"), str):
                     go_back(call, cache)
                 past_len = cache.get_seq_length()

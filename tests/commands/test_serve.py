@@ -285,7 +285,7 @@ GOOD: dict[str, dict[str, Any]] = {
     COMPLETIONS: {"prompt": "Hi", "max_tokens": 3},
     RESPONSES: {"input": HI, "max_output_tokens": 3},
 }
-# What no request's own generation config may have, and what an answer says of it.
+# A request's own generation config may have none of these; an answer says the words beside it.
 OWN: list[tuple[Any, str]] = [
     ({"cache_config": {"disk": "/etc"}}, "'disk', which is the server's"),
     ({"cache_config": {"shelf": "/etc"}}, "'shelf', which is the server's"),

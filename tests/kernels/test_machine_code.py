@@ -27,7 +27,7 @@ CONTEXTS, BATCHES = (131_072, 1 << 20), (1, 8)
 AT_LEAST = ("ctas_at_batch_1", "widest_load_bytes", "load_bytes")
 Figures = dict[str, int]
 KERNELS = Path(__file__).parents[2] / "kernels" / "hf_kvret_kernels"
-# Of prompts, flushes, steps of AQUA-KV or latent attention, and of variants that no rule takes.
+# These belong to prompts, flushes, AQUA-KV, latent attention and variants that no rule takes.
 OTHERS = {
     *("centroid.denominators", "centroid.relevance", "codebook.table"),
     *("codebook.encode", "codebook.merge", "paris.encode", "paris.count", "paris.rotate"),
@@ -39,7 +39,7 @@ OTHERS = {
 
 @pytest.fixture(scope="module")
 def launches() -> list[Launch]:
-    """Of the cheapest part."""
+    """The launches that the cheapest part makes."""
     pytest.importorskip("triton", reason="Triton compiles on Linux only")
     return compile_parts(CHEAP, CONTEXTS[0], 1)
 

@@ -14,17 +14,17 @@ from .cases import Case, run
 
 pytest.importorskip("triton")
 
-# Kernels of ours, and operations of torch.
+# Each pair counts kernels of ours and operations of torch.
 LAUNCHES = {
     ("paris", "device"): (5, 0),
     ("paris", "host"): (5, 0),
     ("paris", "higgs"): (5, 0),
-    # A map of slots, rows that are fetched, and counts of both.
+    # This store maps slots, fetches rows, and counts both.
     ("paris", "resident"): (7, 7),
-    # Scores and their sum, three that choose; a scaled query and zeros to count in.
+    # Scores, their sum and the choice take five; torch scales the query and makes zeros.
     ("flat", "device"): (7, 2),
     ("flat", "host"): (7, 2),
-    # And the query is kept, and projected.
+    # Here the query is kept and projected as well.
     ("lrqk", "device"): (7, 5),
     ("lrqk", "host"): (7, 5),
 }

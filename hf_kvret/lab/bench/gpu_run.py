@@ -42,7 +42,7 @@ from hf_kvret.lab.selftest.command import describe
 from hf_kvret.saved.folder import replace_file
 
 _SEED = 0
-# Of a dry run, whose windows are small enough to overflow.
+# A dry run has this context; its windows are small enough to overflow.
 _DRY_CONTEXT = 128
 _SMALL = "dense_below=0:recent=32:flush=32:sink=4"
 _RETRIEVING = ("paris", "lrqk", "ctkvr", "a2ats", "aqua", "flat")
@@ -103,12 +103,12 @@ class Bench:
 
     @cached_property
     def bandwidth(self) -> Bandwidth:
-        """Of the device's memory and of the bus."""
+        """The bytes a second that the device's memory and the bus reach."""
         return measure_bandwidth(self.device)
 
     @cached_property
     def checker(self) -> Checker:
-        """Of caches on the whole model; each is checked once at a size."""
+        """It checks caches on the whole model, each of them once at a size."""
         return Checker(self.subject.model, self.subject.rows, _SEED)
 
     def row(self, stage: Stage, cell: Cell) -> Row:

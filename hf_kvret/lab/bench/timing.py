@@ -185,7 +185,7 @@ def decode_floor(
       ``on_host`` they come over the bus.
     - retrieval layers: sink and recent tokens, what a selection reads of the index, the keys that
       it compares in the store, and the keys and values of ``selected``, over the bus or not.
-    - quantized caches and all other layers: what they hold.
+    - quantized caches, caches without layers and all other layers: what they hold.
 
     Args:
         usage: of the same cache.
@@ -194,7 +194,8 @@ def decode_floor(
     """
     device = float(weights.read + batch * weights.row)
     if not isinstance(cache, RetrievalCache):
-        layers = [held_bytes(layer) for layer in cache.layers]
+        # Caches that others wrote may have no layers.
+        layers = [layer_kv_bytes(layer) for layer in getattr(cache, "layers", None) or (None,)]
         plain = [nbytes for nbytes in layers if nbytes is not None]
         read = sum(plain) if len(plain) == len(layers) else usage.device_bytes + usage.host_bytes
         return Floor(device, float(read)) if on_host else Floor(device + read, 0.0)
@@ -224,7 +225,7 @@ def prefill_floor(weights: WeightBytes, usage: Usage, batch: int, context: int) 
     return Floor(float(weights.read + rows + usage.device_bytes), float(usage.host_bytes))
 
 
-def held_bytes(layer: Any) -> int | None:
+def layer_kv_bytes(layer: Any) -> int | None:
     """Bytes of keys and values of the tokens that ``layer`` holds; None where it isn't plain."""
     if getattr(layer, "keys", None) is None:
         return None

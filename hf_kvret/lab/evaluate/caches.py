@@ -7,14 +7,17 @@ A name may carry options (``hf_kvret.options.spec``): ``paris:top_k=100:store=ho
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -100,10 +103,12 @@ class Stranger(CacheChoice):
 
     The factory also gets those of ``config``, ``capacity`` and ``device`` that it takes by name. It
     returns a cache; or a context, which is open while the prompt is read, with a cache or None for
-    transformers' own; or a function in the place of ``generate``.
+    transformers' own; or a function in the place of ``generate``. A cache that is a context as well
+    is taken as a cache.
 
     Attributes:
-        factory: ``module:name``, or ``file.py:name``.
+        factory: ``module:name``, or ``file.py:name``. Modules of the working directory, or beside
+            the file, are found while it is loaded and called.
         given: options behind it.
     """
 
@@ -121,13 +126,15 @@ class Stranger(CacheChoice):
 
     @contextmanager
     def open(self, model: PreTrainedModel, capacity: int) -> Iterator[Any]:
-        """What the factory makes; keywords that its ``update`` does not take are dropped."""
-        make = _loaded(self.factory)
+        """The factory's cache; keywords that its ``update`` does not take are dropped."""
         offered = {"config": model.config, "capacity": capacity, "device": model.device}
-        taken = {name: x for name, x in offered.items() if _takes(make, name)}
-        made = make(model, **{**taken, **self.given})
-        with made if isinstance(made, AbstractContextManager) else nullcontext(made) as cache:
-            yield DynamicCache(config=model.config) if cache is None else _tolerant(cache)
+        with _importable(_folder(self.factory)):
+            make = _loaded(self.factory)
+            taken = {name: x for name, x in offered.items() if _takes(make, name)}
+            made = make(model, **{**taken, **self.given})
+        is_context = isinstance(made, AbstractContextManager) and not hasattr(made, "update")
+        with made if is_context else nullcontext(made) as opened:
+            yield DynamicCache(config=model.config) if opened is None else _tolerant(opened)
 
     def check(self, model: PreTrainedModel) -> None:
         """Nothing: it is tried in its cells."""
@@ -171,11 +178,42 @@ def _loaded(factory: str) -> Callable[..., Any]:
     place, _, name = factory.rpartition(":")
     if not place.endswith(".py"):
         return getattr(importlib.import_module(place), name)
-    spec = importlib.util.spec_from_file_location(Path(place).stem, place)
+    path = Path(place).resolve()
+    return getattr(_run_file(path, sha256(path.read_bytes()).hexdigest()), name)
+
+
+@functools.cache
+def _run_file(path: Path, digest: str) -> ModuleType:
+    """The module of a file, which runs once; again when its ``digest`` is another."""
+    name = f"_hf_kvret_factory_{path.stem}_{sha256(bytes(path)).hexdigest()[:16]}"
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return getattr(module, name)
+    # Dataclasses look up their annotations in the module of that name.
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        sys.modules.pop(name, None)
+        raise
+    return module
+
+
+def _folder(factory: str) -> Path:
+    """The folder in which modules of a factory may lie."""
+    place = factory.rpartition(":")[0]
+    return Path(place).resolve().parent if place.endswith(".py") else Path.cwd()
+
+
+@contextmanager
+def _importable(folder: Path) -> Iterator[None]:
+    """Modules of ``folder`` can be imported, as with ``python file.py``."""
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        if str(folder) in sys.path:
+            sys.path.remove(str(folder))
 
 
 def _takes(function: Callable[..., Any], name: str) -> bool:
@@ -186,9 +224,9 @@ def _takes(function: Callable[..., Any], name: str) -> bool:
 def _tolerant(cache: Any) -> Any:
     """``cache``, from now on of a class whose ``update`` drops keywords that it does not take.
 
-    So are its layers: what a version of transformers hands on, a package may not know.
+    Its layers change, too: a package may not know all that a version of transformers hands on.
     """
-    for one in (cache, *getattr(cache, "layers", ())):
+    for one in (cache, *(getattr(cache, "layers", None) or ())):
         if hasattr(one, "update"):
             one.__class__ = _tolerant_class(type(one))
     if getattr(cache, "layer_class_to_replicate", None) is not None:

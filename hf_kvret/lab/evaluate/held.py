@@ -17,6 +17,8 @@ _SHARED = (type, ModuleType, str, int, float, torch.device, torch.dtype)
 # Classes of these packages keep no rows themselves.
 _PLAIN = ("builtins", "collections", "torch", "transformers")
 _MAPS = Path("/proc/self/maps")
+# Mappings with these paths are memory.
+_MEMORY = ("/dev/", "/memfd:")
 
 
 class Held(NamedTuple):
@@ -25,7 +27,7 @@ class Held(NamedTuple):
     Attributes:
         device: on the model's device.
         host: in host memory, where the model is on another device.
-        mapped: of files that are mapped into memory.
+        mapped: of files that are mapped into memory; memory that processes share is none.
     """
 
     device: int
@@ -107,6 +109,11 @@ def _mapped_ranges() -> list[tuple[int, int]]:
     """Addresses of files that are mapped, where the system says them."""
     if not _MAPS.is_file():
         return []
-    lines = (line.split() for line in _MAPS.read_text().splitlines())
-    ranges = [fields[0].split("-") for fields in lines if len(fields) > 5 and fields[4] != "0"]
+    lines = (line.split(maxsplit=5) for line in _MAPS.read_text().splitlines())
+    ranges = [fields[0].split("-") for fields in lines if len(fields) > 5 and _is_file(*fields[4:])]
     return [(int(first, 16), int(last, 16)) for first, last in ranges]
+
+
+def _is_file(inode: str, path: str) -> bool:
+    """Whether a mapping is of a file on a disk; shared and pinned memory have paths as well."""
+    return inode != "0" and not path.startswith(_MEMORY) and not path.endswith("(deleted)")

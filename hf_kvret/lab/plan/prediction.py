@@ -19,7 +19,7 @@ from transformers.cache_utils import (
 
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.lab.bench.filling import attend, update_indexer
-from hf_kvret.lab.bench.timing import held_bytes
+from hf_kvret.lab.bench.timing import layer_kv_bytes
 from hf_kvret.lab.evaluate.caches import CacheChoice
 from hf_kvret.lab.evaluate.usage import step_reads
 from hf_kvret.layer.layer import RetrievalLayer
@@ -245,7 +245,7 @@ class Predictor:
         if not isinstance(layer, RetrievalLayer):
             nbytes = memory_report([layer], []).other_layers
             # A static layer counts its tokens in a tensor, and attends to its whole buffer.
-            read = None if isinstance(layer, StaticLayer) else held_bytes(layer)
+            read = None if isinstance(layer, StaticLayer) else layer_kv_bytes(layer)
             copies = options.snapshots if options is not None and is_stuck(layer) else 0
             return CacheBytes(
                 window=nbytes,

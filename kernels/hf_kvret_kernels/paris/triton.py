@@ -684,7 +684,7 @@ def _rank_kernel(
                         estimate += tl.load(offset_ptr + tl.minimum(row * TABLES + table, last))
                     estimate = capped_scores(estimate, inner, outer, SOFTCAP)
                     estimate = tl.where(inside, estimate, float("-inf"))
-                    # None where there is no such query.
+                    # Nothing is stored where there is no such query.
                     here = slots < tl.where(table < TABLES, end, 0)
                     tl.store(scores_ptr + table * survivors + slots, estimate, mask=here)
                     if TABLES > 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from hf_kvret.lab.bench.timing import (
     Floor,
     Selections,
     decode_floor,
-    held_bytes,
+    layer_kv_bytes,
     prefill_floor,
     round_floor,
     selections,
@@ -122,8 +123,16 @@ def test_quantized_caches_read_what_they_hold(model: PreTrainedModel) -> None:
     choice = choose_bench_cache("quantized:backend=fp8")
     cache = choice.make(model.config, TOKENS)
     feed(model, cache, random_tokens(model, BATCH, TOKENS, seed=0), 0)
-    assert held_bytes(cache.layers[0]) is None
+    assert layer_kv_bytes(cache.layers[0]) is None
     floor = decode_floor(WEIGHTS, cache, no_usage(device=777), BATCH, Selections(), on_host=False)
+    assert floor.device_bytes == 4030 + 777
+
+
+@pytest.mark.parametrize("layers", [{}, {"layers": None}, {"layers": []}])
+def test_caches_without_layers_read_what_they_hold(layers: dict[str, Any]) -> None:
+    cache: Any = SimpleNamespace(**layers)
+    usage = no_usage(device=700, host=77)
+    floor = decode_floor(WEIGHTS, cache, usage, BATCH, Selections(), on_host=False)
     assert floor.device_bytes == 4030 + 777
 
 

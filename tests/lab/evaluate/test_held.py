@@ -95,6 +95,10 @@ def test_a_step_without_an_index_reads_all_rows_whatever_the_budget_is(subject: 
     assert few.step_bytes == many.step_bytes > many.device_bytes / 2
 
 
+def test_shared_memory_is_memory(subject: Subject) -> None:
+    assert held_bytes(torch.empty(1 << 20).share_memory_(), subject.model) == (1 << 22, 0, 0)
+
+
 def test_mapped_files_arrays_and_bytes_count_apart_and_weights_do_not(
     tmp_path: Path, subject: Subject
 ) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from hf_kvret.cli import main
-from hf_kvret.lab.evaluate.caches import choose_cache
+from hf_kvret.lab.evaluate.caches import artifact_sha256, choose_cache
 from hf_kvret.lab.evaluate.failures import CheckFailed
 from hf_kvret.lab.evaluate.reader import Reader
 from hf_kvret.lab.evaluate.subject import Subject
@@ -113,6 +113,71 @@ def test_a_context_is_open_while_the_prompt_is_read(
     assert module.log == ["opened", "closed"]
 
 
+FOREIGN = """
+from __future__ import annotations
+from dataclasses import dataclass
+from transformers import DynamicCache
+import beside_of_foreign
+
+runs = beside_of_foreign.runs
+runs.append(1)
+
+
+@dataclass
+class Options:
+    bits: int = 2
+
+
+class Context(DynamicCache):
+    layers = None
+
+    def __init__(self):
+        pass
+
+    def __enter__(self):
+        return None
+
+    def __exit__(self, *_):
+        raise RuntimeError
+
+
+def make(model, bits):
+    import late_of_foreign
+    made = Context()
+    made.runs, made.bits = len(runs), Options(bits).bits + late_of_foreign.more
+    return made
+"""
+
+
+@pytest.mark.parametrize("module", ["{}/foreign.py", "foreign"])
+def test_a_factory_imports_its_neighbours_and_runs_once(
+    module: str, tmp_path: Path, subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("foreign", "beside_of_foreign", "late_of_foreign"):
+        # Undoing this removes the module that the test has imported.
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace())
+        del sys.modules[name]
+    file = tmp_path / "foreign.py"
+    file.write_text(FOREIGN)
+    (tmp_path / "beside_of_foreign.py").write_text("runs = []")
+    (tmp_path / "late_of_foreign.py").write_text("more = 3")
+    if module == "foreign":
+        monkeypatch.chdir(tmp_path)
+    choice, path = choose_cache(f"mine={module.format(tmp_path)}:make:bits=4"), [*sys.path]
+    for _ in range(2):
+        with choice.open(subject.model, 8) as cache:
+            made: Any = cache
+            assert (made.bits, made.runs, made.layers) == (7, 1, None)
+    assert sys.path == path
+    if module != "foreign":
+        before = artifact_sha256(choice, subject.model.config)
+        file.write_text(FOREIGN + "runs.append(2)")
+        assert artifact_sha256(choice, subject.model.config) != before
+        with choice.open(subject.model, 8) as cache:
+            changed: Any = cache
+            assert changed.runs == 3
+
+
 def test_a_press_is_open_while_the_prompt_is_read(
     subject: Subject, text: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,7 +235,7 @@ def test_every_task_takes_strangers_and_goes_on_behind_one_that_fails(
         f"--answer-tokens 4 --caches {CACHES}"
     )
     assert rows["old"]["answers"] == rows["full"]["answers"] == rows["text"]["answers"]
-    # One line for both cells.
+    # Both cells share one line.
     assert printed.count("made for another transformers") == 1 and "and 1 more" in printed
 
 
