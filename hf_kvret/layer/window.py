@@ -106,6 +106,8 @@ class Window(State):
             self._new = NewToken(keys, values, self.capture.column)
             self.length += 1
             return
+        # A captured step that broke off may have left its token.
+        self._new = None
         first = self.sink + self.length
         last = first + keys.shape[2]
         if last > self.keys.shape[2]:

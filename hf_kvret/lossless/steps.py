@@ -134,13 +134,21 @@ class LosslessSteps:
         self._pace.learn(drafted, accepted, ended.draft_s, ended.exact_s)
 
     def _go_back(self, ended: _Round, surplus: int) -> None:
-        """Drop the newest ``surplus`` tokens of a round, and read again what went with them."""
+        """Drop the newest ``surplus`` tokens of a round, and read again what went with them.
+
+        Where that breaks off, the cache is as before the round.
+        """
         began, used = time.perf_counter(), len(ended.tokens) - surplus
+        start = self._cache.get_seq_length() - len(ended.tokens)
         # What was made in inference mode can be written to in that mode alone.
         with torch.inference_mode(ended.is_inference), torch.no_grad():
-            if self._cache.drop_newest(-surplus):
-                self._verify(ended.inputs, ended.tokens[:used])
-                ended.exact_s += time.perf_counter() - began
+            try:
+                if self._cache.drop_newest(-surplus):
+                    self._verify(ended.inputs, ended.tokens[:used])
+                    ended.exact_s += time.perf_counter() - began
+            except BaseException:
+                self._drop(start)
+                raise
 
     def _is_step(self, inputs: dict[str, Any]) -> bool:
         """Whether this is a step of one token of one sequence."""
@@ -242,8 +250,8 @@ class LosslessSteps:
         with contextlib.suppress(RuntimeError):
             self._cache.drop_newest(0)
             self._cache.drop_newest(start - self._cache.get_seq_length())
-            self._cache.snapshots.unpin()
-            stop_recording(self._cache.layers, but=self._recording)
+        self._cache.snapshots.unpin()
+        stop_recording(self._cache.layers, but=self._recording)
 
     def _edits(self) -> int:
         return sum(layer.edits for layer in self._cache.retrieval_layers)

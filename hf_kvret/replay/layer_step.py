@@ -112,6 +112,8 @@ class LayerStep(Step):
     def set_capture(self, capture: Capture | None) -> None:
         """Set where the token of a captured step goes; None: behind the others, as usual."""
         self.kv.window.capture = capture
+        # A step that broke off before its attention leaves a token, which must hold no memory.
+        self.kv.window.take_new()
 
     def before_capture(self) -> None:
         """Prepare for capturing a step; waits for pending copies."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from hf_kvret import TokenBlock
-from hf_kvret.layer.window import Window
+from hf_kvret.layer.window import Capture, Window
 
 NAN = float("nan")
 
@@ -91,3 +91,15 @@ def test_spare_capacity_is_never_read() -> None:
         used = window.sink + window.length
         window.keys[:, :, used:], window.values[:, :, used:] = NAN, NAN
     assert torch.equal(window.recent()[0], _tokens(1, 0, 90)[0])
+
+
+def test_the_token_of_a_captured_step_that_broke_off_is_forgotten() -> None:
+    window = _window(2, 1, 4)
+    column, mask = torch.tensor([6]), torch.ones(1, window.capacity, dtype=torch.bool)
+    window.capture = Capture(column, mask, None)
+    window.append(*_tokens(1, 90, 1))
+    window.capture = None
+    window.crop(4)
+    window.append(*_tokens(1, 4, 1))
+    assert window.take_new() is None
+    assert torch.equal(window.recent()[0], _tokens(1, 0, 5)[0])

@@ -188,6 +188,33 @@ def test_a_round_that_breaks_leaves_states_as_they_were(broken: int) -> None:
         assert _text(step, cache, token, 6) == expected
 
 
+@pytest.mark.parametrize(("models", "name"), [(HYBRID_MODELS, "falcon_h1"), (MODELS, "qwen3_next")])
+def test_a_ctrl_c_as_close_reads_again_leaves_the_cache_as_before_the_round(
+    models: Any, name: str
+) -> None:
+    recurrent = models[name].build()
+    hf_kvret.attach(recurrent)
+    cache, token = _filled(recurrent)
+    before = [x.clone() for x in _states(cache)]
+    expected = _text(recurrent, cache.fork(), token, 6)
+
+    def breaks(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    step = LosslessSteps(recurrent, cache, pace=GivenPace(5, None))
+    _text(step, cache, token, 1)
+    hook = recurrent.model.layers[-1].register_forward_pre_hook(breaks)
+    with pytest.raises(KeyboardInterrupt):
+        step.close()
+    hook.remove()
+    assert cache.get_seq_length() == 60 and cache.snapshots.pinned is None
+    assert not recording(cache.layers)
+    assert all(map(torch.equal, _states(cache), before))
+    assert _text(recurrent, cache.fork(), token, 6) == expected
+    with step:
+        assert _text(step, cache, token, 6) == expected
+
+
 def test_states_that_nobody_can_copy_are_refused() -> None:
     recurrent = MODELS["qwen3_next"].build()
     cache = ParisKVCache(recurrent.config, **OPTIONS)

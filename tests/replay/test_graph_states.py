@@ -15,6 +15,7 @@ from hf_kvret.lab.calibrate.tiny import tiny_artifact
 from hf_kvret.methods.lrqk import factors
 from hf_kvret.replay import graph, why_not
 from hf_kvret.testing.tape import TapeRecorder, taped
+from hf_kvret_kernels._dispatch import prefer
 
 from .steps import PROMPT, DecodeLoop, Waiting, compare, graphed, small_cache, small_llama
 
@@ -63,6 +64,31 @@ def test_an_error_of_another_kind_passes_and_leaves_the_cache_as_it_was() -> Non
         loop.mask = mask
         loop.step()
     assert cache.get_seq_length() == length + 1
+
+
+def test_a_rehearsal_that_breaks_leaves_no_token_for_the_next_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = small_llama()
+    first, broken, other = (torch.full((2, 1), token) for token in (3, 7, 11))
+
+    def breaks(*_: Any) -> None:
+        assert kv.window.capture is not None
+        raise KeyboardInterrupt
+
+    # Kernels take the token and write it, an eager step's as well.
+    with taped(), prefer("triton"):
+        usual, loop = DecodeLoop(model, small_cache(model)), graphed(model)
+        usual.feed(first)
+        loop.feed(first)
+        kv = loop.cache.retrieval_layers[1].kv
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(kv.index, "search", breaks)
+            loop.feed(broken)
+        assert kv.window.take_new() is None
+        loop.cache.crop(0)
+        loop.call = model
+        assert torch.equal(loop.feed(other), usual.feed(other))
 
 
 def test_lrqk_sums_the_same_queries_in_the_same_groups(monkeypatch: pytest.MonkeyPatch) -> None:
