@@ -240,12 +240,9 @@ class NewestConversation:
 
 def _shared(cache: RetrievalCache, ids: torch.Tensor) -> int:
     """Tokens with which both ``cache`` and ``ids [1, T]`` begin."""
-    held = cache.input_ids
-    if held is None:
-        return 0
-    count = min(held.shape[1], ids.shape[1])
-    same = held[0, :count].to(ids.device) == ids[0, :count]
-    return int(same.long().cumprod(0).sum())
+    length = cache.get_seq_length()
+    difference = cache.tokens.difference(ids, torch.ones_like(ids), length)
+    return min(length, ids.shape[1]) if difference is None else difference[1]
 
 
 class CheckedManager(serving.GenerateManager):

@@ -16,6 +16,7 @@ from hf_kvret.models.compiled import not_compiled
 from hf_kvret.models.products import fits, linear, may_be_quicker
 from hf_kvret.models.projection import is_hooked
 from hf_kvret.models.versions import cache_argument
+from hf_kvret_model_patches.decoders import decoder_of
 
 
 class _Passes(threading.local):
@@ -39,11 +40,10 @@ class FastLinear:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module: Any = self._module()
-        if kwargs or len(args) != 1 or not _may_be_fast(module):
-            return module._call_impl(*args, **kwargs)
-        if not fits(*args, module.weight, module.bias):
-            return module._call_impl(*args)
-        return linear(*args, module.weight, module.bias)
+        is_fast = not kwargs and len(args) == 1 and _may_be_fast(module)
+        if is_fast and fits(args[0], module.weight, module.bias):
+            return linear(args[0], module.weight, module.bias)
+        return module._call_impl(*args, **kwargs)
 
 
 def _may_be_fast(module: nn.Module) -> bool:
@@ -62,10 +62,10 @@ def speed_up(model: PreTrainedModel) -> None:
     linears = [module for module in model.modules() if type(module) is nn.Linear]
     linears = [module for module in linears if may_be_quicker(module.weight)]
     for module in linears:
-        if module._compiled_call_impl is None:
-            module._compiled_call_impl = FastLinear(module)
-    if linears:
-        add_hooks(model, _before_pass, _after_pass)
+        module._compiled_call_impl = module._compiled_call_impl or FastLinear(module)
+    # Adapters of PEFT call the decoder past the model's hooks.
+    for module in (model, decoder_of(model)) if linears else ():
+        add_hooks(module, _before_pass, _after_pass)
 
 
 def slow_down(model: PreTrainedModel) -> None:

@@ -140,7 +140,7 @@ class LosslessSteps:
         """
         began, used = time.perf_counter(), len(ended.tokens) - surplus
         start = self._cache.get_seq_length() - len(ended.tokens)
-        # What was made in inference mode can be written to in that mode alone.
+        # Tensors of inference mode can be written to in that mode alone.
         with torch.inference_mode(ended.is_inference), torch.no_grad():
             try:
                 if self._cache.drop_newest(-surplus):
