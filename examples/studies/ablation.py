@@ -15,7 +15,7 @@ import torch
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.lab.evaluate.caches import CacheChoice
 from hf_kvret.lab.evaluate.needles import NeedleLanguage
-from hf_kvret.lab.evaluate.reader import Reader, check_positions
+from hf_kvret.lab.evaluate.reader import check_positions
 from hf_kvret.lab.evaluate.subject import Subject
 from hf_kvret.lab.evaluate.task import Task
 from hf_kvret.lab.evaluate.texts import describe_file, text_windows
@@ -64,12 +64,6 @@ def lines_of(result: Mapping[str, Any], name: str) -> dict[str, dict[int, float]
     }
 
 
-def rows_tables(result: Mapping[str, Any], titles: Mapping[str, str]) -> str:
-    """A table by layer for each of ``titles``, with a column for each of a result's ``rows``."""
-    tables = (layers_table(f"{x}, layer", lines_of(result, n), ".4f") for n, x in titles.items())
-    return "\n\n".join(tables)
-
-
 def layers_of(lines: Callable[[CellResults], Lines], title: str, y: str, **bounds: float) -> Plot:
     """A picture: lines over layers; ``bounds`` are ``low`` and ``high`` of y."""
 
@@ -88,20 +82,12 @@ class Ablation(Task):
     """A method taken apart: each part of the study has variants, measured at each length.
 
     Attributes:
-        method: of the caches that it takes.
-        example: how one of them is named with options.
-        chosen: options that can't be given there, as variants choose them.
-        instead: what to do instead, as the end of a sentence.
         described: fields that numbers depend on besides the cells.
-        apart: parts that need no context and are the same for all caches.
+        apart: parts that need no context.
         tables: what makes the table of each part.
         plots: what draws the picture of a part that has one.
     """
 
-    method: ClassVar[str]
-    example: ClassVar[str]
-    chosen: ClassVar[Sequence[str]] = ()
-    instead: ClassVar[str] = ""
     described: ClassVar[tuple[str, ...]]
     apart: ClassVar[tuple[str, ...]] = ()
     tables: ClassVar[Mapping[str, Table]]
@@ -131,13 +117,12 @@ class Ablation(Task):
         return {"text": text, **{name: getattr(self, name) for name in self.described}}
 
     def cells_of(self, caches: Sequence[str]) -> list[Cell]:
-        self.check_caches(caches)
         return [
             {"cache": cache, "part": part, "variant": name, **place}
             for part in self.parts
             for place in self._places(part)
             for name in self.variants(part)
-            for cache in (caches[:1] if part in self.apart else caches)
+            for cache in caches
         ]
 
     def _places(self, part: str) -> list[Cell]:
@@ -146,8 +131,6 @@ class Ablation(Task):
     def check_cells(self, cells: Sequence[Cell]) -> None:
         super().check_cells(cells)
         self.check_contexts(cells, self.subject)
-        for name in dict.fromkeys(cell["cache"] for cell in cells):
-            Reader(self.subject.model, self.choices[name], 0).check_step(self.step)
 
     def check_contexts(self, cells: Sequence[Cell], subject: Subject) -> None:
         """ValueError where the text, or the model's positions, are too few for one of ``cells``."""
@@ -171,22 +154,6 @@ class Ablation(Task):
         asking, seeds = self.asking(part, length), range(self.seed, self.seed + self.windows)
         return [needle_tokens(length + new, asking, seed) for seed in seeds]
 
-    def check_caches(self, caches: Sequence[str]) -> None:
-        """ValueError for another method's cache, or for an option that variants choose."""
-        for cache in caches:
-            name, *options = (part.strip() for part in cache.split(":"))
-            if name != self.method:
-                raise ValueError(
-                    f"--caches {cache}: {self.name} is about {self.method}, so name it alone, with "
-                    f"options where wanted, as {self.method}:{self.example}"
-                )
-            for key in (part.partition("=")[0] for part in options):
-                if key in self.chosen:
-                    raise ValueError(
-                        f"--caches {cache}: {self.name} chooses {key} itself, leave it out"
-                        f"{self.instead}"
-                    )
-
     @classmethod
     def table(cls, results: Results) -> str:
         found = {part: of_part(results, part) for part in cls.tables}
@@ -204,11 +171,6 @@ class Ablation(Task):
 def not_here(value: Any = 0) -> Any:
     """A field of a study that has no option for it, as others have."""
     return field(default=value, init=False)
-
-
-def caches_option(usual: str) -> Any:
-    """``--caches`` of a study, which takes only those of one method."""
-    return option(usual, "comma-separated, options after colons")
 
 
 def parts_option(names: Iterable[str], name: str = "--parts") -> Any:

@@ -256,7 +256,6 @@ class Assumptions(Ablation):
     """What the five papers assume of queries, keys and values, on a model's own."""
 
     name = "assumptions"
-    method = "full"
     described = ("windows",)
     tables = MappingProxyType(dict.fromkeys(PARTS, _tables))
     plots = MappingProxyType({part: layers_of(_drawn, part, y) for part, (*_, y) in PARTS.items()})

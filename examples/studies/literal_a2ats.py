@@ -89,6 +89,16 @@ def second_moment(windowed_queries: torch.Tensor) -> torch.Tensor:
     return windowed_queries.T @ windowed_queries / len(windowed_queries)
 
 
+def cholesky_factor(moment: torch.Tensor) -> torch.Tensor:
+    """Section 4.2: returns the lower ``L`` [d, d] of ``H = L L^T``.
+
+    The paper takes H for positive definite. A model whose queries leave dims out has another one
+    (Gemma-3), so 1e-6 of its root mean square entry is added to the diagonal.
+    """
+    ridge = 1e-6 * moment.square().mean().sqrt() * torch.eye(len(moment), dtype=moment.dtype)
+    return torch.linalg.cholesky(moment + ridge)
+
+
 def square_distances(z: torch.Tensor, centres: torch.Tensor) -> torch.Tensor:
     """Equation 5: returns ``|z_i - c_j|^2`` [n, c]."""
     return (z.square().sum(-1, keepdim=True) - 2 * z @ centres.T + centres.square().sum(-1)).clamp(
@@ -133,7 +143,7 @@ def build_codebook(
     seed: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Equations 15 to 19: returns the codebook ``C`` [c, d] and ``L`` [d, d], ``H = L L^T``."""
-    factor = torch.linalg.cholesky(second_moment(windowed_queries))
+    factor = cholesky_factor(second_moment(windowed_queries.double())).to(keys.dtype)
     z = keys @ factor
     z_codebook = k_means(z, first_centres(z, codewords, seed), rounds)
     return torch.linalg.solve_triangular(factor, z_codebook, upper=False, left=False), factor

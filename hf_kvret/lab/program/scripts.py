@@ -18,9 +18,9 @@ FOLDER = Path(__file__).parents[3] / "examples"
 """The examples of the checkout that the package is run from; code of others is never loaded."""
 
 SCRIPTS = {
-    "eval aqua-ablation": "studies/aqua_ablation.py",
     "eval assumptions": "studies/assumptions.py",
     "eval exact-answers": "studies/exact_answers.py",
+    "eval literal": "studies/literal.py",
     "bench host-attention": "benchmarks/bench_host_attention.py",
     "bench kernels": "benchmarks/bench_kernels.py",
 }

@@ -19,7 +19,7 @@ from hf_kvret.lab.program.scripts import (
 
 ROOT = Path(__file__).parents[3]
 RESULTS = ROOT / "docs" / "results"
-PAGES = {"eval aqua-ablation": "aqua_ablation", "eval assumptions": "assumptions"}
+PAGES = {"eval assumptions": "assumptions"}
 
 
 @pytest.mark.parametrize("title", SCRIPTS)
@@ -36,7 +36,7 @@ def test_every_script_describes_itself_and_has_a_smallest_run(title: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("name", "more"), [("aqua-ablation", ["--calibration-tokens", "1K"]), ("assumptions", [])]
+    ("name", "more"), [("literal", ["--calibration-tokens", "1K"]), ("assumptions", [])]
 )
 def test_what_the_last_cell_lacks_is_said_before_the_first(
     name: str,
@@ -56,12 +56,12 @@ def test_what_the_last_cell_lacks_is_said_before_the_first(
 
 @pytest.mark.parametrize("title", PAGES)
 def test_set_ups_have_the_entries_of_the_results_that_are_there(title: str) -> None:
-    """Else those could not be gone on with; 0.1.0 had more variants of AQUA-KV."""
+    """Else those could not be gone on with."""
     old = json.loads((RESULTS / f"{PAGES[title]}.json").read_text())["setup"]
     study = load_measurement(title)(text=Path(__file__))
     subject = {"model", "class", "parameters", "dtype", "fingerprint", "device", "seed"}
     entries = {*study.details(), *subject, "top_k", "store"}
-    assert entries == old.keys() - {"hidden", "mlp_steps", "rank"}
+    assert entries == old.keys()
 
 
 def test_documents_of_needles_end_with_questions_about_them() -> None:

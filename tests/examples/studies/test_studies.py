@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from aqua_ablation import AquaAblation, PrunedCache, TwoLayerCalibration, kept_shares
 from assumptions import (
     AFTER,
     BEFORE,
@@ -20,14 +19,6 @@ from assumptions import (
     query_cosines,
     similarity,
 )
-
-from hf_kvret import H2OCache, RetrievalCache
-from hf_kvret.lab.calibrate.aqua import AquaCalibration
-from hf_kvret.lab.calibrate.runner import calibrate
-from hf_kvret.lab.calibrate.study import Corpus
-from hf_kvret.lab.evaluate.needles import NeedleLanguage
-from hf_kvret.lab.evaluate.subject import load_subject
-from hf_kvret.lab.evaluate.texts import read_text, token_ids
 
 HEADS, DIM = 2, 16
 
@@ -48,21 +39,6 @@ def test_similarity_is_the_papers_whatever_order_and_length() -> None:
     assert similarity(first, 3.0 * first.flip(1)).tolist() == pytest.approx([1.0, 1.0])
 
 
-def test_contexts_begin_where_the_calibration_ends(tiny_model_dir: Path, tiny_text: Path) -> None:
-    subject = load_subject(str(tiny_model_dir))
-    ids = token_ids(subject.tokenizer, read_text(tiny_text))
-    sizes: dict[str, Any] = {"calibration_tokens": 600, "calibration_length": 150}
-    texts = AquaAblation(text=tiny_text, new_tokens=10, windows=2, **sizes)
-    corpus = texts.corpus(subject)
-    assert [len(one) for one in corpus.sequences] == [150, 150, 150, 150]
-    assert corpus.held_out == 1 and torch.equal(torch.cat(corpus.sequences), ids[:600])
-    first, second = texts.contexts(subject, "pruned", 190)
-    assert torch.equal(torch.cat([first, second]), torch.cat([ids[:1], ids[600:999]]))
-    for text, message in ((None, "give --text too"), (tiny_text, "is --text, too")):
-        with pytest.raises(ValueError, match=message):
-            AquaAblation(text=text, calibration_text=tiny_text)
-
-
 Rows = dict[tuple[Any, ...], dict[str, Any]]
 Run = Callable[..., tuple[Rows, str]]
 
@@ -76,74 +52,6 @@ def smallest(smallest: Run) -> Run:
         return {cell[1:]: row for cell, row in rows.items()}, table
 
     return run
-
-
-class _UndecodedCache(PrunedCache):
-    @classmethod
-    def make_store(cls, *how: Any) -> Any:
-        return super().make_store(*how).codes
-
-
-@pytest.mark.slow
-def test_pruned_rows_are_those_that_h2o_keeps() -> None:
-    """Uncoded the cache is H2O's; coded, rows that are kept decoded give the same as codes."""
-    model = load_subject("needle").model
-    tokens = torch.randint(0, NeedleLanguage().vocab_size, (1, 150))
-    usual = {"top_k": 0.2, "recent": 16, "flush": 16, "dense_below": 0, "sink": 4}
-    plain = {"predictor": "none", **usual}
-
-    def logits(cache: RetrievalCache) -> torch.Tensor:
-        passes = [tokens[:, :120], *tokens[:, 120:].split(1, dim=1)]
-        with torch.inference_mode():
-            return torch.cat([model(x, past_key_values=cache).logits[:, -1] for x in passes])
-
-    h2o = logits(H2OCache(config=model.config, **usual))
-    pruned = PrunedCache(config=model.config, bits=16, **plain)
-    torch.testing.assert_close(logits(pruned), h2o, rtol=0, atol=1e-4)
-    shares = kept_shares(pruned)
-    assert 0.15 < shares["kept"] < 0.3 and shares["kept"] < shares["needed"] <= 1.0
-    for options in ({"bits": 2, **plain}, {"bits": 2, **usual}):
-        codes, rows = (
-            logits(cls(config=model.config, **options)) for cls in (_UndecodedCache, PrunedCache)
-        )
-        torch.testing.assert_close(codes, rows, rtol=0, atol=1e-4)
-        assert (codes - h2o).abs().max() > 1e-3
-
-
-def test_predictors_of_two_layers_read_two_layers(tmp_path: Path) -> None:
-    """From the second predicted layer on: one more input of keys, and one more of values."""
-    model, ids = load_subject("needle").model, torch.randint(0, 100, (400,))
-    corpus = Corpus([ids[:200], ids[200:300], ids[300:]], 1, {})
-    options: dict[str, Any] = {"bits": 16, "first_bits": 16}
-    one, two = (
-        calibrate(model, corpus, cls(**options), tmp_path, progress=False).tensors
-        for cls in (AquaCalibration, TwoLayerCalibration)
-    )
-    width = one["layers.1.key.weight"].shape[1]
-    assert two["layers.1.key.weight"].shape[1] == width
-    assert two["layers.2.key.weight"].shape[1] == 2 * width
-    wider = two["layers.2.value.weight"].shape[1]
-    assert wider == 3 * width == one["layers.2.value.weight"].shape[1] + width
-
-
-@pytest.mark.slow
-def test_aqua(smallest: Run) -> None:
-    rows, table = smallest(AquaAblation)
-    bits = {name: row for (part, name, *_), row in rows.items() if part == "bits"}
-    full = bits["full"]
-    assert full["bits"] == full["full_bits"] == 32.0
-    # Two bits, a scale for each group, and a first layer of four.
-    assert 2.0 < bits["aqua, 2 bits"]["bits"] < 4.0
-    losses = [abs(bits[f"higgs, {count} bits"]["nats"] - full["nats"]) for count in (2, 4)]
-    assert losses[0] > losses[1]
-    assert bits["aqua, 2 bits"]["predictor_bytes"] > 0 == bits["higgs, 2 bits"]["predictor_bytes"]
-    explained = rows["variance", "exact"]["layers"]
-    assert all(one["key_explained"] <= 1.0 for one in explained if one.get("key_explained"))
-    assert "bits a value" in table and "keys explained, layer" in table
-    pruned = {name: row for (part, name, *_), row in rows.items() if part == "pruned"}
-    assert len(pruned) == 6 and "kept" not in pruned["full"]
-    assert 0.0 < pruned["h2o"]["kept"] <= pruned["h2o"]["needed"] <= 1.0
-    assert len(rows["depth", "all rows"]["rows"]) == 4 and "values: error, layer" in table
 
 
 def _layer(seed: int, count: int = 256) -> dict[str, torch.Tensor]:
