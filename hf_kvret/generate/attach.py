@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
 import weakref
 
 from transformers import PreTrainedModel
@@ -51,6 +53,7 @@ def attach(model: PreTrainedModel) -> None:
     keep_state(model)
     if text._attn_implementation in OUR_NAMES:
         return
+    _look_for_replaced_attention(model)
     record_base(text, text._attn_implementation)
     if text is model.config:
         model.set_attn_implementation(ATTENTION_NAME)
@@ -62,6 +65,25 @@ def attach(model: PreTrainedModel) -> None:
             f"{type(model).__name__} did not take the attention {ATTENTION_NAME!r}: use "
             "cache_implementation='dynamic'"
         )
+
+
+def _look_for_replaced_attention(model: PreTrainedModel) -> None:
+    """Warn of attention classes whose forward pass is code of another library."""
+    for cls in {type(module) for module in model.modules()}:
+        home = getattr(cls.forward, "__globals__", {}).get("__name__", "transformers")
+        known = {base.__module__.partition(".")[0] for base in cls.__mro__}
+        known |= {"transformers", "hf_kvret", "hf_kvret_model_patches"}
+        if "Attention" in cls.__name__ and home.partition(".")[0] not in known:
+            _warn_of(cls.__name__, home)
+
+
+@functools.cache
+def _warn_of(name: str, home: str) -> None:
+    warnings.warn(
+        f"{home} has replaced the forward pass of {name}: it may not ask a cache of hf_kvret, and "
+        "answers and times are those of its code, so use it in another process",
+        stacklevel=4,
+    )
 
 
 def restore(model: PreTrainedModel) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -318,3 +319,19 @@ def test_a_models_own_cache_config_is_left_alone(llama: PreTrainedModel) -> None
         assert torch.equal(llama.generate(prompt(1, 20), **RUN, **more), expected)
     hf_kvret.restore(llama)
     assert torch.equal(llama.generate(prompt(1, 20), **RUN), expected)
+
+
+def test_attach_warns_once_of_attention_that_another_library_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = MODELS["llama"].build()
+    code = "def forward(self, *args, **kwargs):\n    return whole(self, *args, **kwargs)\n"
+    attention = type(model.model.layers[0].self_attn)
+    theirs = {"__name__": "tri_tier.patch", "whole": attention.forward}
+    exec(code, theirs)
+    monkeypatch.setattr(attention, "forward", theirs["forward"])
+    with pytest.warns(UserWarning, match=r"tri_tier\.patch has replaced .* LlamaAttention"):
+        attach(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        attach(MODELS["llama"].build())

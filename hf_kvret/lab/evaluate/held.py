@@ -1,9 +1,12 @@
-"""Bytes that a cache really holds, whoever wrote it and whatever it says of itself."""
+"""Bytes that a cache really holds and makes, whoever wrote it and whatever it says of itself."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from itertools import accumulate
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
@@ -11,7 +14,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
+from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+# Kineto tells of each start and end otherwise.
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 # Nothing that belongs to one cache lies behind these.
 _SHARED = (type, ModuleType, str, int, float, torch.device, torch.dtype)
 # Classes of these packages keep no rows themselves.
@@ -49,6 +57,16 @@ def held_bytes(cache: Any, model: nn.Module) -> Held:
     Each storage counts once, and a view with its whole storage. Attributes, slots, containers,
     closures and attributes of classes are followed, whatever they are called.
     """
+    files, on_cpu = _mapped_ranges(), next(model.parameters()).is_cpu
+    held = [0, 0, 0]
+    for block in held_blocks(cache, model).values():
+        in_file = block.on_cpu and any(first <= block.address < last for first, last in files)
+        held[2 if in_file else int(block.on_cpu and not on_cpu)] += block.nbytes
+    return Held(*held)
+
+
+def held_blocks(cache: Any, model: nn.Module) -> dict[int, _Block]:
+    """The memory that ``held_bytes`` counts, by address."""
     weights = [*model.parameters(), *model.buffers()]
     known = {weight.untyped_storage().data_ptr() for weight in weights}
     seen = {id(module): module for module in model.modules()} | {id(weights): weights}
@@ -65,12 +83,39 @@ def held_bytes(cache: Any, model: nn.Module) -> Held:
             queue += _parts(one)
         elif block.address not in known:
             blocks[block.address] = block
-    files, on_cpu = _mapped_ranges(), next(iter(weights)).is_cpu
-    held = [0, 0, 0]
-    for block in blocks.values():
-        in_file = block.on_cpu and any(first <= block.address < last for first, last in files)
-        held[2 if in_file else int(block.on_cpu and not on_cpu)] += block.nbytes
-    return Held(*held)
+    return blocks
+
+
+def step_bytes(step: Callable[[], Any]) -> tuple[int, int]:
+    """The bytes that ``step`` has at its peak above those before it, and all that it makes.
+
+    They are those of torch's allocators; a tensor that is made and dropped counts. The step is
+    taken twice, and the second one counts: torch tells only of memory that it saw being taken.
+    """
+    for _ in range(2):
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+            step()
+    events: Any = seen.profiler
+    events = [one for one in events.kineto_results.events() if one.name() == "[memory]"]
+    sizes = [one.nbytes() for one in sorted(events, key=lambda one: one.start_ns())]
+    return max(accumulate(sizes), default=0), sum(size for size in sizes if size > 0)
+
+
+@contextmanager
+def attention_keys(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
+    """The keys that attention is handed in this context, a tensor for each call."""
+    name = model.config.get_text_config(decoder=True)._attn_implementation
+    attend, keys = ALL_ATTENTION_FUNCTIONS[name], list[torch.Tensor]()
+
+    def seen(module: Any, query: Any, key: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        keys.append(key)
+        return attend(module, query, key, *args, **kwargs)
+
+    ALL_ATTENTION_FUNCTIONS[name] = seen
+    try:
+        yield keys
+    finally:
+        del ALL_ATTENTION_FUNCTIONS[name]
 
 
 def _block(one: Any) -> _Block | None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -233,15 +234,21 @@ class Reader:
         does; in rounds where answers are exact. ``done`` is asked after each token, whether all
         those given will do.
         """
-        cache = self.cache
         if self.answers_alone:
             return self._generated(count, stop)
-        if not (isinstance(cache, RetrievalCache) and cache.options.lossless):
+        with self.rounds():
             return self._answer(logits, count, stop, done)
-        with LosslessSteps(self.model, cache) as self._call:
-            answer = self._answer(logits, count, stop, done)
-        self._call = self.model
-        return answer
+
+    @contextmanager
+    def rounds(self) -> Iterator[None]:
+        """A context for steps of one token: they are exact where the cache is lossless."""
+        cache = self.cache
+        if isinstance(cache, RetrievalCache) and cache.options.lossless:
+            with LosslessSteps(self.model, cache) as self._call:
+                yield
+            self._call = self.model
+        else:
+            yield
 
     def _generated(self, count: int, stop: Collection[int]) -> list[int]:
         """As ``answer``, of a function that is called as ``generate`` is."""

@@ -107,6 +107,28 @@ def plot_groups(
     _save_with_legend(figure, path)
 
 
+def plot_front(
+    path: Path, points: Mapping[str, tuple[float, float]], *, title: str, x: str, y: str
+) -> None:
+    """A point a name, ``(cost, loss)``, with a line through those that no other one beats in both.
+
+    Loss is on a logarithmic axis.
+    """
+    figure, axis = _figure(8.4, 5.0)
+    best: list[tuple[float, float]] = []
+    for name, (cost, loss) in sorted(points.items(), key=lambda one: one[1]):
+        if not best or loss < best[-1][1]:
+            best.append((cost, loss))
+        axis.plot(cost, loss, marker="o", markersize=4, linestyle="")
+        axis.annotate(name, (cost, loss), (4, 4), textcoords="offset points", fontsize=7)
+    axis.step(*zip(*best, strict=True), where="post", color="gray", linewidth=1.0)
+    axis.set_yscale("log")
+    axis.set(title=title, xlabel=x, ylabel=y)
+    axis.grid(alpha=0.25)
+    axis.spines[["top", "right"]].set_visible(False)
+    _save(figure, path)
+
+
 def plot_heat_maps(
     path: Path,
     percents: Mapping[tuple[str, Any, Any], float],

@@ -64,6 +64,12 @@ def or_dash(value: float | None, form: str, times: int = 1) -> str:
     return "-" if value is None else format(times * value, form)
 
 
+def held(*rows: dict[str, Any]) -> str:
+    """Bytes that a cache holds over those of uncompressed keys and values, the mean over rows."""
+    shares = [(row["device_bytes"] + row["host_bytes"]) / row["full_bytes"] for row in rows]
+    return mean_or_dash(shares, ".1%")
+
+
 def over_full(results: Results, cell: Cell, row: dict[str, Any], name: str) -> float | None:
     """How far a number is above full attention's in the same cell; None where that is missing."""
     full = results.find(cell | {"cache": "full"})

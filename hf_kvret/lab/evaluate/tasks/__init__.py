@@ -7,13 +7,14 @@ import argparse
 from hf_kvret.lab.evaluate.measurement import add_measurement
 from hf_kvret.lab.evaluate.task import Task
 from hf_kvret.lab.evaluate.tasks.agreement import Agreement
+from hf_kvret.lab.evaluate.tasks.arena import Arena
 from hf_kvret.lab.evaluate.tasks.multiturn import MultiTurn
 from hf_kvret.lab.evaluate.tasks.niah import NeedleInHaystack
 from hf_kvret.lab.evaluate.tasks.ppl import Perplexity
 from hf_kvret.lab.evaluate.tasks.ruler import Ruler
 
 TASKS: dict[str, type[Task]] = {
-    task.name: task for task in (Perplexity, Ruler, NeedleInHaystack, MultiTurn, Agreement)
+    task.name: task for task in (Arena, Perplexity, Ruler, NeedleInHaystack, MultiTurn, Agreement)
 }
 
 

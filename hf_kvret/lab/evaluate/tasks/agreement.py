@@ -10,7 +10,6 @@ from statistics import median
 from typing import Any, ClassVar
 
 import torch
-from transformers import PreTrainedModel
 
 from hf_kvret.lab.evaluate.caches import CacheChoice, choose_cache
 from hf_kvret.lab.evaluate.reader import (
@@ -27,10 +26,8 @@ from hf_kvret.lab.program.options import context_option, count_option, text_opti
 from hf_kvret.lab.program.progress import tqdm
 from hf_kvret.lab.report.plots import plot_groups, plot_lines
 from hf_kvret.lab.report.results import Cell, Results
-from hf_kvret.lab.report.tables import Columns, markdown_table, or_dash, share, table_of
+from hf_kvret.lab.report.tables import Columns, held, markdown_table, or_dash, share, table_of
 
-# Tokens of full attention's forward passes, so that a long text with a large vocabulary fits.
-_CHUNK = 128
 # Drafts of a round that full attention would verify.
 _DRAFTS = 16
 
@@ -62,26 +59,25 @@ class Agreement(Task):
     def check_cells(self, cells: Sequence[Cell]) -> None:
         super().check_cells(cells)
         for length in lengths_of(cells):
-            self._contexts(length)
+            self.contexts(length)
             check_positions(self.subject.model, length + self.new_tokens)
 
     def run(self, cell: Cell, choice: CacheChoice) -> dict[str, Any]:
         forced, free, firsts, kls, recalls, accepted = 0, 0, [], [], [], []
         used = UsageSum()
-        contexts = self._contexts(cell["length"])
+        contexts = self.contexts(cell["length"])
         for context in tqdm(contexts, leave=False, desc=choice.name, unit="context"):
-            expected = self._continuation(context)
+            full, logits = self.full(context)
             reader = Reader(self.subject.model, choice, len(context) + self.new_tokens)
             begun = reader.prefill(context)
             reader.need_logits()
-            fed, expected = expected[:-1], expected[1:]
             follower = reader.branch()
-            logits = _step_by_step(follower, fed)
-            equal = logits.argmax(-1) == expected
+            exact, given = in_turn(full.fork(), follower, logits, self.new_tokens)
+            expected = exact.argmax(-1)
+            equal = given.argmax(-1) == expected
             forced += int(equal.sum())
             accepted += _rounds(equal.tolist())
-            exact = _full_logits(self.subject.model, context, fed)
-            kls.append(divergence(exact, logits))
+            kls.append(divergence(exact, given))
             first = self.new_tokens if equal.all() else int(equal.int().argmin())
             firsts.append(first)
             # Up to its first other token a free run is the forced one.
@@ -108,22 +104,20 @@ class Agreement(Task):
             **used.row("seconds_with_recall"),
         }
 
-    def _continuation(self, context: torch.Tensor) -> torch.Tensor:
-        """``[1 + new_tokens]`` greedy tokens of full attention; made once for all caches."""
+    def full(self, context: torch.Tensor) -> tuple[Reader, torch.Tensor]:
+        """Full attention behind a context, and its logits ``[1, vocab]`` there; read once."""
         key = tuple(context.tolist())
-        if key not in self._continuations:
-            reader = Reader(
-                self.subject.model, choose_cache("full"), len(context) + self.new_tokens
-            )
-            tokens = reader.answer(reader.prefill(context), 1 + self.new_tokens)
-            self._continuations[key] = torch.tensor(tokens)
-        return self._continuations[key]
+        if key not in self._fulls:
+            reader = Reader(self.subject.model, choose_cache("full"), len(key) + self.new_tokens)
+            self._fulls[key] = reader, reader.prefill(context)
+        return self._fulls[key]
 
     @cached_property
-    def _continuations(self) -> dict[tuple[int, ...], torch.Tensor]:
+    def _fulls(self) -> dict[tuple[int, ...], tuple[Reader, torch.Tensor]]:
         return {}
 
-    def _contexts(self, length: int) -> list[torch.Tensor]:
+    def contexts(self, length: int) -> list[torch.Tensor]:
+        """The texts ``[length]`` that are read."""
         return text_windows(self.subject, self.name, self.text, length, self.windows)
 
     @classmethod
@@ -141,6 +135,7 @@ class Agreement(Task):
             "mass": lambda cell, row: share(row["mass"]),
             "best mass": lambda cell, row: share(row["best_mass"]),
             "cold rows read": lambda cell, row: or_dash(row["read_ratio"], ".2%"),
+            "held / full K,V": lambda cell, row: held(row),
         }
         # Results of 0.1.0 don't have it.
         if any("accepted" in row for _, row in results):
@@ -173,18 +168,20 @@ class Agreement(Task):
         plot_groups(path, groups, bars, title=f"KL(full || cache), {new} tokens", y="nats")
 
 
-def _full_logits(model: PreTrainedModel, context: torch.Tensor, fed: torch.Tensor) -> torch.Tensor:
-    """``[n, vocab]`` fp32 on the CPU: full attention's logits after each of ``fed [n]``."""
-    reader = Reader(model, choose_cache("full"), len(context) + len(fed))
-    reader.prefill(context)
-    chunks = [reader.feed(chunk, keep=len(chunk)) for chunk in fed.split(_CHUNK)]
-    return torch.cat([logits.float().cpu() for logits in chunks])
+def in_turn(
+    full: Reader, reader: Reader, logits: torch.Tensor, count: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Full attention's logits ``[count, vocab]`` and a cache's, in fp32 on the CPU.
 
-
-def _step_by_step(reader: Reader, tokens: torch.Tensor) -> torch.Tensor:
-    """``[n, vocab]`` fp32 on the CPU: logits after each of ``tokens [n]``, fed one at a time."""
-    steps = tqdm(tokens.split(1), leave=False, desc="forced", mininterval=1)
-    return torch.cat([reader.feed(token).float().cpu() for token in steps])
+    They are those behind each of full attention's greedy tokens, the first one from its ``logits
+    [1, vocab]``. Both take a step in turn, so that a busy machine is as slow for both.
+    """
+    exact, given = [logits], []
+    for _ in tqdm(range(count), leave=False, desc="forced", mininterval=1):
+        token = exact[-1].argmax(-1).cpu()
+        exact.append(full.feed(token))
+        given.append(reader.feed(token).float().cpu())
+    return torch.cat(exact[1:]).float().cpu(), torch.cat(given)
 
 
 def _rounds(equal: list[bool]) -> list[int]:

@@ -26,7 +26,7 @@ from hf_kvret.lab.program.options import option
 from hf_kvret.lab.program.progress import tqdm
 from hf_kvret.lab.report.plots import plot_lines
 from hf_kvret.lab.report.results import Cell, Results
-from hf_kvret.lab.report.tables import or_dash, over_full, table_of
+from hf_kvret.lab.report.tables import held, or_dash, over_full, table_of
 
 MODES = ("turns", "forks")
 
@@ -139,6 +139,7 @@ class MultiTurn(Task):
             over_full(results, cell, row, "mean"), "+.1f", 100
         )
         columns["cold rows read, %"] = lambda cell, row: or_dash(row["read_ratio"], ".2f", 100)
+        columns["held / full K,V"] = lambda cell, row: held(row)
         return table_of(results, columns)
 
     @classmethod

@@ -26,7 +26,7 @@ from hf_kvret.lab.program.options import option
 from hf_kvret.lab.program.progress import tqdm
 from hf_kvret.lab.report.plots import count_label, plot_heat_maps
 from hf_kvret.lab.report.results import Cell, Results
-from hf_kvret.lab.report.tables import markdown_table, mean_or_dash, over_full
+from hf_kvret.lab.report.tables import held, markdown_table, mean_or_dash, over_full
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,9 +121,9 @@ class NeedleInHaystack(Task):
             groups.append([row for _, row in cells])
             scores = [mean_or_dash([row["score"] for row in some], ".1f", 100) for some in groups]
             scores += [mean_or_dash(over, "+.1f", 100), mean_or_dash(read, ".2f", 100)]
-            rows.append([cache, questions, *scores])
+            rows.append([cache, questions, *scores, held(*groups[-1])])
         header = ["cache", "question", *map(str, lengths), "mean", "over full", "cold rows read, %"]
-        return markdown_table(header, rows)
+        return markdown_table([*header, "held / full K,V"], rows)
 
     @classmethod
     def plot(cls, path: Path, results: Results) -> None:

@@ -19,7 +19,7 @@ from hf_kvret.lab.program.options import context_option, count_option, option, t
 from hf_kvret.lab.program.progress import tqdm
 from hf_kvret.lab.report.plots import plot_lines, series
 from hf_kvret.lab.report.results import Cell, Results
-from hf_kvret.lab.report.tables import Columns, or_dash, over_full, table_of, with_step
+from hf_kvret.lab.report.tables import Columns, held, or_dash, over_full, table_of, with_step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +113,7 @@ class Perplexity(Task):
             "nats over full": nats_over_full,
             "cold rows read": lambda cell, row: or_dash(row["read_ratio"], ".2%"),
             "device / full K,V": lambda cell, row: f"{row['device_bytes'] / row['full_bytes']:.1%}",
-            "bytes / full K,V": lambda cell, row: f"{_cache_bytes(row) / row['full_bytes']:.1%}",
+            "held / full K,V": lambda cell, row: held(row),
             "tokens": lambda cell, row: str(row["tokens"]),
         }
         return with_step(table_of(results, columns), results)
@@ -123,7 +123,3 @@ class Perplexity(Task):
         lines = series((cell["cache"], cell["length"], row["ppl"]) for cell, row in results)
         title, x = results.setup["text"], "window, tokens"
         plot_lines(path, lines, title=title, x=x, y="perplexity", log_x=True)
-
-
-def _cache_bytes(row: dict[str, Any]) -> int:
-    return row["device_bytes"] + row["host_bytes"]

@@ -21,7 +21,7 @@ from hf_kvret.lab.program.options import context_option, count_option, option, q
 from hf_kvret.lab.program.progress import tqdm
 from hf_kvret.lab.report.plots import count_label, plot_heat_maps
 from hf_kvret.lab.report.results import Cell, Results
-from hf_kvret.lab.report.tables import markdown_table, mean_or_dash
+from hf_kvret.lab.report.tables import held, markdown_table, mean_or_dash
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +138,8 @@ class Ruler(Task):
         lines.append(["mean", *(score(column, *tasks) for column in columns)])
         read = (numbers(column, "read_ratio", tasks) for column in columns)
         lines.append(["cold rows read", *(mean_or_dash(ratios, ".2%") for ratios in read)])
+        rows = ([results.find(column | {"task": task}) for task in tasks] for column in columns)
+        lines.append(["held / full K,V", *(held(*filter(None, some)) for some in rows)])
         header = (f"{one['cache']}, {one['length']} {one['questions']}" for one in columns)
         return markdown_table(["task", *header], lines)
 

@@ -1,0 +1,133 @@
+"""``hf-kvret eval arena``: bytes, answers and uses of any cache, and strange ones are found out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from hf_kvret.cli import main
+from hf_kvret.lab.evaluate.held import attention_keys, step_bytes
+from hf_kvret.lab.evaluate.subject import Subject
+from hf_kvret.lab.report.results import Results
+
+STRANGERS = '''
+import torch
+from transformers import DynamicCache
+
+kept = {}
+
+
+class Copies(DynamicCache):
+    """Keeps codes beside all rows, and reports the codes."""
+
+    def reported_bytes(self):
+        return 1000
+
+    def update(self, keys, values, layer, *args, **kwargs):
+        keys, values = super().update(keys, values, layer)
+        self.codes = {**getattr(self, "codes", {}), layer: (keys.clone(), values.clone())}
+        return keys, values
+
+
+class Views(DynamicCache):
+    """The newest eight tokens, as views of all that there were."""
+
+    def update(self, keys, values, layer, *args, **kwargs):
+        keys, values = super().update(keys, values, layer)
+        self.layers[layer].keys, self.layers[layer].values = keys[:, :, -8:], values[:, :, -8:]
+        return keys, values
+
+
+class Codes(DynamicCache):
+    """Keeps half of the bytes, and makes whole keys of them in each step."""
+
+    def update(self, keys, values, layer, *args, **kwargs):
+        keys, values = super().update(keys.bfloat16(), values.bfloat16(), layer)
+        return keys.float(), values.float()
+
+
+class Shared(DynamicCache):
+    """Goes on in the rows of the first one."""
+
+    def __init__(self, config):
+        super().__init__(config=config)
+        self.layers = kept.setdefault("layers", self.layers)
+
+
+def make(model, kind):
+    return globals()[kind](config=model.config)
+
+
+def broken(model):
+    raise RuntimeError("made for another transformers")
+'''
+
+
+def test_strange_caches_are_found_out(
+    tmp_path: Path, tiny_model_dir: Path, tiny_text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    theirs, file = tmp_path / "theirs.py", tmp_path / "arena.json"
+    theirs.write_text(STRANGERS)
+    kinds = ("Copies", "Views", "Codes", "Shared")
+    strange = [f"{kind.lower()}={theirs}:make:kind={kind}" for kind in kinds]
+    ours = "paris:top_k=1.0:dense_below=0:recent=16:flush=16"
+    words = ["--model", tiny_model_dir, "--text", tiny_text, "--context", 340, "--new-tokens", 4]
+    words += ["--depths", 50, "--answer-tokens", 2, "--json", file, "--plot", tmp_path / "x.png"]
+    words += ["--caches", ",".join(["full", ours, *strange, f"bad={theirs}:broken"])]
+    assert main(["eval", "arena", *map(str, words)]) == 1
+    printed = capsys.readouterr().out
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+    assert printed.count("made for another transformers") == 1
+    rows = {cell["cache"].partition(":")[0]: row for cell, row in Results.load(file)}
+    assert rows.keys() == {"full", "paris", *map(str.lower, kinds)}
+
+    def over_full(name: str) -> list[float]:
+        row = rows[name]
+        return [a / b for a, b in zip(row["held_bytes"], row["held_full_bytes"], strict=True)]
+
+    full = rows["full"]
+    # The tiny model has two layers, two heads of 64 numbers in fp32.
+    assert full["held_bytes"] == [(340 + more) * 2 * 2 * 2 * 64 * 4 for more in (0, 1, 4)]
+    assert full["kl_max"] == 0 and full["forced_equal"] == 1 and full["unpacked"] == 0
+    assert set(full["modes"].values()) <= {0.0, full["modes"]["reset"]}
+    assert rows["paris"]["kl_max"] < 1e-6 < rows["codes"]["kl_max"]
+    assert rows["paris"]["unpacked"] == 0 and over_full("paris")[0] > 1
+    assert over_full("copies") == pytest.approx([2, 2, 2])
+    assert rows["copies"]["reported_bytes"] == 1000 and rows["codes"]["reported_bytes"] is None
+    assert over_full("views")[0] == pytest.approx(1) and over_full("views")[1] < 0.1
+    assert over_full("codes") == pytest.approx([0.5, 0.5, 0.5])
+    assert rows["codes"]["unpacked"] == 2
+    assert rows["codes"]["peak_bytes"] > full["peak_bytes"] + full["held_bytes"][-1] / 8
+    second = {name: row["modes"]["second request"] for name, row in rows.items()}
+    assert second["copies"] == 0 and 0 < second["codes"] < 1e-2 < second["shared"]
+    assert rows["paris"]["modes"]["crop"] < 1e-6
+    lines = [line for line in printed.splitlines() if line.startswith("| ")]
+    order = [line.split("|")[1].split(":")[0].strip() for line in lines[2 : 2 + len(rows)]]
+    assert order == sorted(rows, key=lambda name: over_full(name)[-1])
+    assert transformers.__version__ in lines[-1]
+
+
+def test_bytes_of_a_step_are_its_peak_and_all_that_it_makes() -> None:
+    held = {"rows": torch.zeros(0)}
+
+    def step() -> None:
+        for _ in range(3):
+            made = torch.zeros(1000, dtype=torch.uint8)
+            del made
+        held["rows"] = torch.zeros(400, dtype=torch.uint8)
+
+    # The rows of the step before are dropped when there are new ones.
+    assert step_bytes(step) == (1000, 3400)
+
+
+def test_keys_are_seen_at_the_attention_function(subject: Subject) -> None:
+    with attention_keys(subject.model) as keys, torch.inference_mode():
+        subject.model(torch.arange(3, 10)[None], use_cache=False)
+    assert [key.shape for key in keys] == [(1, 2, 7, 64)] * 2
+    model: Any = subject.model
+    model(torch.arange(3, 10)[None], use_cache=False)
+    assert len(keys) == 2
