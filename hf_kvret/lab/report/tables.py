@@ -66,7 +66,8 @@ def or_dash(value: float | None, form: str, times: int = 1) -> str:
 
 def held(*rows: dict[str, Any]) -> str:
     """Bytes that a cache holds over those of uncompressed keys and values, the mean over rows."""
-    shares = [(row["device_bytes"] + row["host_bytes"]) / row["full_bytes"] for row in rows]
+    counted = (row for row in rows if "device_bytes" in row)
+    shares = [(row["device_bytes"] + row["host_bytes"]) / row["full_bytes"] for row in counted]
     return mean_or_dash(shares, ".1%")
 
 

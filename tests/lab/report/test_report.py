@@ -141,7 +141,7 @@ def test_a_page_has_table_picture_command_and_notes(tmp_path: Path, program: Any
     Results("eval weather", {}, tmp_path / "later.json").add({"cache": "full"}, {})
     printed = program("report", tmp_path).out
     page = (tmp_path / "mine.md").read_text()
-    assert "| vt             | 100.0" in page and "| 50.0" in page and "What stands out." in page
+    assert "| vt              | 100.0" in page and "| 50.0" in page and "What stands out." in page
     assert "threads, no GPU" in page or "threads, NVIDIA" in page
     assert "transformers 5." in page and "model m, samples 2." in page
     assert (tmp_path / "images" / "mine.png").read_bytes().startswith(b"\x89PNG")
