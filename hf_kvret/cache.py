@@ -89,7 +89,7 @@ class RetrievalCache(Cache):
         self.model_shape = model_shape(config)
         shapes = retrieval_shapes(config)
         widths = [shape.width for shape in shapes.values()]
-        self._stores = StoreChoice(options, len(shapes), sum(widths) / widths[0])
+        self._stores = StoreChoice(options, sum(widths) / widths[0])
         for number, shape in shapes.items():
             make_index = partial(self.make_index, options, number)
             make_store = partial(self.make_store, options, number, self._stores)

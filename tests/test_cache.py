@@ -127,7 +127,7 @@ def test_a_request_saved_with_all_options_comes_back_and_runs(
 def test_an_unknown_store_is_refused_and_auto_stays_on_a_cpu(llama: PreTrainedModel) -> None:
     with pytest.raises(
         ValueError,
-        match="choose one of device, host, resident, cpu, higgs, higgs-host, split, disk, auto",
+        match="choose one of device, host, resident, cpu, higgs, higgs-host, disk, auto",
     ):
         FlatKVCache(llama.config, store="tape")
     cache = FlatKVCache(llama.config, **SMALL)

@@ -32,7 +32,7 @@ PHASES: dict[str, tuple[tuple[int, ...], int]] = {
     "second prompt": ((90, 1), 60),
 }
 METHODS = ("flat", "paris", "lrqk", "ctkvr", "h2o", "a2ats", "aqua")
-STORES = ("device", "cpu", "resident", "higgs", "host", "split")
+STORES = ("device", "cpu", "resident", "higgs", "host")
 # The path of an artifact, by method.
 Artifacts = Callable[[str], str]
 ERRORS = (MemoryError, torch.OutOfMemoryError, KeyboardInterrupt, RuntimeError)
@@ -46,7 +46,7 @@ USUAL = [
     ("lrqk", "resident", "question"),
     ("ctkvr", "higgs", "second prompt"),
     ("h2o", "device", "step"),
-    ("a2ats", "split", "flushing step"),
+    ("a2ats", "host", "flushing step"),
     ("aqua", "host", "question"),
 ]
 
@@ -96,9 +96,6 @@ class _Trial:
         self.model, self.phase = model, phase
         self.kind = registered_methods()[method]
         self.options: dict[str, Any] = {**COVERING_OPTIONS, "top_k": 4, "store": store}
-        if store == "split":
-            # A quarter of the cold rows of most phases.
-            self.options["device_budget"] = 20_000
         if self.kind.needs_artifact:
             self.options["artifact"] = artifacts(method)
         self.ids, self.following = _ids(PHASES[phase][1], 9), _ids(1, 10)

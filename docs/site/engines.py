@@ -31,7 +31,7 @@ END = "<!-- made by `python docs/site/engines.py`, to here -->"
 SIZES = {"hidden_size": 128, "num_attention_heads": 8, "num_key_value_heads": 4}
 SMALL = {"dense_below": 0, "sink": 4, "recent": 16, "flush": 16, "top_k": 8}
 METHODS = ("flat", "paris", "lrqk", "ctkvr", "h2o", "a2ats", "aqua")
-STORES = ("device", "host", "resident", "cpu", "split", "disk", "higgs", "higgs-host")
+STORES = ("device", "host", "resident", "cpu", "disk", "higgs", "higgs-host")
 STORE_MODES = ("second_turn", "beams", "greedy_ragged")
 # Behind a copy of a split model that drafts, transformers' own cache waits forever.
 ALL_MODES = tuple(mode for mode in MODES if mode != "assisted")
@@ -73,8 +73,6 @@ def cases_of(method: str, artifacts: Mapping[str, str], folder: Path) -> dict[st
     columns = {"every mode": [RankCase(method, mode, covering) for mode in ALL_MODES]}
     for store in STORES if method in ("paris", "lrqk") else ():
         more: dict[str, Any] = {"store": store}
-        if store == "split":
-            more["device_budget"] = "20KB"
         if store == "disk":
             more["disk"] = str(folder)
         columns[store] = [RankCase(method, mode, {**SMALL, **more}) for mode in STORE_MODES]

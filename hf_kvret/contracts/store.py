@@ -62,12 +62,9 @@ class Store(State):
     codes_rows: ClassVar[bool] = False
 
     @property
-    def bus_share(self) -> float:
-        """Which share of the rows held the device reads in host memory, 0 to 1, for reports.
-
-        May wait for the device.
-        """
-        return 0.0
+    def over_bus(self) -> bool:
+        """Whether the device reads the rows held in host memory, for reports."""
+        return False
 
     @abstractmethod
     def __len__(self) -> int:

@@ -37,16 +37,13 @@ class RetrievalConfig:
         prompt: ``"exact"``: each token of a prompt attends to all tokens before it.
             ``"retrieve"``: in long prompts it attends to a part of them. A dictionary sets the
             recipe of ``"retrieve"``.
-        store: where cold rows live: ``"auto"``, ``"device"``, ``"host"``, ``"split"``,
-            ``"resident"``, ``"cpu"``, ``"disk"``, ``"higgs"`` or ``"higgs-host"``. ``"auto"``
-            chooses by the memory that is free.
+        store: where cold rows live: ``"auto"``, ``"device"``, ``"host"``, ``"resident"``,
+            ``"cpu"``, ``"disk"``, ``"higgs"`` or ``"higgs-host"``. ``"auto"`` chooses by the memory
+            that is free.
         slots: with ``store="resident"``, rows that stay on the device, per KV head. A count of at
             least ``top_k``, or a multiple of the budget (a float of at least 1).
         bits: bits of each number in coded rows, ``"higgs"`` and ``"higgs-host"``: 2, 3 or 4. 16 is
             the model's own dtype.
-        device_budget: with ``store="split"``, device memory for the cold rows of all layers, as
-            ``"90GB"``, ``"75GiB"`` or bytes. ``None``, on a GPU only: half of the memory that is
-            free when the first rows go cold.
         disk: with ``store="disk"``, the folder for its files.
         rest: the token that represents the cold tokens that are not selected. ``"mean"``: one per
             KV head, the mean of all cold tokens. ``None``: no token.
@@ -109,9 +106,6 @@ class RetrievalConfig:
         real(note="a multiple of the budget; an int is a count", least=1, below=math.inf),
     )
     bits: int = option(4, OneOf(2, 3, 4, 16))
-    device_budget: int | str | None = option(
-        None, integer(note="bytes"), text(note="as '90GB'"), OneOf(None)
-    )
     disk: str | None = option(None, text(note="a folder"), OneOf(None))
     rest: Literal["mean"] | None = option(None, OneOf("mean", None))
     select_every: int = option(1, integer(1, "layers"))
@@ -129,8 +123,6 @@ class RetrievalConfig:
             # A copy, since the caller may change its own.
             object.__setattr__(self, "prompt", dict(self.prompt))
         PromptRecipe.of(self.prompt)
-        if self.device_budget is not None:
-            byte_count(self.device_budget, "device_budget=")
         for conflict in self._conflicts():
             raise ValueError(conflict)
 
@@ -152,12 +144,6 @@ class RetrievalConfig:
             yield (
                 f"slots={slots} with top_k={top_k}: the budget grows with the length, so slots "
                 "must be a multiple of it, as slots=2.0"
-            )
-        if self.device_budget is not None and self.store not in ("auto", "split"):
-            yield (
-                f"device_budget={self.device_budget!r} with store={self.store!r}: it is of "
-                "store='split', which keeps rows on the device as long as it lasts; ask for that "
-                "store, or leave device_budget out"
             )
         if (self.store == "disk") != (self.disk is not None):
             yield (
@@ -231,6 +217,10 @@ class RetrievalConfig:
         Raises:
             ValueError: an unknown option, or a retired one that asks for what was removed.
         """
+        # Rows of a store that was removed lie anywhere else as well.
+        options.pop("device_budget", None)
+        if options.get("store") == "split":
+            options["store"] = "auto"
         for base in cls.__mro__:
             for name, value in vars(base).get("retired", {}).items():
                 saved = options.pop(name, value)
@@ -270,11 +260,6 @@ class RetrievalConfig:
     def takes(cls, name: str, value: Any) -> bool:
         """Whether the option ``name`` with this value may stand among defaults for all methods."""
         return not cls.why_not(name, value)
-
-    @property
-    def splits_rows(self) -> bool:
-        """Whether cold rows lie on the device and, beyond ``device_budget``, on the host."""
-        return self.store == "split" or self.device_budget is not None
 
     @property
     def row_bits(self) -> int:
@@ -335,7 +320,7 @@ _BUDGETS: tuple[tuple[float, int], ...] = (
 
 
 # Options that do not affect what is stored, so a load may change them.
-_STORE_OPTIONS = {"store", "slots", "device_budget", "disk"}
+_STORE_OPTIONS = {"store", "slots", "disk"}
 _CALL_OPTIONS = {
     *("max_draft", "flush", "track_recall", "prefill_chunk", "graph", "lossless"),
     *("rest", "prompt", "compile", "snapshots", "snapshot_every", "on_divergence"),
@@ -380,12 +365,10 @@ def _check(changes: dict[str, Any], free: Set[str]) -> None:
 _UNITS = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
-def byte_count(size: int | str, prefix: str = "") -> int:
+def byte_count(size: int | str) -> int:
     """Bytes of a size: a count, or a text such as ``90GB``, ``0.5 GiB`` or ``123``.
 
-    Args:
-        size: units are KB, MB, GB (powers of 1000) and KiB, MiB, GiB (of 1024), in any case.
-        prefix: stands before the size in messages.
+    Units are KB, MB, GB (powers of 1000) and KiB, MiB, GiB (of 1024), in any case.
 
     Raises:
         TypeError: neither an int nor a str.
@@ -393,7 +376,7 @@ def byte_count(size: int | str, prefix: str = "") -> int:
     """
     way_out = "is not a memory size: write '80GB', '75GiB', or bytes, at least 1"
     if isinstance(size, bool) or not isinstance(size, int | str):
-        raise TypeError(f"{prefix}{size!r} {way_out}")
+        raise TypeError(f"{size!r} {way_out}")
     digits, unit = str(size).strip(), 1.0
     for suffix, factor in _UNITS.items():
         if digits.upper().endswith(suffix):
@@ -404,5 +387,5 @@ def byte_count(size: int | str, prefix: str = "") -> int:
     except (ValueError, OverflowError):
         count = 0
     if count < 1:
-        raise ValueError(f"{prefix}{size!r} {way_out}")
+        raise ValueError(f"{size!r} {way_out}")
     return count

@@ -258,9 +258,6 @@ def _options_to_load(
     changes = dict(changes)
     check_load(changes, cls.needs_artifact)
     changes = with_companions(changes)
-    if changes.get("store", "split") not in ("auto", "split"):
-        # The saved budget belongs to the saved store.
-        changes = {"device_budget": None, **changes}
     try:
         options = cls.Config.from_saved(**saved)
     except (TypeError, ValueError) as error:

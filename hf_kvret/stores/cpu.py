@@ -140,9 +140,9 @@ class CpuStore(WrappedStore):
         return self.rows.key_chunks(chunk_len) if here else super().key_chunks(chunk_len)
 
     @property
-    def bus_share(self) -> float:
-        """0: the device reads no rows."""
-        return 0.0
+    def over_bus(self) -> bool:
+        """False: the device reads no rows."""
+        return False
 
     def fork(self) -> Self:
         """As every state's, with staging memory of its own."""

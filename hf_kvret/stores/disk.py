@@ -24,12 +24,13 @@ class DiskMemory(PageMemory):
     """
 
     in_files = True
+    on_host = True
 
     def __init__(self, folder: str) -> None:
         super().__init__(CPU)
         self._folder, self._process = folder, os.getpid()
 
-    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, least: int = 1) -> torch.Tensor:
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         size = math.prod(shape) * dtype.itemsize
         try:
             with tempfile.TemporaryFile(dir=self._folder) as file:
@@ -45,9 +46,6 @@ class DiskMemory(PageMemory):
             ) from error
         expect_random_reads(rows)
         return rows.view(dtype).view(shape)
-
-    def on_host(self, chunk: torch.Tensor) -> bool:
-        return True
 
     def takes(self, pages: torch.Tensor) -> bool:
         return is_mapped(pages)

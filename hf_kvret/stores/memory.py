@@ -1,10 +1,9 @@
-"""Memory for pages of rows: on the device, pinned on the host, or split between them."""
+"""Memory for pages of rows: on the device, or pinned on the host."""
 
 from __future__ import annotations
 
 import math
 import threading
-import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 
@@ -23,7 +22,10 @@ class PageMemory(ABC):
     """Allocates chunks of pages and writes rows into them, for a compute device."""
 
     over_bus = False
-    """Whether the device may have to read rows in host memory."""
+    """Whether the device reads rows in host memory."""
+
+    on_host = False
+    """Whether rows count as host memory."""
 
     in_files = False
     """Whether rows may have to be read from a disk."""
@@ -32,16 +34,8 @@ class PageMemory(ABC):
         self.device = device
 
     @abstractmethod
-    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, least: int = 1) -> torch.Tensor:
-        """An uninitialized tensor of ``shape``, in a single memory.
-
-        If that memory is short, it may have fewer pages (dim 0), a multiple of ``least``; callers
-        allocate the rest with another call, in another memory.
-        """
-
-    @abstractmethod
-    def on_host(self, chunk: torch.Tensor) -> bool:
-        """Whether ``chunk``, allocated here and still alive, counts as host memory."""
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """An uninitialized tensor of ``shape``."""
 
     @abstractmethod
     def write(self, target: torch.Tensor, rows: torch.Tensor) -> None:
@@ -61,19 +55,16 @@ class PageMemory(ABC):
 class DeviceMemory(PageMemory):
     """Rows on the device of the queries."""
 
-    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, least: int = 1) -> torch.Tensor:
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         try:
             return empty(shape, dtype, self.device)
         except torch.OutOfMemoryError as error:
             size = math.prod(shape) * dtype.itemsize / 2**30
             error.add_note(
                 f"The cache asked for {size:.2f} GiB more for its rows: keep them in host memory "
-                "with store='host', or let only some lie on the device with store='split'"
+                "with store='host'"
             )
             raise
-
-    def on_host(self, chunk: torch.Tensor) -> bool:
-        return False
 
     def takes(self, pages: torch.Tensor) -> bool:
         return pages.device == self.device
@@ -98,6 +89,7 @@ class HostMemory(PageMemory):
     """
 
     over_bus = True
+    on_host = True
 
     def __init__(self, device: torch.device, reader: torch.device | None = None) -> None:
         super().__init__(reader or device)
@@ -105,13 +97,10 @@ class HostMemory(PageMemory):
         self._chunk_device = device if device.type == "meta" else CPU
         self._last_write: torch.cuda.Event | None = None
 
-    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, least: int = 1) -> torch.Tensor:
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         if self._stream is None:
             return empty(shape, dtype, self._chunk_device)
         return pinned(shape, dtype, self._stream)
-
-    def on_host(self, chunk: torch.Tensor) -> bool:
-        return True
 
     def takes(self, pages: torch.Tensor) -> bool:
         return self._stream is None and self.device == self._chunk_device == pages.device
@@ -142,53 +131,6 @@ class HostMemory(PageMemory):
             self._last_write.synchronize()
             # During capture a stream can't wait for an event from outside of the graph.
             self._last_write = None
-
-
-class SplitMemory(PageMemory):
-    """Device memory up to a budget, then pinned host memory.
-
-    Pages never move. So the first pages of a prompt are on the device, and newer ones on the host
-    once the budget is used. Stores that share the memory, such as forks, share the budget; freed
-    chunks give their bytes back.
-
-    Args:
-        device: where rows come from and where they are read.
-        budget: bytes of device memory, spare capacity included.
-    """
-
-    over_bus = True
-
-    def __init__(self, device: torch.device, budget: int) -> None:
-        super().__init__(device)
-        self.budget = budget
-        self._near, self._far = DeviceMemory(device), HostMemory(device)
-        # Bytes of live chunks on the device, by ``id``: chunks of the meta device have no address.
-        self._chunk_bytes: dict[int, int] = {}
-
-    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, least: int = 1) -> torch.Tensor:
-        page_bytes = math.prod(shape[1:]) * dtype.itemsize
-        room = self.budget - sum(list(self._chunk_bytes.values()))
-        pages = room // (page_bytes * least) * least
-        if pages < least:
-            return self._far.allocate(shape, dtype)
-        chunk = self._near.allocate((min(pages, shape[0]), *shape[1:]), dtype)
-        self._chunk_bytes[id(chunk)] = chunk.nbytes
-        weakref.finalize(chunk, self._chunk_bytes.pop, id(chunk)).atexit = False
-        return chunk
-
-    def on_host(self, chunk: torch.Tensor) -> bool:
-        return id(chunk) not in self._chunk_bytes
-
-    def write(self, target: torch.Tensor, rows: torch.Tensor) -> None:
-        # Without a GPU both are host memory and write the same way.
-        memory = self._far if target.device.type == "cpu" else self._near
-        memory.write(target, rows)
-
-    def wait(self) -> None:
-        self._far.wait()
-
-    def synchronize(self) -> None:
-        self._far.synchronize()
 
 
 class PendingCopies:

@@ -59,13 +59,8 @@ class PagedStore(Store):
         return self.length
 
     @property
-    def bus_share(self) -> float:
-        on_host = [self.memory.on_host(chunk) for chunk in self._chunks]
-        if self._table is None or len(set(on_host)) < 2:
-            return float(any(on_host))
-        lengths = torch.tensor([len(chunk) for chunk in self._chunks])
-        shares = torch.tensor(on_host, dtype=torch.double).repeat_interleave(lengths)
-        return shares[self._table[:, : self._page_count].cpu().long()].mean().item()
+    def over_bus(self) -> bool:
+        return self.memory.over_bus and bool(self._chunks)
 
     def expect(self, tokens: int) -> None:
         self._expected_len = tokens
@@ -202,7 +197,7 @@ class PagedStore(Store):
         return sum(chunk.nbytes for chunk in self._chunks) + table
 
     def host_nbytes(self) -> int:
-        return sum(chunk.nbytes for chunk in self._chunks if self.memory.on_host(chunk))
+        return sum(chunk.nbytes for chunk in self._chunks) if self.memory.on_host else 0
 
     def before_capture(self) -> None:
         self.memory.synchronize()
@@ -298,7 +293,6 @@ class PagedStore(Store):
         if self.memory.device.type == "cuda" and self.memory.over_bus:
             torch.cuda.current_stream(self.memory.device).synchronize()
         table = self._table[:, first:last]
-        # Chunks may be on different devices.
         pages = select(self._chunks, table.reshape(-1).long(), device)
         return pages.view(*table.shape, *pages.shape[1:])
 
@@ -351,7 +345,7 @@ class PagedStore(Store):
     ) -> tuple[int, torch.Tensor]:
         """Number of the first of ``pages`` consecutive new pages, and the view of them.
 
-        There may be fewer, a multiple of ``least``, where a chunk has no room for all.
+        There may be fewer, a multiple of ``least``, where the newest chunk has no room for all.
         """
         if self._free_pages < least:
             self._add_chunk(least, pages, shape, dtype)
@@ -364,7 +358,7 @@ class PagedStore(Store):
     def _add_chunk(
         self, least: int, pages: int, shape: tuple[int, int, int], dtype: torch.dtype
     ) -> None:
-        """A chunk with room for ``pages`` pages of ``shape``, or for ``least`` of them at least.
+        """A chunk with room for ``pages`` pages of ``shape``, ``least`` of them for each column.
 
         The first chunk has exactly the size of the prompt, or the expected size; later ones have
         at least an eighth of the pages made so far, so that there are few. A fork starts from 0.
@@ -372,7 +366,7 @@ class PagedStore(Store):
         expected = least * -(-self._expected_len // self.page_len)
         shortfall = expected - self._own_pages
         size = max(pages, shortfall if shortfall > 0 else self._own_pages // 8)
-        chunk = self.memory.allocate((size, *shape), dtype, least)
+        chunk = self.memory.allocate((size, *shape), dtype)
         self._own_pages += len(chunk)
         self._chunks = [*self._chunks, chunk]
         self._addresses = None
@@ -393,8 +387,8 @@ class WrappedStore(Store):
         return len(self.rows)
 
     @property
-    def bus_share(self) -> float:
-        return self.rows.bus_share
+    def over_bus(self) -> bool:
+        return self.rows.over_bus
 
     def expect(self, tokens: int) -> None:
         self.rows.expect(tokens)

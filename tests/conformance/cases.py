@@ -38,13 +38,13 @@ def caches(*methods: str) -> dict[str, Callable[..., RetrievalCache]]:
 
 def options_for(store: str) -> dict[str, Any]:
     """Options that cover everything in this store, whose rows are plain."""
-    more = {"split": {"device_budget": "20KB"}, "higgs": {"bits": 16}, "higgs-host": {"bits": 16}}
+    more = {"higgs": {"bits": 16}, "higgs-host": {"bits": 16}}
     return {**COVERING_OPTIONS, "store": store, **more.get(store, {})}
 
 
 def is_served(case: dict[str, Any]) -> bool:
     """AQUA-KV's rows are its own codes, and it leaves nothing out that a mean could stand for."""
-    takes = case.get("store", "device") in ("device", "host", "split")
+    takes = case.get("store", "device") in ("device", "host")
     is_whole = case.get("rest", "nothing") == "nothing"
     return not case.get("method", "").startswith("aqua") or (takes and is_whole)
 

@@ -46,7 +46,7 @@ from .cases import (
 
 METHODS = ("flat", "paris", "lrqk", "ctkvr", "h2o", "a2ats", "aqua")
 # Coded rows at 16 bits are plain ones.
-ALL_STORES = (*STORES, "split", "higgs", "higgs-host")
+ALL_STORES = (*STORES, "higgs", "higgs-host")
 # Modes that transformers' own sliding layers lack in the oldest release that we support.
 OLD = {"5.17": {"assisted", "early_exit", "reset", "reset_other_batch", "crop_deep"}}
 # Composite models neither exit early nor take embeddings.
@@ -77,7 +77,7 @@ PADDED = {
     *("loop", "crop_deep", "batch_repeat_interleave", "batch_select_indices"),
 }
 FEW = (
-    ("falcon_h1", "second_turn_ragged", "paris", "split"),
+    ("falcon_h1", "second_turn_ragged", "paris", "host"),
     ("falcon_h1", "reset", "ctkvr", "host"),
     ("zamba2", "chunked_prefill", "lrqk", "cpu"),
     ("zaya", "beams_ragged", "paris", "resident"),
@@ -85,16 +85,16 @@ FEW = (
     ("gemma3n", "prompt_lookup", "paris", "resident"),
     ("gemma4_shared", "chunked_prefill", "a2ats", "cpu"),
     ("gemma4_shared", "beams_ragged", "aqua", "host"),
-    ("gemma4_shared_composite", "crop_deep", "flat", "split"),
+    ("gemma4_shared_composite", "crop_deep", "flat", "device"),
     ("gemma4_own_values", "beams", "lrqk", "higgs"),
     ("gemma4_512", "prompt_lookup", "ctkvr", "cpu"),
     ("gemma4_unified", "crop_deep", "flat", "host"),
     ("deepseek_v32", "greedy_ragged", "native", "resident"),
     ("deepseek_v32", "prompt_lookup", "native", "host"),
-    ("glm_moe_dsa", "chunked_prefill", "native", "split"),
+    ("glm_moe_dsa", "chunked_prefill", "native", "device"),
     ("hy_v4_vl", "greedy_ragged", "native", "device"),
     ("dots3_note", "beams_ragged", "native", "cpu"),
-    ("mistral_large4", "prompt_lookup", "native", "split"),
+    ("mistral_large4", "prompt_lookup", "native", "host"),
     ("glm5_next", "second_turn_ragged", "native", "resident"),
     ("qwen4_exp", "chunked_prefill", "native", "host"),
     ("minimax_m3", "crop_small", "native", "cpu"),

@@ -19,7 +19,7 @@ if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
 pytestmark = pytest.mark.gpu
 CACHES = caches("flat", "paris", "lrqk", "ctkvr", "a2ats", "h2o", "aqua")
-STORES = ("device", "host", "resident", "split", "cpu", "higgs", "higgs-host")
+STORES = ("device", "host", "resident", "cpu", "higgs", "higgs-host")
 SOME_MODES = ("greedy_ragged", "beams", "prompt_lookup", "second_turn", "loop")
 # Those that this transformers has.
 OTHERS = [

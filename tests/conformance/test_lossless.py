@@ -19,7 +19,7 @@ MODES = ("greedy", "second_turn", "guidance", "own_position_ids", "crop_deep", "
 # Sliding windows, soft caps, attention sinks, M-RoPE, experts, convolutions, recurrent states.
 MODELS = ("llama", "gemma2", "gpt_oss", "qwen2_vl", "mixtral", "lfm2", "gpt2", "qwen3_next")
 MODELS += ("falcon_h1",)
-STORES = ("device", "host", "resident", "cpu", "split")
+STORES = ("device", "host", "resident", "cpu")
 # One of each family that is served or refused for a reason of its own.
 FAMILIES = ("gemma4", "zamba2", "deepseek_v3", "gemma3n", "deepseek_v32")
 
@@ -49,7 +49,6 @@ def test_same_as_full_attention(
     monkeypatch.setattr(lossless_call, "_pace", lambda *arguments: GivenPace(drafts, None))
     options = {**COVERING_OPTIONS, "top_k": 4, "max_draft": 32, "lossless": True, "store": store}
     options |= {"select_every": every, **artifact_options(method, model)}
-    options |= {"device_budget": "20KB"} if store == "split" else {}
     make = caches(method)[method]
     result = run_case(
         Case(model, mode), lambda built: make(built.config, **options), proof=_read_everything

@@ -42,14 +42,13 @@ def test_two_ranks_give_what_one_process_gives(
     model: PreTrainedModel, artifacts: dict[str, str]
 ) -> None:
     """All of it in one spawn, which is most of the time."""
-    split = {"store": "split", "device_budget": "20KB"}
     cases = [
         *(RankCase("paris", f"{PLAYS}:{name}", SMALL) for name in ("saved", "errors", "a_shelf")),
         RankCase("paris", "beams_ragged", COVERING_OPTIONS),
         RankCase(
             "a2ats", "second_turn_ragged", {**COVERING_OPTIONS, "artifact": artifacts["a2ats"]}
         ),
-        RankCase("paris", "second_turn", {**SMALL, "rest": "mean", **split}),
+        RankCase("paris", "second_turn", {**SMALL, "rest": "mean", "store": "host"}),
     ]
     refused = RankCase("aqua", "greedy", {"artifact": artifacts["aqua"]})
     coded = RankCase("aqua", "second_turn", CODEC)

@@ -126,10 +126,9 @@ def test_crops_chosen_sequences_drafts_and_resets_keep_the_groups(model: Any) ->
     assert torch.equal(fresh.run(3), loop_of(model).run(3))
 
 
-@pytest.mark.parametrize("store", ["host", "resident", "split"])
+@pytest.mark.parametrize("store", ["host", "resident"])
 def test_every_store_reads_the_rows_that_were_borrowed(model: Any, store: str) -> None:
-    options = {"device_budget": "9KB"} if store == "split" else {}
-    loop = loop_of(model, store=store, **options)
+    loop = loop_of(model, store=store)
     torch.testing.assert_close(loop.run(6), loop_of(model).run(6))
     if store == "resident":
         layers = loop.cache.stats()["layers"]

@@ -140,7 +140,7 @@ def test_codes_lie_on_the_device_unless_the_host_is_asked_for() -> None:
         _fill(store, 128)
         share = store.host_nbytes() / store.nbytes()
         assert share > 0.99 if on_host else share == 0.0
-        assert store.bus_share == on_host
+        assert store.over_bus == on_host
 
 
 def test_pages_are_read_alike_with_and_without_a_kernel() -> None:

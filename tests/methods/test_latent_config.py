@@ -22,7 +22,6 @@ MEANINGLESS: dict[str, Any] = {
     "store": "host",
     "slots": 2.0,
     "bits": 2,
-    "device_budget": "1GB",
     "track_recall": True,
     "prompt": "retrieve",
     "rest": "mean",

@@ -13,8 +13,6 @@ from hf_kvret.methods.flat import FlatConfig
 from hf_kvret.methods.paris import ParisConfig
 from hf_kvret.options.config import byte_count
 
-BUDGET = "device_budget=.* is not a memory size: write '80GB', '75GiB', or bytes"
-
 
 @pytest.mark.parametrize(
     ("options", "words"),
@@ -29,8 +27,6 @@ BUDGET = "device_budget=.* is not a memory size: write '80GB', '75GiB', or bytes
         ({"store": "disk"}, "disk=None with store='disk'"),
         ({"store": "disk", "disk": ""}, "disk='' must not be empty"),
         ({"disk": "/tmp"}, "disk='/tmp' with store='auto'"),
-        ({"device_budget": "90TB"}, BUDGET),
-        ({"device_budget": "1GB", "store": "host"}, "'1GB' with store='host': it is of store='sp"),
         ({"topk": 3}, r"no option 'topk': did you mean 'top_k'\?"),
         ({"zzzzzz": 3}, r"no option 'zzzzzz': The options are top_k, sink"),
     ],
@@ -70,24 +66,12 @@ def test_what_is_no_size_is_refused(size: Any, error: type[Exception]) -> None:
         byte_count(size)
 
 
-@pytest.mark.parametrize(
-    ("options", "splits"),
-    [
-        ({}, False),
-        ({"store": "split"}, True),
-        ({"device_budget": "9GB"}, True),
-    ],
-)
-def test_a_device_budget_asks_for_a_split(options: dict[str, Any], splits: bool) -> None:
-    config = FlatConfig(**options)
-    assert config.splits_rows == config.exact().splits_rows == splits
-
-
 def test_a_saved_cache_may_name_an_option_that_was_removed_where_it_changes_nothing() -> None:
     class _Config(FlatConfig):
         retired: ClassVar[dict[str, Any]] = {"codec": "higgs"}
 
     assert _Config.from_saved(top_k=8, codec="higgs") == _Config.from_saved(top_k=8)
+    assert _Config.from_saved(store="split", device_budget="9GB") == _Config()
     with pytest.raises(ValueError, match=r"codec='kivi': .*fill a new cache"):
         _Config.from_saved(top_k=8, codec="kivi")
     for make in (_Config.from_options, FlatConfig.from_saved):
@@ -128,7 +112,7 @@ def test_short_caches_stay_dense_by_default() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [FlatConfig(top_k=0.04), FlatConfig(device_budget="9GB"), ParisConfig.preset("paper")],
+    [FlatConfig(top_k=0.04), FlatConfig(slots=2.0), ParisConfig.preset("paper")],
 )
 def test_options_survive_json(options: RetrievalConfig) -> None:
     text = json.dumps(dataclasses.asdict(options))

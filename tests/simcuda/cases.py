@@ -25,7 +25,7 @@ from ..simulated_gpu.device import simulated, to_device
 from ..simulated_gpu.simulation import Simulation
 
 METHODS = ("flat", "paris", "lrqk", "ctkvr", "a2ats", "h2o")
-STORES = ("device", "host", "split", "resident", "cpu", "disk", "higgs", "higgs-host")
+STORES = ("device", "host", "resident", "cpu", "disk", "higgs", "higgs-host")
 MODES = ("eager", "graph", "padded", "chunks", "fork", "crop", "saved", "two devices")
 _SMALL: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2,
@@ -47,8 +47,6 @@ _OPTIONS: dict[str, Any] = {
 _OWN: dict[str, dict[str, Any]] = {"paris": {"subspace_dim": 4}}
 _WITH_ARTIFACT = ("a2ats", "aqua")
 _PROMPT, STEPS = 14, 9
-# Rows of some tokens of one layer.
-_BUDGET = 4096
 # Other kernels add in another order; logits are about 13 at most.
 _TOLERANCE = 1e-4
 
@@ -102,7 +100,7 @@ def cases() -> list[Case]:
     latent = [*product(METHODS, ("device", "resident", "cpu", "higgs-host"), ("graph", "saved"))]
     latent += product(("latent", "aqua"), ("",), ("eager", "padded", "crop"))
     means = [*product(METHODS, ("host", "higgs"), ("graph", "padded"))]
-    means += product(("flat",), ("device", "split", "resident", "cpu", "higgs-host"), MODES)
+    means += product(("flat",), ("device", "host", "resident", "cpu", "higgs-host"), MODES)
     return [
         *(Case(*pair, mode) for pair in pairs for mode in MODES),
         *(Case(*case, "deepseek_v3") for case in latent),
@@ -110,7 +108,7 @@ def cases() -> list[Case]:
         Case("flat", "device", "graph", "deepseek_v3", "mean"),
         *(
             Case("flat", store, mode, select_every=2)
-            for store, mode in zip(("host", "resident", "split", "cpu"), MODES[1::2], strict=True)
+            for store, mode in zip(("host", "resident", "device", "cpu"), MODES[1::2], strict=True)
         ),
     ]
 
@@ -197,8 +195,6 @@ class Outcome:
             options["store"] = case.store
         if case.rest is not None:
             options["rest"] = case.rest
-        if case.store == "split":
-            options["device_budget"] = _BUDGET
         if case.store == "disk":
             options["disk"] = tempfile.gettempdir()
         if case.method in _WITH_ARTIFACT:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_kvret.stores import CpuStore, PagedStore, QuantizedStore, ResidentStore, Store
-from hf_kvret.stores.memory import DeviceMemory, HostMemory, SplitMemory
+from hf_kvret.stores.memory import DeviceMemory, HostMemory
 
 from .rows import CPU, HEADS, extend, same_ids
 
@@ -34,18 +34,16 @@ def _attend(store: Store, batch: int = 2) -> None:
     store.begin(torch.randn(batch, HEADS, 1, DIM), ids, 1.0)()
 
 
-@pytest.mark.parametrize("store_name", ["host", "resident", "cpu", "coded", "split"])
+@pytest.mark.parametrize("store_name", ["host", "resident", "cpu", "coded"])
 def test_a_capture_waits_for_writes_on_the_host_and_leaves_nothing_to_wait_for(
     store_name: str,
 ) -> None:
-    host, split = HostMemory(CPU), SplitMemory(CPU, 100)
-    resident, cpu = ResidentStore(CPU), CpuStore(CPU)
+    host, resident, cpu = HostMemory(CPU), ResidentStore(CPU), CpuStore(CPU)
     store, memory = {
         "host": (PagedStore(host), host),
         "resident": (resident, resident.rows.memory),
         "cpu": (cpu, cpu.rows.memory),
         "coded": (QuantizedStore(host, 4), host),
-        "split": (PagedStore(split), split._far),
     }[store_name]
     assert isinstance(memory, HostMemory)
     _append(store)
@@ -80,21 +78,20 @@ def test_a_capture_makes_the_addresses_that_a_kernel_would_make() -> None:
 
 
 @pytest.mark.parametrize(
-    ("store", "bus_share", "obstacle"),
+    ("store", "over_bus", "obstacle"),
     [
-        (PagedStore(DeviceMemory(CPU)), 0.0, None),
-        (PagedStore(HostMemory(CPU)), 1.0, None),
-        (PagedStore(SplitMemory(CPU, 0)), 1.0, None),
-        (QuantizedStore(HostMemory(CPU), 2), 1.0, None),
-        (ResidentStore(CPU), 1.0, "have served no step since its rows changed"),
-        (CpuStore(CPU), 0.0, "store='cpu' attends on the CPU"),
+        (PagedStore(DeviceMemory(CPU)), False, None),
+        (PagedStore(HostMemory(CPU)), True, None),
+        (QuantizedStore(HostMemory(CPU), 2), True, None),
+        (ResidentStore(CPU), True, "have served no step since its rows changed"),
+        (CpuStore(CPU), False, "store='cpu' attends on the CPU"),
     ],
 )
 def test_a_store_says_what_comes_over_the_bus_and_why_it_is_not_captured(
-    store: Store, bus_share: float, obstacle: str | None
+    store: Store, over_bus: bool, obstacle: str | None
 ) -> None:
     _append(store)
-    assert store.bus_share == bus_share
+    assert store.over_bus == over_bus
     assert (obstacle or "") in (store.capture_obstacle or "")
     assert (store.capture_obstacle is None) == (obstacle is None)
 
@@ -130,4 +127,4 @@ def test_a_store_that_says_nothing_is_not_captured() -> None:
     store = Silent()
     store.before_capture()
     assert store.capture_obstacle == "the store Silent does not say that its steps can be captured"
-    assert store.bus_share == 0.0
+    assert not store.over_bus

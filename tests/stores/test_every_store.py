@@ -23,7 +23,7 @@ from hf_kvret.stores import (
     ResidentStore,
     Store,
 )
-from hf_kvret.stores.memory import DeviceMemory, HostMemory, SplitMemory
+from hf_kvret.stores.memory import DeviceMemory, HostMemory
 from hf_kvret_kernels._dispatch import interpreted, prefer
 from hf_kvret_kernels.higgs import HiggsCodec
 from hf_kvret_kernels.ids import WrongIdError
@@ -70,14 +70,11 @@ class Case(NamedTuple):
 PLAIN = {
     "device": poisoned(DeviceMemory, float("nan")),
     "host": poisoned(HostMemory, float("nan")),
-    # Ten pages of four tokens are on the device.
-    "split": poisoned(SplitMemory, float("nan"), budget=10 * HEADS * 4 * (4 + 6) * 4),
 }
-# Bytes of codes whose scales are NaN; the budget has room for two to six pages.
+# Bytes of codes whose scales are NaN.
 CODED = {
     "device": poisoned(DeviceMemory, 255),
     "host": poisoned(HostMemory, 255),
-    "split": poisoned(SplitMemory, 255, budget=16_000),
 }
 # (key dim, value dim, group): powers of two, other dims, dims that only 8 divides.
 DIMS = [(16, 16, 16), (32, 48, 16), (24, 40, 8)]
@@ -100,7 +97,7 @@ CASES = {
             steps=12,
         )
         for (bits, name), (*dims, group) in zip(
-            ((4, "device"), (2, "host"), (3, "split")), DIMS, strict=True
+            ((4, "device"), (2, "host"), (3, "device")), DIMS, strict=True
         )
     },
 }  # fmt: skip

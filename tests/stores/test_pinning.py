@@ -12,7 +12,7 @@ import torch
 
 from hf_kvret import TokenBlock
 from hf_kvret.stores import PagedStore, host_memory
-from hf_kvret.stores.memory import HostMemory, PageMemory, SplitMemory
+from hf_kvret.stores.memory import HostMemory, PageMemory
 
 from ..simulated_gpu.device import Runtime, simulated
 from ..simulated_gpu.simulation import Simulation
@@ -64,15 +64,13 @@ def check(store: PagedStore, length: int) -> None:
     assert keys[0, 0, :, 0].cpu().tolist() == list(range(length))
 
 
-@pytest.mark.parametrize("near", [0, 5])
-def test_a_prompt_in_chunks_is_pinned_once(gpu: Simulation, log: list[int], near: int) -> None:
-    """As far as the device of a split store has no room for it."""
-    store = store_of(SplitMemory(GPU, near * PAGE_BYTES) if near else HostMemory(GPU), 90)
+def test_a_prompt_in_chunks_is_pinned_once(gpu: Simulation, log: list[int]) -> None:
+    store = store_of(HostMemory(GPU), 90)
     for start in range(0, 90, 10):
         store.append(block(start, 10))
     check(store, 90)
-    assert log == [23 - near]
-    assert store.host_nbytes() == (23 - near) * PAGE_BYTES
+    assert log == [23]
+    assert store.host_nbytes() == 23 * PAGE_BYTES
     assert not gpu.findings
 
 

@@ -59,7 +59,7 @@ def test_bytes_are_codes_and_a_scale_for_each_group(dims: tuple[int, int, int], 
     assert on_host.row_nbytes(elements * 4) == on_host.fork().row_nbytes(elements * 4) == row
     state = on_host.state_dict()
     assert state["codes"].nbytes + state["scales"].nbytes == 2 * HEADS * 100 * row
-    assert (on_device.bus_share, on_host.bus_share) == (0.0, 1.0)
+    assert (on_device.over_bus, on_host.over_bus) == (False, True)
 
 
 def test_keys_with_an_offset_are_coded_around_their_mean() -> None:

@@ -23,7 +23,6 @@ from hf_kvret.lab.bench.opponents import attention_of
 from hf_kvret.lab.bench.stepping import make_steps
 from hf_kvret.lab.evaluate.caches import CacheChoice
 from hf_kvret.lab.evaluate.failures import CheckFailed
-from hf_kvret.models.compatibility import layer_shapes
 
 LONGEST_CHECK = 2048
 # The third step of a replayed cache is captured, so that three replays follow it.
@@ -112,7 +111,7 @@ class Checker:
         start = context - _STEPS
         prompt, passes = ExitStack(), []
         opened = prompt.enter_context(choice.open(self.model, context))
-        cache = covering(opened, self.model, batch, start)
+        cache = covering(opened, self.model, start)
         with prompt, serving(self.model, cache):
             if source == "prefill":
                 passes.append(feed(self.model, cache, tokens[:, :start], 0))
@@ -149,12 +148,11 @@ class Checker:
         return f"({size}); nothing was measured"
 
 
-def covering(cache: Cache, model: PreTrainedModel, batch: int, length: int) -> Cache:
+def covering(cache: Cache, model: PreTrainedModel, length: int) -> Cache:
     """An empty retrieval cache like ``cache`` that should be exact; other caches stay themselves.
 
     Its budget covers everything, and its rows are not coded. Its window is small enough that most
-    of ``length`` tokens of each of ``batch`` sequences are cold, so they are retrieved. A store
-    that splits its rows gets a budget of half of these.
+    of ``length`` tokens are cold, so they are retrieved.
     """
     if not isinstance(cache, RetrievalCache) or not cache.options.retrieves:
         return cache
@@ -166,9 +164,6 @@ def covering(cache: Cache, model: PreTrainedModel, batch: int, length: int) -> C
         recent=min(options.recent, most),
         flush=min(options.flush, most),
     )
-    if options.splits_rows:
-        width = 2 * sum(shape.width for shape in layer_shapes(model.config)) * model.dtype.itemsize
-        changed = changed.replace(device_budget=max(1, batch * length * width // 2))
     return type(cache)(model.config, changed)
 
 

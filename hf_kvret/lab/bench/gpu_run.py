@@ -147,7 +147,6 @@ def cells_of(stage: Stage, dry: bool) -> list[Cell]:
 
 def _shrunk(cell: Cell) -> Cell:
     name, *options = cell["cache"].split(":")
-    options = ["device_budget=1MB" if "device_budget" in one else one for one in options]
     options = [_SMALL_BUDGETS.get(one, one) for one in options]
     if name in _RETRIEVING:
         options.append(_SMALL)
@@ -170,7 +169,6 @@ def sized(caches: str, *sizes: str) -> list[Cell]:
 
 _ON_HOST = "paris:top_k=1024:store=host lrqk:top_k=2048:store=host ctkvr:top_k=1024:store=host"
 _RESIDENT = "lrqk:top_k=2048:store=resident:slots=2.0"
-_SPLIT = "paris:top_k=1024:store=split:device_budget=4GB"
 _PARIS = "paris:top_k=100 paris:top_k=1024"
 
 STAGES = (
@@ -178,7 +176,7 @@ STAGES = (
         "stores",
         "How long does a step take with rows on the host, beside transformers' offloading?",
         110,
-        sized(f"{_ON_HOST} offloaded {_RESIDENT} {_SPLIT}", "64K", "128K"),
+        sized(f"{_ON_HOST} offloaded {_RESIDENT}", "64K", "128K"),
         options={"warmup": 6, "steps": 24, "limit": 4.0},
     ),
     Stage(

@@ -145,28 +145,17 @@ class Selections(NamedTuple):
 
     ``bus_rows`` of them came over the bus from host memory; ``near_bytes`` and ``bus_bytes`` are
     those of the rows that didn't and did, as they are kept. All 0 for other caches.
-
-    Stores that are split count as if all came over the bus, and ``host_share`` is the share of
-    their rows that lies on the host now; ``since`` counts with it, as if every row were as likely
-    to be selected.
     """
 
     rows: float = 0
     bus_rows: float = 0
     near_bytes: float = 0
     bus_bytes: float = 0
-    host_share: float = 1
 
     def since(self, before: Selections, steps: int) -> Selections:
         """The selections since ``before``, per step of ``steps``."""
-        bus_bytes = (self.bus_bytes - before.bus_bytes) / steps
-        far_bytes = bus_bytes * self.host_share
-        return Selections(
-            (self.rows - before.rows) / steps,
-            (self.bus_rows - before.bus_rows) / steps * self.host_share,
-            (self.near_bytes - before.near_bytes) / steps + bus_bytes - far_bytes,
-            far_bytes,
-        )
+        pairs = zip(self, before, strict=True)
+        return Selections(*((now - then) / steps for now, then in pairs))
 
 
 def decode_floor(
@@ -241,22 +230,20 @@ def layer_kv_bytes(layer: Any) -> int | None:
 
 
 def selections(cache: Cache) -> Selections:
-    """The selections of a cache so far. It waits for the device."""
+    """The selections of a cache so far. It may wait for the device."""
     if not isinstance(cache, RetrievalCache):
         return Selections()
-    rows, bus_rows, near_bytes, bus_bytes, on_host = 0, 0, 0, 0, 0.0
+    rows, bus_rows, near_bytes, bus_bytes = 0, 0, 0, 0
     for counts, layer in zip(cache.stats()["layers"], cache.retrieval_layers, strict=True):
         rows += counts["selected"]
         kv, far = layer.kv, 0
         if kv is None or kv.store is None:
             continue
-        if kv.store.bus_share > 0.0:
+        if kv.store.over_bus:
             # A store that says what it missed has the other rows on the device.
             far = counts.get("misses", counts["selected"])
-            on_host += far * kv.store.bus_share
         window = kv.window
         row = kv.store.row_nbytes(window.row_dim * window.keys.element_size())
         bus_rows, bus_bytes = bus_rows + far, bus_bytes + far * row
         near_bytes += (counts["selected"] - far) * row
-    host_share = on_host / bus_rows if bus_rows else 1.0
-    return Selections(rows, bus_rows, near_bytes, bus_bytes, host_share)
+    return Selections(rows, bus_rows, near_bytes, bus_bytes)

@@ -73,7 +73,7 @@ def step_reads(layer: RetrievalLayer) -> StepReads:
     # A selection compares stored keys with the query; coded rows are read in whole.
     key = keys.shape[3] * keys.element_size() if row == plain else row
     compared = cost.keys_read * heads * key
-    far, count = compared * kv.store.bus_share, kv.cold_len
+    far, count = compared if kv.store.over_bus else 0, kv.cold_len
     # Without an index all tokens count, whatever the budget is.
     if kv.index is not None or layer.config.follows_model:
         count = layer.config.budget(count)

@@ -22,7 +22,7 @@ from hf_kvret.lab.program.program import add_command
 from hf_kvret.lab.report.tables import markdown_table
 from hf_kvret.models.compatibility import is_latent
 from hf_kvret.saved.identity import printable
-from hf_kvret.stores import SPLIT, STORES
+from hf_kvret.stores import STORES
 from hf_kvret.stores.free_memory import free_host_bytes
 
 # The search for the largest context ends at so many tokens.
@@ -214,8 +214,6 @@ def add_fits_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser
             "hf-kvret fits qwen3-4b",
             "hf-kvret fits llama-3.1-8b --context 128K,1M --device-memory 24GB --host-memory 64GB",
             "hf-kvret fits ./my-model --device-memory 16GB --stores cpu",
-            "hf-kvret fits qwen3-4b --device-memory 24GB --host-memory 64GB --caches "
-            "full,paris:store=split:device_budget=8GB",
         ),
     )
 
@@ -315,7 +313,7 @@ def _title(name: str, choice: CacheChoice) -> str:
     options = choice.options
     if options is None or not options.retrieves or "store=" in name:
         return name
-    return f"{name}:store={SPLIT if options.splits_rows else options.store}"
+    return f"{name}:store={options.store}"
 
 
 _HEADER = (

@@ -27,7 +27,6 @@ from hf_kvret.layer.snapshots import is_stuck
 from hf_kvret.models.compatibility import layer_shape
 from hf_kvret.models.versions import DummyLayer
 from hf_kvret.observe.reports import memory_report
-from hf_kvret.options.config import byte_count
 from hf_kvret.stores import READ_BY_CPU
 
 _META = torch.device("meta")
@@ -137,17 +136,11 @@ class Predictor:
         self.config, self.choice, self.dtype = config, choice, dtype
         options = choice.options
         self.even_len = _FULL_EVEN_LEN if options is None else options.even_len
-        if options is not None and options.retrieves:
-            if options.splits_rows and options.device_budget is None:
-                raise ValueError(
-                    f"{choice.name}: store=split takes half of what is free where it runs: say how "
-                    "much, as device_budget=8GB"
-                )
-            if options.store == "auto" and not options.splits_rows:
-                raise ValueError(
-                    f"{choice.name}: store=auto decides by what is free where it runs: name a "
-                    "store, as store=host"
-                )
+        if options is not None and options.retrieves and options.store == "auto":
+            raise ValueError(
+                f"{choice.name}: store=auto decides by what is free where it runs: name a store, "
+                "as store=host"
+            )
         # This refuses caches that the model can't have.
         choice.make(config, self.even_len)
         self._filled: dict[int, CacheBytes] = {}
@@ -155,24 +148,11 @@ class Predictor:
     def at(self, length: int) -> CacheBytes:
         """Bytes after ``length`` tokens, and those that a step reads then."""
         if length <= self.even_len:
-            return self._split(self._fill(length))
+            return self._fill(length)
         low, high = self.even_len, self.even_len * 3 // 2
         first, last = self._fill(low), self._fill(high)
         share = (length - low) / (high - low)
-        return self._split(first.plus(last.plus(first, -1), share))
-
-    def _split(self, total: CacheBytes) -> CacheBytes:
-        """``total`` with rows beyond ``device_budget`` moved to the host, and read there."""
-        options = self.choice.options
-        if options is None or not options.splits_rows or not total.store_device:
-            return total
-        assert options.device_budget is not None, "others were refused"
-        far = max(0.0, total.store_device - byte_count(options.device_budget))
-        # Every row is taken to be as likely to be selected, near or far.
-        near = total.read_bus * (1 - far / total.store_device)
-        return total.plus(
-            CacheBytes(store_device=-far, store_host=far, read_device=near, read_bus=-near)
-        )
+        return first.plus(last.plus(first, -1), share)
 
     def _fill(self, length: int) -> CacheBytes:
         if length not in self._filled:
@@ -203,14 +183,13 @@ class Predictor:
         return total
 
     def _make(self, capacity: int) -> Cache:
-        """The empty cache; on the meta device all stores keep rows as those of two types do."""
+        """The empty cache; on the meta device the CPU reads rows of no store."""
         cache, options = self.choice.make(self.config, capacity), self.choice.options
-        if options is None or not (options.splits_rows or options.store in READ_BY_CPU):
+        if options is None or options.store not in READ_BY_CPU:
             return cache
         assert isinstance(cache, RetrievalCache)
-        store = "device" if options.splits_rows else "host"
-        changes: dict[str, Any] = {"store": store, "device_budget": None, "disk": None}
-        return type(cache)(config=self.config, options=cache.options.replace(**changes))
+        options = cache.options.replace(store="host", disk=None)
+        return type(cache)(config=self.config, options=options)
 
     def _groups(self, cache: Cache) -> Iterator[list[int]]:
         """Numbers of layers that are alike."""
@@ -255,9 +234,8 @@ class Predictor:
         report, (near, far, rows) = memory_report([layer], [layer]), step_reads(layer)
         assert options is not None and layer.kv is not None, "a filled retrieval layer has both"
         store = layer.kv.store
-        over_bus = store is not None and store.bus_share > 0
-        # All rows of a resident store may be near; ``_split`` divides those of a split store.
-        if options.splits_rows or (over_bus and options.store != "resident"):
+        # All rows of a resident store may be near.
+        if store is not None and store.over_bus and options.store != "resident":
             far += rows
         else:
             near += rows

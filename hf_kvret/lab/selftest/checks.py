@@ -24,7 +24,7 @@ from hf_kvret.models.versions import as_argument
 from hf_kvret.replay import DecodeGraph
 from hf_kvret.replay.layer_step import LayerStep
 from hf_kvret.replay.recorders import RECORDERS
-from hf_kvret.stores import SPLIT, STORES
+from hf_kvret.stores import STORES
 from hf_kvret.stores.host_memory import pinned
 from hf_kvret.testing.conformance import (
     COVERING_OPTIONS,
@@ -302,8 +302,6 @@ class Bundled:
         if not cls.Config.takes("store", store):
             raise Skip(f"{method} has rows of its own, and no store={store!r}")
         options = {**_OPTIONS, **changes, "store": store}
-        if store == SPLIT:
-            options["device_budget"] = "100KB"
         if store == "disk":
             options["disk"] = tempfile.gettempdir()
         taken = {name: value for name, value in options.items() if cls.Config.takes(name, value)}
@@ -436,7 +434,7 @@ def _compare(own: torch.Tensor, usual: torch.Tensor, method: str, tolerance: flo
 
 def stream_checks(bundled: Bundled) -> Iterator[Check]:
     """Steps with rows on the host while the GPU works on another stream."""
-    for store in ("host", "resident", "split", "cpu"):
+    for store in ("host", "resident", "cpu"):
         run = partial(_loaded_steps, bundled, store)
         yield Check("memory", f"a busy GPU, store={store!r}", run, "store='device'")
 
@@ -461,7 +459,7 @@ def _loaded_steps(bundled: Bundled, store: str) -> str:
 
 def cache_checks(bundled: Bundled) -> Iterator[Check]:
     """Every method with every store, each in one of the modes of use in turn."""
-    stores = [*STORES, SPLIT, "disk"]
+    stores = [*STORES, "disk"]
     modes = itertools.cycle(_MODES)
     for store, method in itertools.product(stores, METHODS):
         if registered_methods()[method].Config.takes("store", store):

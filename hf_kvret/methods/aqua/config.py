@@ -16,7 +16,7 @@ from hf_kvret.options.declare import OneOf, option
 USUAL_BITS = 2
 """The default without an artifact."""
 
-_STORES = ("auto", "device", "host", "split")
+_STORES = ("auto", "device", "host")
 
 
 @dataclass(frozen=True)

@@ -87,8 +87,8 @@ class AquaStore(Store):
         return len(self._pages)
 
     @property
-    def bus_share(self) -> float:
-        return self._pages.bus_share
+    def over_bus(self) -> bool:
+        return self._pages.over_bus
 
     @property
     def reconstruction(self) -> Rows | None:

@@ -40,7 +40,7 @@ class NativeConfig(RetrievalConfig):
         if name == "store" and value.startswith("higgs"):
             return [
                 "native keeps rows as they are, also those of a prompt that is being read; take "
-                "'device', 'host', 'resident', 'cpu', 'disk' or 'split'"
+                "'device', 'host', 'resident', 'cpu' or 'disk'"
             ]
         if name in _MEANINGLESS and value != getattr(cls, name):
             return [

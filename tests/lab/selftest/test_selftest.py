@@ -32,7 +32,7 @@ from hf_kvret.lab.selftest.checks import (
 )
 from hf_kvret.lab.selftest.command import every_check, run_checks
 from hf_kvret.registry import registered_methods
-from hf_kvret.stores import DISK, SPLIT, STORES
+from hf_kvret.stores import DISK, STORES
 from hf_kvret.testing import MODELS
 from hf_kvret.testing.tape import taped
 from hf_kvret_kernels import host_library, host_step
@@ -80,7 +80,7 @@ def test_every_operation_with_a_triton_kernel_is_checked() -> None:
 def test_every_method_and_every_store_is_checked() -> None:
     names = [one.name for one in cache_checks(Bundled(CPU))]
     assert {name.partition(",")[0] for name in names} == set(registered_methods())
-    for store in (*STORES, SPLIT, DISK):
+    for store in (*STORES, DISK):
         methods = {name.partition(",")[0] for name in names if f"store={store!r}" in name}
         takes = {
             each for each in METHODS if registered_methods()[each].Config.takes("store", store)
@@ -110,7 +110,7 @@ def test_compiled_operations_pass_with_every_instruction_set() -> None:
 def test_steps_and_caches_pass() -> None:
     some = [
         *first_named(step_checks(Bundled(CPU)), "paris, store='device'"),
-        *first_named(cache_checks(Small(CPU)), "saved", "split", "native"),
+        *first_named(cache_checks(Small(CPU)), "saved", "native"),
     ]
     verdicts = run_checks(some, CPU)
     assert {one.status for one in verdicts} == {PASSED}, [one.detail for one in verdicts]
