@@ -245,7 +245,7 @@ def test_a_shelf_gives_the_part_of_a_hybrid_that_a_prompt_shares(tmp_path: Path)
     ("options", "words"),
     [
         ({"output_attentions": True}, "never forms the attention matrix"),
-        ({"cache_config": {"top_k": 7}}, "cache_config asks for top_k=7"),
+        ({"cache_config": {"top_k": 7}}, "nothing would read it"),
         ({"max_length": 20}, "Input length of input_ids is 40"),
     ],
 )

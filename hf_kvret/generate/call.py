@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from functools import partial
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -17,8 +16,7 @@ from hf_kvret.contracts.signals import interruptible
 from hf_kvret.generate.attach import attach
 from hf_kvret.generate.checks import (
     check_call,
-    check_end,
-    check_foreign,
+    check_custom,
     check_one_cache,
     check_options_are_read,
     check_shapes,
@@ -43,10 +41,8 @@ _attention_lock = threading.Lock()
 
 
 @contextmanager
-def around_generate(
-    model: PreTrainedModel, arguments: dict[str, Any]
-) -> Iterator[Callable[[Any], None]]:
-    """Context of a call of ``generate``, which yields what is to be called with its result."""
+def around_generate(model: PreTrainedModel, arguments: dict[str, Any]) -> Iterator[None]:
+    """Context of a call of ``generate``."""
     with interruptible(signal.SIGINT), request(model, arguments) as call:
         cache, past_len = cache_argument(arguments), 0
         call.retrieves = _retrieves(call)
@@ -61,9 +57,9 @@ def around_generate(
                     go_back(call, cache)
                 past_len = cache.get_seq_length()
             prepare_state(call)
-            yield partial(check_end, call)
-            if call.retrieves and isinstance(arguments.get("custom_generate"), str):
-                check_foreign(call, past_len)
+            yield
+            if call.retrieves and arguments.get("custom_generate") is not None:
+                check_custom(call, past_len if call.cache is None else call.start_len)
             call.has_retrieved = call.cache is not None
         except Exception:
             # Other ranks block in `prepare_cache` until this one reports; a custom generate never
@@ -127,6 +123,7 @@ def _make_cache(call: Request, generation_config: Any, model_kwargs: dict[str, A
     is_callers = isinstance(cache, RetrievalCache)
     if is_callers:
         generation_config.cache_implementation = None
+        check_options_are_read(call, generation_config, cache)
     elif cache is None and name in METHODS:
         cache = new_cache(call, METHODS[name], generation_config, mask)
     else:

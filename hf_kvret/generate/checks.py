@@ -6,12 +6,11 @@ prepares a call. ``check_call`` does the rest, before the first token.
 A model may drop the cache that ``generate`` hands to it, or put another in its place: some do at a
 certain length, some in training mode, and so may a wrapper around a model. The answer can still be
 right, but nothing is retrieved, or the cache holds another text. So ``check_pass`` compares every
-pass with the call, and ``check_end`` the number of tokens in the cache.
+pass with the call, and ``check_custom`` looks at the cache behind a loop of the caller's own.
 """
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
@@ -61,10 +60,9 @@ def why_not(
     """
     mask = call.mask(prepared_mask)
     cache_len = cache.get_seq_length() if call.keeps is None else call.keeps
-    reasons = [_soft_prompt_obstacle(call, cache_len), _mask_fault(mask, cache_len)]
+    reasons = [_soft_prompt_obstacle(call), _mask_fault(mask, cache_len)]
     if is_callers(call, cache):
         reasons += [_other_layers(call, cache), _missing_tokens(call, cache_len)]
-        reasons += _other_options(call, cache, generation_config.cache_config or {})
     if generation_config.use_cache is False:
         # Each pass would append the whole text.
         owner = "the cache" if is_callers(call, cache) else f"cache_implementation={cache.name!r}"
@@ -151,36 +149,20 @@ def check_options_are_read(call: Request, generation_config: Any, cache: Any) ->
         return
     reason = "no cache was asked for" if cache is None else f"the cache is a {type(cache).__name__}"
     raise ValueError(
-        f"cache_config={options!r}, but {reason}, so nothing would read it: name the cache that it "
-        f"is for with cache_implementation, one of {', '.join(METHODS)}"
+        f"cache_config={options!r}, but {reason}, so nothing would read it: leave it out, or name "
+        f"the cache that it is for with cache_implementation, one of {', '.join(METHODS)}"
     )
 
 
-def _soft_prompt_obstacle(call: Request, cache_len: int) -> str:
-    """Why virtual tokens of PEFT would not be in the cache once, at its start; empty if they are.
-
-    ``cache_len``: tokens that the cache holds.
-    """
+def _soft_prompt_obstacle(call: Request) -> str:
+    """Says that PEFT would add virtual tokens, which no cache of ours has once and for good."""
     config = call.soft_prompt()
     if config is None:
         return ""
-    kind = config.peft_type.value
-    names = vars(call.model)["prepare_inputs_for_generation"].__func__.__code__.co_consts
-    if kind in ("PREFIX_TUNING", "CARTRIDGE"):
-        why = "keeps its virtual tokens in a cache of its own, which takes the place of this one"
-    elif CACHE_NAME not in names:
-        why = (
-            f"does not know that transformers calls a cache {CACHE_NAME!r}, and puts its virtual "
-            "tokens before every new token"
-        )
-    elif cache_len:
-        why = "puts virtual tokens in front, and no prompt continues a cache that holds them"
-    else:
-        return ""
     return (
-        f"the model has a soft prompt of PEFT {sys.modules['peft'].__version__} ({kind}), which "
-        f"{why}: take another kind of adapter, as LoRA, or turn this one off "
-        "(model.disable_adapter())"
+        f"the model has a soft prompt of PEFT ({config.peft_type.value}), whose virtual tokens "
+        "stand in a cache of their own, or before every new token: take another kind of adapter, "
+        "as LoRA, or turn this one off (model.disable_adapter())"
     )
 
 
@@ -193,23 +175,6 @@ def _other_layers(call: Request, cache: RetrievalCache) -> str:
         f"past_key_values was made for a model of {count} layers, {type(call.model).__name__} "
         f"has {model_count}: make it with config=model.config"
     )
-
-
-def _other_options(call: Request, cache: RetrievalCache, options: dict[str, Any]) -> list[str]:
-    """Where ``cache_config`` contradicts the options of the cache passed with it.
-
-    ValueError for options that no cache has.
-    """
-    if not options:
-        return []
-    asked = cache.options.written_out(options)
-    target = cache.options_for(cache.options.replace(**asked), call.model.config)
-    return [
-        f"cache_config asks for {name}={asked[name]!r}, past_key_values has "
-        f"{getattr(cache.options, name)!r}: pass {name} to the cache, or drop it from cache_config"
-        for name in asked
-        if getattr(cache.options, name) != getattr(target, name)
-    ]
 
 
 def _missing_tokens(call: Request, cache_len: int) -> str:
@@ -294,7 +259,8 @@ def check_pass(model: Any, output: Any) -> None:
     if cache is not None and cache is not call.cache:
         raise ValueError(
             f"{type(model).__name__} ran a forward pass without the cache of this call: its output "
-            f"has a {type(cache).__name__}. {_hint(call)}{_NEW_CACHE}"
+            f"has a {type(cache).__name__}. It drops the cache in prepare_inputs_for_generation or "
+            f"in its forward: {_NEW_CACHE}"
         )
     if call.cache.get_seq_length() <= call.start_len:
         raise ValueError(
@@ -304,59 +270,20 @@ def check_pass(model: Any, output: Any) -> None:
         )
 
 
-def check_end(call: Request, result: Any) -> None:
-    """ValueError where at the end of ``generate`` the cache lacks more than the newest token."""
-    tokens = getattr(result, "sequences", result)
-    if call.cache is None or not isinstance(tokens, torch.Tensor) or tokens.ndim != 2:
-        return
-    added, least = call.cache.get_seq_length() - call.start_len, _least_added(call, tokens)
-    if added < least:
-        raise ValueError(
-            f"generate read {least} tokens or more, and the cache of this call holds {added} of "
-            f"them: {type(call.model).__name__} ran forward passes without it. "
-            f"{_hint(call)}{_NEW_CACHE}"
-        )
+def check_custom(call: Request, past_len: int) -> None:
+    """ValueError where a ``custom_generate`` never used the cache of ``call``.
 
-
-def _least_added(call: Request, tokens: torch.Tensor) -> int:
-    """Number of tokens that the cache needs for ``tokens [B, T]`` to be the result."""
-    if call.arguments.get("custom_generate") is not None:
-        # It may give back what it likes.
-        return 1
-    ids, embedded = call.prompt_ids(), call.arguments.get("inputs_embeds")
-    new = tokens.shape[1] - (0 if ids is None else ids.shape[1])
-    prompt = embedded if isinstance(embedded, torch.Tensor) else ids
-    length = 0 if prompt is None else prompt.shape[1]
-    mask = call.arguments.get("attention_mask")
-    # A mask of all tokens beside the ids of the new ones.
-    is_new_alone = isinstance(mask, torch.Tensor) and mask.ndim == 2 and mask.shape[1] > length
-    cached_len = 0 if is_new_alone else call.start_len
-    return max(0, length - cached_len) + new - 1
-
-
-def check_foreign(call: Request, past_len: int) -> None:
-    """ValueError where a ``generate`` from a folder or from the hub never used the cache.
-
-    It runs in place of transformers' own, before any cache is made. ``past_len``: tokens in the
-    caller's cache before, if there was one.
+    One from a folder or from the hub runs in place of transformers' own, before any cache is made.
+    ``past_len``: tokens in the caller's cache before, if there was one.
     """
-    cache = cache_argument(call.arguments)
+    cache = call.cache or cache_argument(call.arguments)
     grew = cache is not None and cache.get_seq_length() > past_len
-    if call.cache is None and not grew and not call.is_delegated:
+    if not grew and not call.is_delegated:
         raise ValueError(
             f"custom_generate={call.arguments['custom_generate']!r} ran without the retrieval "
             "cache: it must hand on the cache, or cache_implementation, to the model's generate; "
             "leave custom_generate out, or use cache_implementation='dynamic'"
         )
-
-
-def _hint(call: Request) -> str:
-    """A hint where the cache may get lost; another one for a loop of the caller's own."""
-    return (
-        "custom_generate must hand on the cache that it is given, or "
-        if call.arguments.get("custom_generate") is not None
-        else "It drops the cache in prepare_inputs_for_generation or in its forward: "
-    )
 
 
 def refuse_batch(model: PreTrainedModel, generation_config: Any) -> None:

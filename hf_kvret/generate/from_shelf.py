@@ -100,8 +100,6 @@ def _obstacle(call: Request, generation_config: Any, mask: Any) -> str:
         return "the prompt has no token ids"
     if len(ids) > 1:
         return f"{len(ids)} prompts, and it holds caches of one"
-    if call.soft_prompt() is not None:
-        return "PEFT puts virtual tokens in front of the prompt"
     if is_assisted(call, generation_config):
         return "assisted decoding of transformers reads the whole prompt again"
     if isinstance(mask, torch.Tensor) and not bool(mask.all()):

@@ -3,7 +3,7 @@
 transformers has no registration for such names. It checks the name against a tuple and turns it
 into a cache in ``GenerationMixin._prepare_cache_for_generation``; both are changed here, and every
 other name goes the way it always went. ``generate`` is wrapped as a whole for its arguments, its
-result and its failure. Continuous batching is wrapped to be refused.
+end and its failure. Continuous batching is wrapped to be refused.
 
 In all its modes ``generate`` calls ``prepare_inputs_for_generation`` before a pass, and
 ``_update_model_kwargs_for_generation`` with the output behind it. Models that override the first
@@ -53,8 +53,7 @@ class Hooks:
 
     Attributes:
         name_arguments: ``(keywords)``; it may rename keywords of ``generate``.
-        around: ``(model, arguments)``, the arguments by name; gives the context of the whole call,
-            and what that yields is called with the result.
+        around: ``(model, arguments)``, the arguments by name; gives the context of the whole call.
         prepare_cache: ``(model, generation_config, model_kwargs)``; True where it has put a cache
             into ``model_kwargs`` and transformers has nothing left to do.
         check_batch: ``(model, generation_config)``, before continuous batching; it may raise.
@@ -66,8 +65,8 @@ class Hooks:
     """
 
     name_arguments: Callable[[dict[str, Any]], None] = lambda keywords: None
-    around: Callable[[Any, dict[str, Any]], AbstractContextManager[Callable[[Any], None]]] = (
-        lambda model, arguments: nullcontext(lambda result: None)
+    around: Callable[[Any, dict[str, Any]], AbstractContextManager[None]] = (
+        lambda model, arguments: nullcontext()
     )
     prepare_cache: Callable[[Any, Any, dict[str, Any]], bool] = lambda *arguments: False
     check_batch: Callable[[Any, Any], None] = lambda *arguments: None
@@ -96,10 +95,8 @@ def apply(names: tuple[str, ...], hooks: Hooks) -> None:
         hooks.name_arguments(kwargs)
         signature = signature_with(inner, "generation_config")
         values = signature.bind_partial(model, *args, **kwargs).arguments
-        with hooks.around(model, {**values, **values.get("kwargs", {})}) as finish:
-            result = inner(model, *args, **kwargs)
-            finish(result)
-            return result
+        with hooks.around(model, {**values, **values.get("kwargs", {})}):
+            return inner(model, *args, **kwargs)
 
     def prepare_cache(
         inner: Function,

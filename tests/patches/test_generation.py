@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -83,18 +83,18 @@ def test_generate_runs_within_the_hook_and_is_put_back(model: Any) -> None:
     calls: list[Any] = []
 
     @contextmanager
-    def around(model: Any, arguments: dict[str, Any]) -> Iterator[Callable[[torch.Tensor], None]]:
+    def around(model: Any, arguments: dict[str, Any]) -> Iterator[None]:
         calls.append(sorted(arguments))
-        yield lambda tokens: calls.append(tokens.shape[1])
+        yield
         calls.append("done")
 
     generation.apply((), Hooks(around=around))
     generate(model)
     assert {"self", "inputs", "max_new_tokens", "do_sample"} <= set(calls[0])
-    assert calls[1:] == [24, "done"]
+    assert calls[1:] == ["done"]
     with pytest.raises(ValueError, match="unknown_argument"):
         generate(model, unknown_argument=1)
-    assert len(calls) == 4
+    assert len(calls) == 3
 
 
 def test_a_new_name_validates_and_the_hook_makes_its_cache(model: Any) -> None:
