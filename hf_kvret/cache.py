@@ -96,8 +96,6 @@ class RetrievalCache(Cache):
             arguments = options, make_index, make_store, self.needs_positions(options, number)
             layers[number] = new_layer(layers[number], *arguments, shape.rank)
             layers[number].layer_info = LayerInfo(number, shape)
-        # By folder, what this object saved there.
-        self.saved_digests: dict[str, str] = {}
         self.identity: CacheIdentity | None = None
         self.last_identity: CacheIdentity | None = None
         self.tokens = TokenRecord()
@@ -365,7 +363,7 @@ class RetrievalCache(Cache):
         twin.layers = [copy.deepcopy(layer) for layer in self.layers]
         for name, state in self.states.items():
             setattr(twin, name, state.fork())
-        twin.saved_digests, twin.rounds, twin.went_back = {}, RoundCounts(), 0
+        twin.rounds, twin.went_back = RoundCounts(), 0
         twin.stack = LayerStack(twin.layers)
         if changes:
             twin.options = options
@@ -396,22 +394,19 @@ class RetrievalCache(Cache):
         self,
         directory: str | os.PathLike[str],
         *,
-        overwrite: bool = False,
         model: PreTrainedModel | None = None,
     ) -> None:
         """Write the filled cache to ``directory``: ``cache.json``, and shards that it names.
 
-        A crash, a kill or a full disk leaves what was there before, or the new cache as a whole.
-        Other files of the folder stay, but for leftovers of broken saves.
+        A cache there is replaced. A crash, a kill or a full disk leaves what was there before, or
+        the new cache as a whole. Other files of the folder stay, but for leftovers of broken saves.
 
         Args:
             directory: where to; made if needed.
-            overwrite: replace any cache there, not only what this object saved or was loaded from.
             model: the one that filled the cache, where it could not see that (filled by hand).
 
         Raises:
             RuntimeError: in the middle of a forward pass.
-            FileExistsError: a cache is there that may not be replaced.
             OSError: the disk is full, for instance; says which cache is in place.
             ValueError: ``cache.json`` there is not of a cache; another model filled the cache; the
                 model is split over processes.
@@ -423,7 +418,7 @@ class RetrievalCache(Cache):
         if not self.part.is_whole:
             why = "the cache has some of the heads, as the model is split over processes"
             raise ValueError(f"{why}: fill one in one process (device_map='auto') to save it")
-        persistence.save(self, Path(directory), overwrite)
+        persistence.save(self, Path(directory))
 
     @classmethod
     def from_pretrained(

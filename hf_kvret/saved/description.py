@@ -28,15 +28,9 @@ _FILE = re.compile(rf"{STEM}-[0-9a-f]{{{VERSION_LEN}}}{re.escape(SUFFIX)}")
 
 @dataclass(frozen=True)
 class Description:
-    """The content of ``cache.json``, compared with its checksum.
-
-    Attributes:
-        content: by name, see docs/formats.md.
-        digest: SHA-256 of the file.
-    """
+    """The content of ``cache.json``, by name as docs/formats.md has it, compared with its checksum."""
 
     content: Mapping[str, Any]
-    digest: str
 
     @classmethod
     def read(cls, directory: Path) -> Self:
@@ -49,7 +43,7 @@ class Description:
         path = directory / DESCRIPTION
         if not path.is_file():
             raise FileNotFoundError(f"no saved cache in {directory}: {DESCRIPTION} is missing")
-        content, digest = _read(path)
+        content = _read(path)
         if content["format_version"] != FORMAT_VERSION:
             raise ValueError(
                 f"{path} has format version {content['format_version']}, this hf_kvret reads "
@@ -60,7 +54,7 @@ class Description:
         if not all(_FILE.fullmatch(name) for name in content["files"]):
             # No other file is opened, whoever wrote the names.
             raise ValueError(f"{path} names files that are not of tensors: {_AGAIN}")
-        return cls(content, digest)
+        return cls(content)
 
     def tensors(
         self, directory: Path, mapped: bool = False, maps_index: bool = False
@@ -92,12 +86,20 @@ def digest_of(directory: Path) -> str | None:
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
 
 
-def is_of_cache(directory: Path) -> bool:
-    """Whether ``cache.json`` in ``directory`` is of a saved cache, of whatever format."""
+def check_replaceable(directory: Path) -> None:
+    """ValueError for a ``cache.json`` in ``directory`` that is of no saved cache."""
+    path = directory / DESCRIPTION
+    if not path.is_file():
+        return
     try:
-        return {"format_version", "method", "layers"} <= _read(directory / DESCRIPTION)[0].keys()
-    except (FileNotFoundError, ValueError):
-        return False
+        is_cache = {"format_version", "method", "layers"} <= _read(path).keys()
+    except ValueError:
+        is_cache = False
+    if not is_cache:
+        raise ValueError(
+            f"{path} is not of a saved cache, or damaged, and would be replaced: give another "
+            "folder, or remove it"
+        )
 
 
 def verify_cache(directory: Path) -> list[str]:
@@ -121,14 +123,13 @@ def verify_cache(directory: Path) -> list[str]:
     ]
 
 
-def _read(path: Path) -> tuple[dict[str, Any], str]:
-    """The object in a JSON file, and the digest of the file; ValueError for anything else."""
-    text = path.read_bytes()
+def _read(path: Path) -> dict[str, Any]:
+    """The object in a JSON file with a format version; ValueError for anything else."""
     try:
-        content = json.loads(text)
+        content = json.loads(path.read_bytes())
     except ValueError as error:
         # A message may have all of the file's content.
         raise ValueError(f"{path} is corrupt ({str(error)[:200]}): {_AGAIN}") from error
     if not isinstance(content, dict) or "format_version" not in content:
         raise ValueError(f"{path} is corrupt (it has no format_version): {_AGAIN}")
-    return content, hashlib.sha256(text).hexdigest()
+    return content

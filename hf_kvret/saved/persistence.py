@@ -8,9 +8,7 @@ becomes code or the name of an attribute.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import logging
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -28,9 +26,8 @@ from hf_kvret.saved.description import (
     DESCRIPTION,
     STEM,
     Description,
-    digest_of,
+    check_replaceable,
     encoded,
-    is_of_cache,
 )
 from hf_kvret.saved.folder import Replacement, replacing
 from hf_kvret.saved.identity import CacheIdentity, facts_difference
@@ -48,18 +45,17 @@ _LEAST_MAPPED = 256 << 20
 FilledCache: TypeAlias = Any
 
 
-def save(cache: FilledCache, directory: Path, overwrite: bool) -> None:
-    """Write ``cache`` to ``directory``, and note that it lies there; see ``save_pretrained``.
+def save(cache: FilledCache, directory: Path) -> None:
+    """Write ``cache`` to ``directory``; see ``save_pretrained``.
 
     Raises:
         TypeError: a cache layer of transformers that is not known.
+        ValueError: ``cache.json`` there is not of a cache.
     """
     # Numbers are on the CPU also where another default device was set; as in `load`.
     with torch.device("cpu"), replacing(directory, DESCRIPTION, STEM) as replacement:
-        _check_overwrite(cache, directory, overwrite)
-        content = encoded(_write(cache, replacement))
-        replacement.commit(content)
-    note_saved(cache, directory, hashlib.sha256(content).hexdigest())
+        check_replaceable(directory)
+        replacement.commit(encoded(_write(cache, replacement)))
 
 
 def _write(cache: FilledCache, replacement: Replacement) -> dict[str, Any]:
@@ -107,22 +103,6 @@ def load(
             "the model is split over processes, and a saved cache has all heads: read the prompt "
             "in each process"
         )
-    cache, digest = _load(cls, directory, config, device, changes, mapped)
-    if model is not None and cache.identity is not None:
-        cache.check_model(model, f"the cache in {directory}")
-    note_saved(cache, directory, digest)
-    return cache
-
-
-def _load(
-    cls: type[FilledCache],
-    directory: Path,
-    config: PreTrainedConfig,
-    device: torch.device,
-    changes: dict[str, Any],
-    mapped: bool | str,
-) -> tuple[FilledCache, str]:
-    """The cache in ``directory``, and the digest of its ``cache.json``."""
     description = Description.read(directory)
     with torch.device("cpu"):
         cache = _empty_cache(cls, directory, description.content, config, changes)
@@ -130,7 +110,9 @@ def _load(
         is_mapped = _is_mapped(mapped, directory, description, reader)
         tensors = description.tensors(directory, is_mapped, device.type == "cpu")
         _fill(cache, directory, description.content, tensors, device)
-    return cache, description.digest
+    if model is not None and cache.identity is not None:
+        cache.check_model(model, f"the cache in {directory}")
+    return cache
 
 
 def _is_mapped(
@@ -217,29 +199,6 @@ def _empty_cache(
     if why := facts_difference({**content["model"], "layers": types}, shape):
         raise ValueError(f"{directory} was saved from another model: {why}")
     return cache
-
-
-def _check_overwrite(cache: FilledCache, directory: Path, overwrite: bool) -> None:
-    """FileExistsError, or ValueError, where a save into ``directory`` would replace too much."""
-    there = digest_of(directory)
-    if there is None:
-        return
-    if not is_of_cache(directory):
-        raise ValueError(
-            f"{directory / DESCRIPTION} is not of a saved cache, or damaged, and would be "
-            "replaced: give another folder, or remove it"
-        )
-    is_own = cache.saved_digests.get(os.path.realpath(directory)) == there
-    if not (overwrite or is_own):
-        raise FileExistsError(
-            f"{directory} holds a cache that another object saved: give another folder, or pass "
-            "overwrite=True to replace it"
-        )
-
-
-def note_saved(cache: FilledCache, directory: Path, digest: str) -> None:
-    """Note that ``directory`` holds what ``cache`` wrote there, or was loaded from."""
-    cache.saved_digests[os.path.realpath(directory)] = digest
 
 
 def _options_to_load(

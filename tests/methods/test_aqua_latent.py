@@ -91,7 +91,7 @@ def test_bytes_are_those_of_rows_alone(tmp_path: Path) -> None:
             assert store.row_nbytes(96) == rows.width * rows.dtype.itemsize == nbytes
         bits = options.get("bits", 4)
         assert [layer["bits"] for layer in cache.stats()["layers"]] == [bits, bits]
-        cache.save_pretrained(tmp_path / "saved", overwrite=True)
+        cache.save_pretrained(tmp_path / "saved")
         saved = read_saved(tmp_path / "saved")[1]
         rows = sum(
             saved[f"layers.1.store.{x}"][0, 0, 0].nbytes

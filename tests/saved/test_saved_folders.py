@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,31 +34,12 @@ def _first(cache: RetrievalCache) -> torch.Tensor:
     return cache.retrieval_layers[0].state_dict()["window.keys"]
 
 
-def test_a_save_replaces_what_the_same_object_saved(llama: PreTrainedModel, tmp_path: Path) -> None:
+def test_a_save_replaces_what_was_there(llama: PreTrainedModel, tmp_path: Path) -> None:
     mine, other = _filled(llama), _filled(llama, salt=1)
-    mine.save_pretrained(tmp_path)
-    mine.save_pretrained(tmp_path / "." / "sub" / "..")
-    for another in (other, mine.fork()):
-        with pytest.raises(FileExistsError, match=r"another object saved: .* overwrite=True"):
-            another.save_pretrained(tmp_path)
-    assert torch.equal(_first(FlatKVCache.from_pretrained(tmp_path, llama.config)), _first(mine))
-    other.save_pretrained(tmp_path, overwrite=True)
-    assert torch.equal(_first(FlatKVCache.from_pretrained(tmp_path, llama.config)), _first(other))
-    with pytest.raises(FileExistsError, match="another object saved"):
-        mine.save_pretrained(tmp_path)
-
-
-def test_a_loaded_cache_goes_on_where_it_was_loaded_from(
-    llama: PreTrainedModel, tmp_path: Path
-) -> None:
-    _filled(llama).save_pretrained(tmp_path)
-    one, two = (FlatKVCache.from_pretrained(tmp_path, llama.config) for _ in range(2))
-    with torch.no_grad():
-        llama(prompt(2, 9, salt=1), past_key_values=one)
-    one.save_pretrained(tmp_path)
-    # Meanwhile something else is there.
-    with pytest.raises(FileExistsError, match="another object saved"):
-        two.save_pretrained(tmp_path)
+    for cache in (mine, other, mine.fork()):
+        cache.save_pretrained(tmp_path)
+        there = FlatKVCache.from_pretrained(tmp_path, llama.config)
+        assert torch.equal(_first(there), _first(cache))
 
 
 def test_a_save_killed_at_any_step_leaves_the_old_or_the_new(
@@ -67,10 +47,9 @@ def test_a_save_killed_at_any_step_leaves_the_old_or_the_new(
 ) -> None:
     monkeypatch.setattr(shards, "SHARD_BYTES", 80_000)
     old, new = _filled(llama), _filled(llama, salt=1)
-    save_new = partial(new.save_pretrained, overwrite=True)
     states = [cache.retrieval_layers[1].state_dict() for cache in (old, new)]
     seen = []
-    for place in killed_saves(tmp_path, old.save_pretrained, save_new):
+    for place in killed_saves(tmp_path, old.save_pretrained, new.save_pretrained):
         there = FlatKVCache.from_pretrained(place, llama.config)
         found = there.retrieval_layers[1].state_dict()
         same = [all(torch.equal(found[name], one[name]) for name in one) for one in states]
@@ -90,12 +69,12 @@ def test_what_is_no_cache_is_not_replaced_and_an_older_format_is(
     path = tmp_path / "cache.json"
     path.write_text('{"model_type": "llama"}')
     with pytest.raises(ValueError, match="not of a saved cache, or damaged"):
-        _filled(llama).save_pretrained(tmp_path, overwrite=True)
+        _filled(llama).save_pretrained(tmp_path)
     assert path.read_text() == '{"model_type": "llama"}'
     path.unlink()
     _filled(llama).save_pretrained(tmp_path)
     write_saved(tmp_path, read_saved(tmp_path)[0] | {"format_version": 2})
-    FlatKVCache(llama.config, **OPTIONS).save_pretrained(tmp_path, overwrite=True)
+    FlatKVCache(llama.config, **OPTIONS).save_pretrained(tmp_path)
     assert FlatKVCache.from_pretrained(tmp_path, llama.config).get_seq_length() == 0
 
 
