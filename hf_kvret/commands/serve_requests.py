@@ -230,7 +230,8 @@ class NewestConversation:
         asked, (kept, self.cache) = (method.name, options), (self.cache, None)
         most = ids.shape[1] if shelf is None else USUAL_STEP
         if kept is not None and asked == self._asked and ids.shape[1] - _shared(kept, ids) < most:
-            arguments["past_key_values"], config.cache_config = kept, {**options}
+            arguments["past_key_values"] = kept
+            config.cache_implementation = config.cache_config = None
         # Two caches at once would need twice the memory.
         del kept
         result = generate(**arguments, return_dict_in_generate=True)

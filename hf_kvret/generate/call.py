@@ -6,7 +6,6 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -30,12 +29,9 @@ from hf_kvret.generate.requests import Request, current_request, request
 from hf_kvret.layer.hybrid import recording, stop_recording
 from hf_kvret.methods.known import METHODS
 from hf_kvret.models.kept_state import stateful_attributes
-from hf_kvret.models.ranks import agreed, share_error
 from hf_kvret.models.versions import CACHE_NAME, cache_argument
 from hf_kvret.replay import DecodeGraph
 
-# These options say where files lie, which may differ by rank.
-_OF_A_RANK = ("artifact", "disk")
 # Two calls that switch one model would take our attention for its own.
 _attention_lock = threading.Lock()
 
@@ -61,12 +57,6 @@ def around_generate(model: PreTrainedModel, arguments: dict[str, Any]) -> Iterat
             if call.retrieves and arguments.get("custom_generate") is not None:
                 check_custom(call, past_len if call.cache is None else call.start_len)
             call.has_retrieved = call.cache is not None
-        except Exception:
-            # Other ranks block in `prepare_cache` until this one reports; a custom generate never
-            # gets there.
-            if not call.is_prepared and arguments.get("custom_generate") is None:
-                share_error(model)
-            raise
         finally:
             end_use(call)
             cache, call.cache = call.cache, None
@@ -95,19 +85,6 @@ def prepare_cache(
     the model's attention if a retrieval cache is used.
     """
     call = current_request(model)
-    call.is_prepared = True
-    with agreed(model) as facts:
-        is_made = _make_cache(call, generation_config, model_kwargs)
-        if call.cache is not None:
-            options = asdict(call.cache.options) | dict.fromkeys(_OF_A_RANK)
-            facts += [call.cache.name, sorted(options.items()), call.start_len]
-            facts.append(generation_config.prefill_chunk_size)
-    return is_made
-
-
-def _make_cache(call: Request, generation_config: Any, model_kwargs: dict[str, Any]) -> bool:
-    """As ``prepare_cache``, of one rank."""
-    model = call.model
     keep_prepared(call)
     name = generation_config.cache_implementation
     cache: Any = model_kwargs.get(CACHE_NAME)

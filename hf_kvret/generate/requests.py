@@ -27,7 +27,6 @@ class Request:
         recording: layers of the cache that recorded the past before it.
         has_retrieved: the call used a retrieval cache to its end.
         is_delegated: a call of ``generate`` inside this one did.
-        is_prepared: ``generate`` came to the point where it makes a cache.
         preparation: of the state that a model keeps, or None.
         prepared_state: what ``generate`` had the model keep for the first pass; empty after that.
         keep_prompt: called before each pass, and when the call ends, also where it fails.
@@ -47,7 +46,6 @@ class Request:
     recording: Sequence[Any] = ()
     has_retrieved: bool = False
     is_delegated: bool = False
-    is_prepared: bool = False
     preparation: Any = None
     prepared_state: dict[str, Any] = field(default_factory=dict)
     keep_prompt: Callable[[], None] = lambda: None

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import torch
-from torch import distributed, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from hf_kvret.models.compatibility import layer_shapes
@@ -58,56 +54,6 @@ def _tensor_mesh(model: nn.Module) -> tuple[Any, int]:
         if "tp" in names and mesh.size(names.index("tp")) > 1:
             return mesh, names.index("tp")
     return None, 0
-
-
-@contextmanager
-def agreed(model: nn.Module) -> Iterator[list[object]]:
-    """Context of what all ranks of a tensor parallel model do alike, before they wait for another.
-
-    An error of one rank is raised on all of them, and so is a difference: yields a list for what
-    has to be the same. Each rank must come here. Other models are only looked at.
-
-    Raises:
-        RuntimeError: another rank failed.
-        ValueError: the lists of two ranks differ.
-    """
-    facts: list[object] = []
-    try:
-        yield facts
-    except Exception:
-        share_error(model)
-        raise
-    _exchange(model, facts)
-
-
-def share_error(model: nn.Module) -> None:
-    """Have the other ranks, in or before ``agreed``, raise as well."""
-    _exchange(model, None)
-
-
-def _exchange(model: nn.Module, facts: list[object] | None) -> None:
-    """Compare ``facts`` of all ranks; None: this one failed, and raises its own error."""
-    mesh, dim = _tensor_mesh(model)
-    if mesh is None:
-        return
-    digest = hashlib.sha256(repr(facts).encode()).digest()
-    number = int.from_bytes(digest[:6])
-    device = next(model.parameters()).device
-    answer = torch.tensor([facts is None, number, -number], dtype=torch.int64, device=device)
-    distributed.all_reduce(answer, distributed.ReduceOp.MAX, group=mesh.get_group(dim))
-    failed, most, least = answer.tolist()
-    if facts is None:
-        return
-    if failed:
-        raise RuntimeError(
-            "another rank of this tensor parallel model raised an error, so this one does not "
-            "begin either: see what that one says"
-        )
-    if most != -least:
-        raise ValueError(
-            "the ranks of this tensor parallel model differ in the method, its options, the tokens "
-            "that the cache holds or prefill_chunk_size: give each rank the same"
-        )
 
 
 def check_split(model: PreTrainedModel) -> None:

@@ -28,7 +28,7 @@ _FILE = re.compile(rf"{STEM}-[0-9a-f]{{{VERSION_LEN}}}{re.escape(SUFFIX)}")
 
 @dataclass(frozen=True)
 class Description:
-    """The content of ``cache.json``, by name as docs/formats.md has it, compared with its checksum."""
+    """The content of ``cache.json`` by name, see docs/formats.md, compared with its checksum."""
 
     content: Mapping[str, Any]
 

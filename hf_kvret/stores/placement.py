@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from hf_kvret.options.config import RetrievalConfig
-from hf_kvret.stores.free_memory import free_bytes, free_host_bytes
 
 _log = logging.getLogger(__name__)
+
+MEMINFO = Path("/proc/meminfo")
 
 CODED = ("higgs", "higgs-host")
 """Names of stores whose rows only a store of these can load."""
@@ -70,6 +72,24 @@ def choose(device: torch.device, rows_bytes: int, options: RetrievalConfig) -> C
             codes if options.takes("store", coded) else "",
         )
     return Choice(store, reason)
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Device memory that torch can still give out, its own cache included; None: not a GPU."""
+    if device.type != "cuda":
+        return None
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def free_host_bytes() -> int | None:
+    """Bytes that this machine can give out without swapping, page cache included.
+
+    None: nobody says, as on macOS and Windows. The limit of a container is not looked at.
+    """
+    lines = MEMINFO.read_text().splitlines() if MEMINFO.is_file() else ()
+    sizes = (line.split()[1] for line in lines if line.startswith("MemAvailable:"))
+    return next((1024 * int(size) for size in sizes), None)
 
 
 def _text(size: int) -> str:

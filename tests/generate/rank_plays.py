@@ -1,4 +1,4 @@
-"""What ranks refuse, alone or with each other: modes for ``run_on_ranks``.
+"""What ranks refuse: modes for ``run_on_ranks``.
 
 A single process plays along: what only ranks can show, it records as if it had.
 """
@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import distributed
 
-from hf_kvret import ParisKVCache
 from hf_kvret.layer.latent import ModuleHeads
 from hf_kvret.models.ranks import part_of
 from hf_kvret.testing.scenario import Scenario, prompt
@@ -22,21 +21,17 @@ RUN: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
 SMALL = {"dense_below": 0, "sink": 4, "recent": 16, "flush": 16, "top_k": 8}
 
 
-def rank() -> int:
-    return distributed.get_rank() if distributed.is_initialized() else 0
-
-
 def is_alone() -> bool:
     return not distributed.is_initialized()
 
 
-def refused(call: Callable[[], object], words: str, error: type[Exception] = ValueError) -> Any:
-    """Whether ``call`` raises ``error`` with ``words``; 1 in a single process."""
+def refused(call: Callable[[], object], words: str) -> Any:
+    """Whether ``call`` raises ValueError with ``words``; 1 in a single process."""
     if is_alone():
         return torch.tensor(1)
     try:
         call()
-    except error as raised:
+    except ValueError as raised:
         assert words in str(raised), str(raised)
         return torch.tensor(1)
     return torch.tensor(0)
@@ -50,38 +45,6 @@ def saved(s: Scenario, folder: Path) -> None:
     s.record("saved", heads)
     load = partial(type(cache).from_pretrained, folder, s.model.config, model=s.model)
     s.record("loaded", refused(load, "the model is split over processes"))
-
-
-def errors(s: Scenario, folder: Path) -> None:
-    """What one rank refuses, or has otherwise, all refuse at once."""
-    del folder
-    s.generate(prompt(1, 200), s.cache(), "before", **RUN)
-    mine = rank() == 1
-
-    def other_options() -> None:
-        cache = ParisKVCache(s.model.config, **{**SMALL, "top_k": 64 if mine else 8})
-        s.model.generate(prompt(1, 200), past_key_values=cache, **RUN)
-
-    def unknown_option() -> None:
-        options = {"no_such_option": 1} if mine else SMALL
-        call = {"cache_implementation": "paris", "cache_config": options}
-        s.model.generate(prompt(1, 200), **call, **RUN)
-
-    def two_caches() -> None:
-        cache = ParisKVCache(s.model.config, **SMALL)
-        call = {"cache_implementation": "lrqk"} if mine else {}
-        s.model.generate(prompt(1, 200), past_key_values=cache, **call, **RUN)
-
-    def unknown_keyword() -> None:
-        call: dict[str, Any] = {"no_such_keyword": 1} if mine else {}
-        s.model.generate(prompt(1, 200), cache_implementation="paris", cache_config=SMALL, **call)
-
-    s.record("options differ", refused(other_options, "the ranks of this tensor parallel model"))
-    calls = {"option": unknown_option, "caches": two_caches, "keyword": unknown_keyword}
-    for name, call in calls.items():
-        how: Any = ("", (TypeError, ValueError)) if mine else ("another rank", RuntimeError)
-        s.record(name, refused(call, *how))
-    s.generate(prompt(1, 200), s.cache(), "after", **RUN)
 
 
 def a_shelf(s: Scenario, folder: Path) -> None:

@@ -21,7 +21,7 @@ from hf_kvret import FlatKVCache, registered_methods
 from hf_kvret.generate import chunks
 from hf_kvret.methods.flat import FlatConfig
 from hf_kvret.models.versions import CHUNKS_COUNT_PAST
-from hf_kvret.stores.free_memory import free_bytes
+from hf_kvret.stores.placement import free_bytes
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
 from hf_kvret.testing.conformance import LOGIT_TOLERANCE
 from hf_kvret.testing.scenario import prompt, ragged

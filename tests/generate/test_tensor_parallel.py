@@ -43,7 +43,7 @@ def test_two_ranks_give_what_one_process_gives(
 ) -> None:
     """All of it in one spawn, which is most of the time."""
     cases = [
-        *(RankCase("paris", f"{PLAYS}:{name}", SMALL) for name in ("saved", "errors", "a_shelf")),
+        *(RankCase("paris", f"{PLAYS}:{name}", SMALL) for name in ("saved", "a_shelf")),
         RankCase("paris", "beams_ragged", COVERING_OPTIONS),
         RankCase(
             "a2ats", "second_turn_ragged", {**COVERING_OPTIONS, "artifact": artifacts["a2ats"]}

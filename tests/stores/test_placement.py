@@ -15,9 +15,8 @@ from hf_kvret import FlatKVCache
 from hf_kvret.methods.aqua import AquaConfig
 from hf_kvret.methods.flat import FlatConfig
 from hf_kvret.methods.paris import ParisConfig
-from hf_kvret.stores import free_memory
-from hf_kvret.stores.free_memory import free_host_bytes
-from hf_kvret.stores.placement import Choice, choose
+from hf_kvret.stores import placement
+from hf_kvret.stores.placement import Choice, choose, free_host_bytes
 from hf_kvret.testing.scenario import prompt
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -30,13 +29,10 @@ TOKEN_BYTES = 2 * 2 * 2 * 16 * 4
 @pytest.fixture
 def free(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
     """Sets how many KiB of host memory are free, and how many bytes of the GPU's."""
-    folder = tmp_path / "proc"
-    folder.mkdir()
-    monkeypatch.setattr(free_memory, "PROC", folder)
-    monkeypatch.setattr(free_memory, "CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(placement, "MEMINFO", tmp_path / "meminfo")
 
     def set_free(host_kib: int, gpu: int = 0) -> None:
-        (folder / "meminfo").write_text(f"MemTotal: 9999999 kB\nMemAvailable: {host_kib} kB\n")
+        (tmp_path / "meminfo").write_text(f"MemTotal: 9999999 kB\nMemAvailable: {host_kib} kB\n")
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (gpu, 10**12))
 
     return set_free
@@ -94,8 +90,8 @@ def test_rows_without_room_are_told_with_remedies(
 def test_where_free_memory_is_unknown_rows_go_to_the_device(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(free_memory, "PROC", tmp_path)
-    monkeypatch.setattr(free_memory, "CGROUPS", tmp_path)
+    monkeypatch.setattr(placement, "MEMINFO", tmp_path / "meminfo")
+    assert free_host_bytes() is None
     (tmp_path / "meminfo").write_text("MemTotal: 9999999 kB\n")
     assert free_host_bytes() is None
     chosen = choose(CPU, 2**60, FlatConfig())
@@ -122,53 +118,3 @@ def test_a_cache_decides_once_for_all_rows_to_come(
     named = FlatKVCache(llama.config, store="device", **SMALL)
     llama.generate(ids, past_key_values=named, **GREEDY)
     assert named.stats()["store_reason"] is None
-
-
-MIB = 2**20
-SYSTEM = 8000 * MIB
-# Bytes of a group's page cache, which is free: 150 MiB.
-CACHED = "anon 123\nfile 999\ninactive_file 104857600\nactive_file 52428800\nshmem 7"
-SCOPE = "/user.slice/session.scope"
-
-
-def limits(most: int | str, current: int, group: str = "", **more: int | str) -> dict[str, Any]:
-    """Files of a group: the most memory that it may have, and what it has, in MiB."""
-    sizes = {"max": most, "current": current, **more}
-    return {
-        f"{group}/memory.{name}": size * MIB if isinstance(size, int) else size
-        for name, size in sizes.items()
-    }
-
-
-@pytest.mark.parametrize(
-    ("process", "files", "expected"),
-    [
-        # No cgroup; a limit, one that was lowered, none, and one above what there is.
-        (None, {}, SYSTEM),
-        ("/", limits(1000, 300), 700 * MIB),
-        ("/", limits(1000, 1200), 0),
-        ("/", limits("max", 300), SYSTEM),
-        ("/", limits(90_000, 300), SYSTEM),
-        ("/", limits(1000, 1000, stat=CACHED), 150 * MIB),
-        # Groups above the process count, and limits by which it is slowed down.
-        (SCOPE, limits(2000, 500, "/user.slice"), 1500 * MIB),
-        (SCOPE, limits(900, 300, SCOPE, high=400), 100 * MIB),
-        # A container may be shown a path of its host.
-        ("/docker/0123", limits(600, 100), 500 * MIB),
-        ("/../other", limits(600, 100), 500 * MIB),
-    ],
-)
-def test_the_least_of_system_and_cgroups_is_free(
-    process: str | None, files: dict[str, Any], expected: int, free: Any, tmp_path: Path
-) -> None:
-    free(SYSTEM // 1024)
-    proc, groups = free_memory.PROC, free_memory.CGROUPS
-    # A group outside of the container.
-    contents = {tmp_path / "other" / f"memory.{name}": 1 for name in ("max", "current")}
-    contents |= {groups / path[1:]: value for path, value in files.items()}
-    if process is not None:
-        contents[proc / "self" / "cgroup"] = f"4:memory:/jobs\n0::{process}"
-    for path, content in contents.items():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"{content}\n")
-    assert free_host_bytes() == expected

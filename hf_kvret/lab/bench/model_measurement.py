@@ -45,7 +45,7 @@ from hf_kvret.lab.program.options import option
 from hf_kvret.lab.program.progress import tqdm
 from hf_kvret.lab.report.results import Cell, Results, why_missing
 from hf_kvret.models.compatibility import is_latent, layer_shapes
-from hf_kvret.stores.free_memory import free_host_bytes
+from hf_kvret.stores.placement import free_host_bytes
 
 _LEAST_CONTEXT = 64
 # A median of fewer steps says nothing.

@@ -23,7 +23,7 @@ from hf_kvret.lab.report.tables import markdown_table
 from hf_kvret.models.compatibility import is_latent
 from hf_kvret.saved.identity import printable
 from hf_kvret.stores import STORES
-from hf_kvret.stores.free_memory import free_host_bytes
+from hf_kvret.stores.placement import free_host_bytes
 
 # The search for the largest context ends at so many tokens.
 _MOST_TOKENS = 1 << 30
