@@ -5,25 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
-from huggingface_hub import HfApi, hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError
 
 from hf_kvret.artifacts.card import model_card
 from hf_kvret.artifacts.files import (
-    DESCRIPTION,
-    PATTERNS,
-    TENSORS,
-    check_no_foreign_artifact,
     read_description,
     read_tensors,
     write_folder,
@@ -88,22 +80,6 @@ class CalibrationArtifact:
             digest.update(content.numpy().data)
         return digest.hexdigest()
 
-    def check_sha256(self, sha256: str) -> None:
-        """Refuse this artifact unless it is the one that is meant.
-
-        Args:
-            sha256: of that one.
-
-        Raises:
-            ValueError: its ``sha256`` is another; both are named.
-        """
-        if self.sha256 != sha256:
-            raise ValueError(
-                f"the {self.method} artifact of {self.model.name} has sha256 {self.sha256}, and "
-                f"artifact_sha256 asks for {sha256}: load the artifact that was meant (a commit's "
-                "id as revision= pins it on the hub), or, where you trust this one, give its sha256"
-            )
-
     def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
         """Write ``artifact-<version>.safetensors``, ``config.json`` and the card ``README.md``.
 
@@ -116,7 +92,8 @@ class CalibrationArtifact:
                 replaces only an older one of its method.
         """
         path = Path(directory).expanduser()
-        self._write(path, path.resolve().name)
+        description = {**self._plain(), "made_with": f"hf-kvret {__version__}"}
+        write_folder(path, description, self.tensors, model_card(description, path.resolve().name))
 
     @classmethod
     def from_pretrained(
@@ -173,50 +150,6 @@ class CalibrationArtifact:
             quality=description["quality"],
         )
 
-    def push_to_hub(
-        self,
-        repo_id: str,
-        *,
-        private: bool | None = None,
-        revision: str | None = None,
-        token: str | bool | None = None,
-    ) -> str:
-        """Upload the artifact in one commit; returns the commit's URL.
-
-        The repository, and the branch ``revision``, are made where they don't exist. An artifact
-        of the same method and a model card there are replaced.
-
-        Args:
-            repo_id: ``user/name``, or ``name`` for the user who is logged in.
-            private: of a repository that is made; None for the default of its owner.
-            revision: branch; None for ``main``.
-            token: of the hub; None for the one that is logged in.
-
-        Raises:
-            OSError: of the hub's client: offline, not logged in, or no right to write there.
-            ValueError: no hub id, or a repository of a model, or of another method's artifact.
-        """
-        api = HfApi(token=token)
-        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
-        if revision is not None:
-            api.create_branch(repo_id, branch=revision, exist_ok=True)
-        # A cached copy may be older than the file that would be replaced, so none is taken.
-        with tempfile.TemporaryDirectory() as folder, suppress(EntryNotFoundError):
-            hf_hub_download(repo_id, DESCRIPTION, revision=revision, local_dir=folder, token=token)
-            check_no_foreign_artifact(Path(folder), self.method, repo_id)
-        with tempfile.TemporaryDirectory() as folder:
-            self._write(Path(folder), repo_id)
-            commit = api.upload_folder(
-                repo_id=repo_id,
-                folder_path=folder,
-                commit_message=f"{self.method} artifact for {self.model.name}",
-                revision=revision,
-                allow_patterns=list(PATTERNS),
-                # The older tensors have another name.
-                delete_patterns=list(TENSORS),
-            )
-        return commit.commit_url
-
     def check(self, config: PreTrainedConfig) -> None:
         """Refuse a model of another architecture, by its configuration alone.
 
@@ -264,11 +197,6 @@ class CalibrationArtifact:
                 f"keys: make an artifact of your model with `hf-kvret calibrate {self.method}`"
             )
         return count
-
-    def _write(self, directory: Path, source: str) -> None:
-        """Write the files; ``source`` is what the code in the card loads from."""
-        description = {**self._plain(), "made_with": f"hf-kvret {__version__}"}
-        write_folder(directory, description, self.tensors, model_card(description, source))
 
     def _plain(self) -> dict[str, Any]:
         """All but the tensors, as plain JSON."""

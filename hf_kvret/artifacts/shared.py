@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
@@ -30,17 +30,15 @@ class ArtifactConfig(RetrievalConfig):
         artifact: folder or hub id of the calibration artifact that belongs to the model. ``None``:
             the folder with the method's name, in the folder that the model was loaded from.
         revision: branch, tag or commit of the artifact on the hub. ``None``: its main branch.
-        artifact_sha256: digest that the artifact must have, as ``hf-kvret inspect`` shows it.
-            ``None``: any.
     """
 
     method: ClassVar[str]
     # The end of the message for a user who has no artifact.
     way_out: ClassVar[str] = ""
+    retired: ClassVar[Mapping[str, Any]] = {"artifact_sha256": None}
 
     artifact: str | None = option(None, text(note="a name"), OneOf(None))
     revision: str | None = option(None, text(note="a name"), OneOf(None))
-    artifact_sha256: str | None = option(None, text(note="64 hexadecimal digits"), OneOf(None))
 
     def __post_init__(self) -> None:
         if isinstance(self.artifact, os.PathLike):
@@ -92,12 +90,10 @@ class ArtifactConfig(RetrievalConfig):
                 f"the options name no artifact: pass {name}(artifact='folder-or-hub-id')"
                 f"{self.way_out}, or make a cache of {self.method}, which looks beside the model"
             )
-        return shared_artifact(self.artifact, self.revision, self.method, self.artifact_sha256)
+        return shared_artifact(self.artifact, self.revision, self.method)
 
 
-def shared_artifact(
-    artifact: str, revision: str | None, method: str, sha256: str | None = None
-) -> CalibrationArtifact:
+def shared_artifact(artifact: str, revision: str | None, method: str) -> CalibrationArtifact:
     """The artifact of a folder or hub id; read again when a folder was rewritten.
 
     Raises:
@@ -106,10 +102,7 @@ def shared_artifact(
     file = (Path(artifact).expanduser() / DESCRIPTION).absolute()
     # A folder that was rewritten has another time, and is another artifact.
     stamp = (str(file), file.stat().st_mtime_ns) if file.is_file() else None
-    result = _read_once(artifact, revision, method, stamp)
-    if sha256 is not None:
-        result.check_sha256(sha256)
-    return result
+    return _read_once(artifact, revision, method, stamp)
 
 
 @functools.lru_cache(maxsize=4)

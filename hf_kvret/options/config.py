@@ -331,7 +331,7 @@ FORK_OPTIONS = LOAD_OPTIONS - _STORE_OPTIONS
 """Options that a fork may change: they don't affect what is held, nor where."""
 # A load may change these too: the artifact may be in another place. The index itself refuses an
 # artifact other than the one that it was saved with.
-_MOVABLE_OPTIONS = {"artifact", "revision", "artifact_sha256"}
+_MOVABLE_OPTIONS = {"artifact", "revision"}
 
 
 def forked(options: Any, changes: dict[str, Any]) -> Any:

@@ -11,7 +11,7 @@ import contextlib
 from typing import Any
 
 # Names of an artifact, also those that look like numbers.
-_TEXT_OPTIONS = {"artifact", "revision", "artifact_sha256"}
+_TEXT_OPTIONS = {"artifact", "revision"}
 
 
 def parse_spec(text: str) -> tuple[str, dict[str, Any]]:

@@ -64,12 +64,11 @@ class AquaConfig(ArtifactConfig):
             # The command line parses "none" to None.
             object.__setattr__(self, "predictor", "none")
         super().__post_init__()
-        for name in ("artifact", "artifact_sha256"):
-            value = getattr(self, name)
-            if self.predictor == "none" and value is not None:
-                raise ValueError(
-                    f"{name}={value!r} with predictor='none', which uses no artifact: leave one out"
-                )
+        if self.predictor == "none" and self.artifact is not None:
+            raise ValueError(
+                f"artifact={self.artifact!r} with predictor='none', which uses no artifact: leave "
+                "one out"
+            )
 
     @classmethod
     def why_not(cls, name: str, value: Any) -> list[str]:
