@@ -1,20 +1,18 @@
 """Checks of what methods learned, before a token is cached.
 
-An artifact of another model, shape or version is refused with an error that names it and says how
-to get another. Its numbers are believed: checksums find damage.
+An artifact of another model or version is refused with an error that names it and says how to get
+another. Its tensors are believed: checksums find damage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
-import torch
 from transformers import PreTrainedConfig
 
 from hf_kvret.artifacts.artifact import CalibrationArtifact
-from hf_kvret.models.compatibility import retrieval_shapes
 from hf_kvret_model_patches.rope import Rope
 
 Options = TypeVar("Options")
@@ -65,55 +63,6 @@ def learned_rope(artifact: CalibrationArtifact, layer: int) -> Rope:
     frequencies = artifact.tensors[f"layers.{layer}.inv_freq"]
     factor, last = settings["attention_factor"], settings.get("last", False)
     return Rope(frequencies, factor, settings["layout"], last)
-
-
-def check_fit(
-    artifact: CalibrationArtifact,
-    config: PreTrainedConfig,
-    check: Callable[[CalibrationArtifact, int], object],
-    shape_of: Callable[[CalibrationArtifact, int], tuple[int, int]],
-) -> None:
-    """Refuse an artifact that can't be one of a model, before any token is cached.
-
-    Args:
-        artifact: of the model's architecture, as ``CalibrationArtifact.check`` found.
-        config: of the model.
-        check: the method's own of a layer.
-        shape_of: KV heads and head dim that a layer was learned from.
-    """
-    for layer, shape in retrieval_shapes(config).items():
-        check(artifact, layer)
-        heads, dim = shape_of(artifact, layer)
-        # Some models have a KV head for each query head, whatever their configuration says.
-        if heads not in (shape.kv_heads, shape.heads) or dim != shape.head_dim:
-            raise damaged(
-                artifact,
-                f"has {heads} heads of {dim} numbers for layer {layer}, the model has "
-                f"{shape.kv_heads} of {shape.head_dim}",
-            )
-
-
-class Expected(NamedTuple):
-    """The dtypes and the shape that a tensor may have; None: any size."""
-
-    dtypes: tuple[torch.dtype, ...]
-    shape: tuple[int | None, ...]
-
-
-def check_tensors(
-    artifact: CalibrationArtifact, layer: int, expected: Mapping[str, Expected]
-) -> None:
-    """Check that the tensors of a layer have the dtypes and shapes that are ``expected``."""
-    for part, (dtypes, shape) in expected.items():
-        name = f"layers.{layer}.{part}"
-        tensor = artifact.tensors.get(name)
-        if tensor is None:
-            raise damaged(artifact, f"has no {name}")
-        fits = tensor.ndim == len(shape) and tensor.dtype in dtypes
-        pairs = zip(shape, tensor.shape, strict=False)
-        if not fits or any(size not in (None, own) for size, own in pairs):
-            is_there = f"{list(tensor.shape)} in {tensor.dtype}"
-            raise damaged(artifact, f"has {name} {is_there}, not {list(shape)} in {dtypes}")
 
 
 def check_positions_known(config: PreTrainedConfig, instead: str, command: str) -> None:

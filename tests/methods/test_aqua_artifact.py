@@ -13,11 +13,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-import hf_kvret
 from hf_kvret.artifacts import CalibrationArtifact
-from hf_kvret.methods.aqua import AquaConfig, AquaKVCache, AquaStore
+from hf_kvret.methods.aqua import AquaConfig, AquaKVCache
 from hf_kvret.methods.aqua.config import layer_plan
-from hf_kvret.stores.memory import DeviceMemory
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
 from hf_kvret.testing.scenario import prompt, ragged
 
@@ -158,15 +156,6 @@ def test_a_model_with_images_is_refused_unless_keys_stay_rotated(artifact_of: Ar
     ):
         model.generate(prompt(1, 60), past_key_values=cache, max_new_tokens=4, do_sample=False)
         assert cache.stats()["layers"][1]["selected"] > 0
-
-
-def test_a_part_of_the_heads_is_refused(artifact_of: ArtifactOf) -> None:
-    """As a rank of a tensor-parallel model has them."""
-    options = AquaConfig(artifact=artifact_of("aqua", "llama"), bits=4)
-    store = AquaStore(layer_plan(options, 0), DeviceMemory(torch.device("cpu")))
-    keys = torch.zeros(1, 1, 4, 16)
-    with pytest.raises(ValueError, match=r"2 KV heads.*this layer has 1 KV heads"):
-        store.append(hf_kvret.TokenBlock(keys, keys, 0))
 
 
 def _bare(model: PreTrainedModel, **options: Any) -> AquaKVCache:

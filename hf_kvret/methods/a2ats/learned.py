@@ -12,11 +12,8 @@ from transformers import PreTrainedConfig
 
 from hf_kvret.artifacts import CalibrationArtifact
 from hf_kvret.artifacts.checks import (
-    Expected,
     calibration_options,
-    check_fit,
     check_positions_known,
-    check_tensors,
     learned_rope,
 )
 from hf_kvret.artifacts.shared import made_once
@@ -219,30 +216,15 @@ def check_artifact(artifact: CalibrationArtifact, config: PreTrainedConfig) -> N
     """Refuse an artifact that can't be one of a model, before any token is cached.
 
     Raises:
-        ValueError: the first thing that is wrong: architecture, options, layers or shapes.
+        ValueError: the first thing that is wrong: architecture, options, or the model's positions.
     """
     artifact.check(config)
     SPACES[_options(artifact).space].check_model(config)
-    check_fit(artifact, config, _check_layer, _shape)
-
-
-def _shape(artifact: CalibrationArtifact, layer: int) -> tuple[int, int]:
-    """KV heads and head dim of the codewords of a layer."""
-    heads, _, dim = artifact.tensors[f"layers.{layer}.codewords"].shape
-    return heads, dim
 
 
 def _options(artifact: CalibrationArtifact) -> CodebookOptions:
     make = partial(calibration_options, artifact, CodebookOptions, STORED_NAMES, _UNREAD)
     return made_once(artifact, "options", make)
-
-
-def _check_layer(artifact: CalibrationArtifact, layer: int) -> None:
-    words = Expected(tuple(CODEWORD_DTYPES.values()), (None, None, None))
-    rotation = Expected((torch.float32,), (None,))
-    check_tensors(artifact, layer, {"codewords": words, "inv_freq": rotation})
-    heads, dim = _shape(artifact, layer)
-    check_tensors(artifact, layer, {"metric": Expected((torch.float32,), (heads, dim, dim))})
 
 
 def learned_layer(

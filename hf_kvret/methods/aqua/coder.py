@@ -104,13 +104,12 @@ class RowCoder:
         With ``value_in_key`` the value dim is 0.
 
         Raises:
-            ValueError: a shape that doesn't fit the predictors or groups.
+            ValueError: a width that no group divides.
         """
         predictors = None
         if plan.artifact is not None:
             with_inputs = plan.previous is not None
             predictors = learned_layer(plan.artifact, plan.layer, with_inputs, device, dtype)
-            predictors.check_shape(*shape)
         bits, (heads, *dims) = plan.bits, shape
         if lowest and plan.artifact is None:
             # Without an artifact the first layer is known by its place alone.

@@ -38,7 +38,6 @@ import hashlib
 import math
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -46,13 +45,9 @@ from transformers import PreTrainedConfig
 
 from hf_kvret.artifacts import CalibrationArtifact
 from hf_kvret.artifacts.checks import (
-    Expected,
     calibration_options,
-    check_fit,
     check_positions_known,
-    check_tensors,
     damaged,
-    layer_settings,
     learned_rope,
 )
 from hf_kvret.artifacts.shared import made_once
@@ -137,47 +132,6 @@ class Predictor:
         return self.bias.nbytes + (0 if self.weight is None else self.weight.nbytes)
 
 
-class LayerSettings(NamedTuple):
-    """Settings of a layer, as described above."""
-
-    previous: int | None
-    heads: int
-    head_dim: int
-    value_head_dim: int
-
-    @classmethod
-    def of(cls, artifact: CalibrationArtifact, layer: int) -> Self:
-        """The settings that an artifact has for layer number ``layer``.
-
-        Raises:
-            ValueError: it has none.
-        """
-        settings = layer_settings(artifact, layer)
-        return cls(*(settings[name] for name in cls._fields))
-
-    @property
-    def widths(self) -> dict[str, int]:
-        """Elements of a token's key and value; 0 where values are in their keys."""
-        return {"key": self.heads * self.head_dim, "value": self.heads * self.value_head_dim}
-
-
-def expected_tensors(
-    options: PredictorOptions, layer: LayerSettings, below: LayerSettings | None, pairs: int
-) -> dict[str, Expected]:
-    """The dtype and shape of each tensor of a layer, by name.
-
-    ``below`` is the layer that predicts it, None in an anchor; ``pairs`` counts its frequencies.
-    """
-    tensors = {"inv_freq": Expected((torch.float32,), (pairs,))}
-    for name, width in layer.widths.items():
-        if width and (below is not None or options.anchor_mean):
-            tensors[f"{name}.bias"] = Expected((torch.float32,), (width,))
-        if width and below is not None:
-            inputs = below.widths[name] + (layer.widths["key"] if name == "value" else 0)
-            tensors[f"{name}.weight"] = Expected((torch.bfloat16,), (width, inputs))
-    return tensors
-
-
 @dataclass(frozen=True, eq=False)
 class LearnedLayer:
     """Predictors and rotation of one layer, shared by all caches.
@@ -186,14 +140,12 @@ class LearnedLayer:
         key: predicts keys from those of the layer below; None: nothing is predicted.
         value: predicts values, from keys of this layer and values of the one below; None: the same.
         rope: un-rotates keys before they are coded; None: keys are coded after RoPE.
-        shape: KV heads, key dim and value dim that it was learned from.
         source: all tensors of the layer, on the CPU.
     """
 
     key: Predictor | None
     value: Predictor | None
     rope: Rope | None
-    shape: tuple[int, int, int]
     source: dict[str, torch.Tensor]
 
     @property
@@ -211,34 +163,16 @@ class LearnedLayer:
             digest.update(x.contiguous().flatten().view(torch.uint8).numpy().tobytes())
         return int.from_bytes(digest.digest()[:8]) >> 1
 
-    def check_shape(self, heads: int, key_dim: int, value_dim: int) -> None:
-        """ValueError unless tokens have the shape that it was learned from."""
-        if (heads, key_dim, value_dim) != self.shape:
-            names = "{} KV heads, key dim {}, value dim {}"
-            raise ValueError(
-                f"the aqua artifact was learned from {names.format(*self.shape)}; this layer has "
-                f"{names.format(heads, key_dim, value_dim)}: all KV heads of a token predict "
-                "together, so a part of them (tensor parallelism) can't be served; use "
-                "predictor='none'"
-            )
-
 
 def check_artifact(artifact: CalibrationArtifact, config: PreTrainedConfig) -> None:
     """Refuse an artifact that can't be one of a model, before any token is cached.
 
     Raises:
-        ValueError: the first thing that is wrong: architecture, options, layers or shapes.
+        ValueError: the first thing that is wrong: architecture, options, or the model's positions.
     """
     artifact.check(config)
     if learned_options(artifact).space == "before":
         check_positions_known(config, "predictor='none'", "`hf-kvret calibrate aqua --space after`")
-    check_fit(artifact, config, _check_layer, _shape)
-
-
-def _shape(artifact: CalibrationArtifact, layer: int) -> tuple[int, int]:
-    """KV heads and head dim that a layer was learned from."""
-    settings = LayerSettings.of(artifact, layer)
-    return settings.heads, settings.head_dim
 
 
 def learned_options(artifact: CalibrationArtifact) -> PredictorOptions:
@@ -252,15 +186,6 @@ def _read_options(artifact: CalibrationArtifact) -> PredictorOptions:
         if stored != value:
             raise damaged(artifact, f"has {name}={stored!r}, and this version reads {value!r} only")
     return calibration_options(artifact, PredictorOptions, unread=(*_RETIRED, *_UNREAD))
-
-
-def _check_layer(artifact: CalibrationArtifact, layer: int) -> None:
-    options = learned_options(artifact)
-    rope = learned_rope(artifact, layer)
-    settings = LayerSettings.of(artifact, layer)
-    below = None if settings.previous is None else LayerSettings.of(artifact, settings.previous)
-    expected = expected_tensors(options, settings, below, len(rope.inv_freq))
-    check_tensors(artifact, layer, expected)
 
 
 def needs_positions(artifact: CalibrationArtifact) -> bool:
@@ -296,14 +221,12 @@ def learned_layer(
             for name, x in artifact.tensors.items()
             if name.startswith(prefix)
         }
-        settings = LayerSettings.of(artifact, layer)
         rope = learned_rope(artifact, layer).to(device)
         is_before = options.space == "before" and rope.rotary_dim > 0
         return LearnedLayer(
             key=predictor(source, "key"),
             value=predictor(source, "value"),
             rope=rope if is_before else None,
-            shape=(settings.heads, settings.head_dim, settings.value_head_dim),
             source=source,
         )
 
