@@ -105,8 +105,7 @@ def chunk_prompt(
     result, assisted decoding, and, with transformers before 5.21, after tokens that are already
     cached. So it does where chunks would give something else than one pass, see ``why_whole``.
     ``"auto"`` never cuts for models with recurrent or convolutional layers, as some of them don't
-    continue from their state. Where layers can't go back, or the call ``cuts_end``, chunks end
-    where snapshots are taken.
+    continue from their state. Where layers can't go back, chunks end where snapshots are taken.
 
     Raises:
         ValueError: the caller's ``prefill_chunk_size`` cuts a prompt that has to go in one pass.
@@ -148,8 +147,8 @@ def chunk_prompt(
         generation_config.prefill_chunk_size = size
     chunk = size or length
     past = cache.get_seq_length()
-    cuts = call.cuts_end or are_taken(cache.layers, cache.options.snapshots)
-    if length and cuts and not is_assisted(call, generation_config):
+    is_cut = are_taken(cache.layers, cache.options.snapshots)
+    if length and is_cut and not is_assisted(call, generation_config):
         whole = obstacle or cache.options.follows_model
         sizes = [chunk] if whole else _sizes(length, chunk, cache)
         if len(sizes) > 1 and not _why_whole(model, cache, model_kwargs, length, sizes[0]):

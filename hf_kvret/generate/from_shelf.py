@@ -12,7 +12,6 @@ import torch
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.generate.chunks import is_assisted
 from hf_kvret.generate.requests import Request
-from hf_kvret.layer.snapshots import are_taken
 from hf_kvret.models.compatibility import check_model
 from hf_kvret.shelf import Shelf
 from hf_kvret.shelf.entry import BLOCK
@@ -88,7 +87,6 @@ def new_cache(
         cache.shelf_note = f"not put: {new} new tokens, fewer than {step}"
         return cache
     shelf.check_writable()
-    call.cuts_end = not can_go_back and not are_taken(cache.layers, cache.options.snapshots)
     call.keep_prompt = _Prompt(shelf, cache, call, ids).keep_prompt
     return cache
 
@@ -121,8 +119,6 @@ class _Prompt:
     call: Request
     ids: torch.Tensor
     is_over: bool = False
-    # A fork before the last tokens, of a cache that can't go back: the same prompt finds it.
-    beginning: RetrievalCache | None = None
 
     def keep_prompt(self) -> None:
         """Put the prompt once it is whole; called before each pass, and when the call ends.
@@ -133,17 +129,12 @@ class _Prompt:
             return
         cache, lengths = self.cache, [one.get_seq_length() for one in self.cache.retrieval_layers]
         length = min(lengths)
-        if length < max(lengths):
-            # A pass broke off, and the prompt is not whole.
+        if length < max(lengths) or length < self.ids.shape[1]:
+            # The prompt is not whole, as where a pass broke off.
             return
+        self.is_over = True
         try:
-            if length < self.ids.shape[1]:
-                if self.call.cuts_end and length >= max(BLOCK, cache.from_shelf + 1):
-                    self.beginning = cache.fork()
-                return
-            self.is_over = True
-            cache, self.beginning = self.beginning or cache, None
-            ids = self.ids[:, : cache.get_seq_length()]
+            ids = self.ids
             if cache.retrieval_layers[0].batch_size > 1:
                 # All its rows begin with the prompt.
                 cache = cache.fork()

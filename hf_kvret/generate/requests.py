@@ -30,7 +30,6 @@ class Request:
         preparation: of the state that a model keeps, or None.
         prepared_state: what ``generate`` had the model keep for the first pass; empty after that.
         keep_prompt: called before each pass, and when the call ends, also where it fails.
-        cuts_end: the last tokens of the prompt are read in a pass of their own.
         points: lengths of the cache at which a snapshot is taken.
         retrieves: it asks for a retrieval cache, as far as its arguments tell.
         thread: that it runs in.
@@ -49,7 +48,6 @@ class Request:
     preparation: Any = None
     prepared_state: dict[str, Any] = field(default_factory=dict)
     keep_prompt: Callable[[], None] = lambda: None
-    cuts_end: bool = False
     points: frozenset[int] = frozenset()
     retrieves: bool = False
     thread: int = field(default_factory=threading.get_ident)
