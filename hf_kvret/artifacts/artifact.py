@@ -102,9 +102,6 @@ class CalibrationArtifact:
         *,
         method: str | None = None,
         revision: str | None = None,
-        cache_dir: str | os.PathLike[str] | None = None,
-        token: str | bool | None = None,
-        local_files_only: bool = False,
     ) -> Self:
         """The artifact in a folder or on the hub, with its tensors on the CPU.
 
@@ -116,9 +113,6 @@ class CalibrationArtifact:
             path_or_hub_id: a folder that exists wins over a hub id of the same name.
             method: the one it must be for; None for any.
             revision: branch, tag or commit on the hub; None for ``main``.
-            cache_dir: where downloads are kept; None for the cache of huggingface_hub.
-            token: of the hub; None for the one that is logged in.
-            local_files_only: use the local cache only, no network.
 
         Raises:
             FileNotFoundError: no such folder; no artifact there; not in the cache while offline.
@@ -127,13 +121,7 @@ class CalibrationArtifact:
             ValueError: a damaged file, another format version, another method than ``method``,
                 or a revision of a local folder.
         """
-        folder = find_folder(
-            path_or_hub_id,
-            revision=revision,
-            cache_dir=cache_dir,
-            token=token,
-            local_files_only=local_files_only,
-        )
+        folder = find_folder(path_or_hub_id, revision)
         description = read_description(folder)
         name = description["method"]
         if method is not None and name != method:

@@ -18,14 +18,7 @@ from hf_kvret.artifacts.files import PATTERNS
 CLIENT_ERROR: type[Exception] = HfHubHTTPError.__bases__[0]
 
 
-def find_folder(
-    source: str | os.PathLike[str],
-    *,
-    revision: str | None = None,
-    cache_dir: str | os.PathLike[str] | None = None,
-    token: str | bool | None = None,
-    local_files_only: bool = False,
-) -> Path:
+def find_folder(source: str | os.PathLike[str], revision: str | None = None) -> Path:
     """The folder with the files of ``source``: itself if it exists, else downloaded or cached.
 
     All files are of one commit, and those that are in the cache are not downloaded again. A file
@@ -47,15 +40,7 @@ def find_folder(
             f"no folder {path}, and it is no hub id either (a string, user/name): check the "
             "spelling"
         )
-    folder = snapshot_download(
-        source,
-        revision=revision,
-        cache_dir=cache_dir,
-        token=token,
-        local_files_only=local_files_only,
-        allow_patterns=list(PATTERNS),
-    )
-    return Path(folder)
+    return Path(snapshot_download(source, revision=revision, allow_patterns=list(PATTERNS)))
 
 
 def is_hub_id(text: str) -> bool:

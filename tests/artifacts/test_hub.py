@@ -29,20 +29,24 @@ def other(artifact: CalibrationArtifact) -> CalibrationArtifact:
 
 
 def test_an_artifact_comes_from_the_hub_and_then_from_the_cache(
-    hub: Any, artifact: CalibrationArtifact, files: dict[str, bytes]
+    hub: Any,
+    artifact: CalibrationArtifact,
+    files: dict[str, bytes],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     hub.add(REPO, {**files, "notes.bin": b"not ours"})
     assert CalibrationArtifact.from_pretrained(REPO, method="a2ats").sha256 == artifact.sha256
     assert len(hub.bodies()) == 3
     assert not [line for line in hub.bodies() if "notes.bin" in line]
     hub.requests.clear()
-    local = CalibrationArtifact.from_pretrained(REPO, local_files_only=True)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    local = CalibrationArtifact.from_pretrained(REPO)
     assert local.sha256 == artifact.sha256 and not hub.requests
     # A download that broke off is not taken for an artifact.
     for path in Path(constants.HF_HUB_CACHE).rglob("artifact-*.safetensors"):
         path.unlink()
     with pytest.raises(FileNotFoundError):
-        CalibrationArtifact.from_pretrained(REPO, local_files_only=True)
+        CalibrationArtifact.from_pretrained(REPO)
 
 
 def test_branches_and_commits_are_revisions(
