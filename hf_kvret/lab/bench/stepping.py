@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, masking_utils
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from hf_kvret.cache import RetrievalCache
@@ -142,26 +141,6 @@ class LosslessRounds(Steps):
         return token, [one / tokens for one in clock.seconds()], ["round"] * count
 
 
-@contextmanager
-def unmasked() -> Iterator[None]:
-    """A step without padding is captured without a mask, as it runs outside of a capture.
-
-    In transformers 5.17 the mask's code takes a capture for an export, and builds a mask even
-    where no padding is given. Then sdpa copies keys and values for every query head and leaves its
-    fastest kernels. Where there is padding, nothing changes.
-    """
-    is_tracing = masking_utils.is_tracing
-
-    def traces_padding(tensor: torch.Tensor | None = None) -> bool:
-        return tensor is not None and is_tracing(tensor)
-
-    masking_utils.is_tracing = traces_padding
-    try:
-        yield
-    finally:
-        masking_utils.is_tracing = is_tracing
-
-
 class DenseGraphSteps(Steps):
     """Replays of one step of a preallocated cache, which is captured in the first.
 
@@ -198,12 +177,12 @@ class DenseGraphSteps(Steps):
         current = torch.cuda.current_stream(tokens.device)
         stream = torch.cuda.Stream(tokens.device)
         stream.wait_stream(current)
-        with unmasked(), torch.cuda.stream(stream):
+        with torch.cuda.stream(stream):
             for _ in range(_WARM_STEPS):
                 self._step()
         current.wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with unmasked(), torch.cuda.graph(graph):
+        with torch.cuda.graph(graph):
             self._last = self._step()
         self.cache.rewind(self.length)
         return graph

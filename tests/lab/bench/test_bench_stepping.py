@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from torch._dynamo.utils import counters
-from transformers import PreTrainedModel, masking_utils
+from transformers import PreTrainedModel
 
 from hf_kvret.lab.bench import stepping
 from hf_kvret.lab.bench.filling import feed, random_tokens, serving
@@ -22,7 +22,6 @@ from hf_kvret.lab.bench.stepping import (
     ReplayedSteps,
     Steps,
     make_steps,
-    unmasked,
 )
 from hf_kvret.lab.evaluate.caches import CacheChoice
 from hf_kvret.lab.report.results import Results
@@ -141,18 +140,6 @@ def test_dense_in_cpp_is_for_plain_attention_on_a_cpu() -> None:
 
 
 @pytest.fixture
-def old_masks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a capture ``is_tracing`` is as in transformers 5.17, which also asks without padding."""
-    skips = masking_utils._ignore_causal_mask_sdpa
-
-    def as_before(padding_mask: torch.Tensor | None, *sizes: Any, **more: Any) -> bool:
-        return not masking_utils.is_tracing(padding_mask) and skips(padding_mask, *sizes, **more)
-
-    monkeypatch.setattr(masking_utils, "is_tracing", lambda tensor=None: True)
-    monkeypatch.setattr(masking_utils, "_ignore_causal_mask_sdpa", as_before)
-
-
-@pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, bool]]:
     """For each call of sdpa: whether it has a mask, and whether heads share keys and values."""
     masks: list[tuple[bool, bool]] = []
@@ -195,17 +182,13 @@ def test_a_dense_step_of_a_compiled_model_is_captured(
 
 @torch.inference_mode()
 def test_a_dense_step_is_captured_without_a_mask(
-    model: PreTrainedModel, old_masks: None, cuda: None, calls: list[tuple[bool, bool]]
+    model: PreTrainedModel, cuda: None, calls: list[tuple[bool, bool]]
 ) -> None:
     cache = PreallocatedCache(model.config, LENGTH + 1)
-    with unmasked():
-        token = feed(model, cache, random_tokens(model, 2, LENGTH, seed=1), 0).argmax(-1)
+    token = feed(model, cache, random_tokens(model, 2, LENGTH, seed=1), 0).argmax(-1)
     calls.clear()
     logits, kind = DenseGraphSteps(model, cache, LENGTH).take(token)
     assert set(calls) == {(False, True)} and cache.get_seq_length() == LENGTH
     assert kind == "capture"
-    # Outside the capture this version gives a mask again, and the logits are the same.
-    calls.clear()
     expected = feed(model, cache, token, LENGTH)
-    assert {masked for masked, _ in calls} == {True}
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
