@@ -13,14 +13,13 @@ import hf_kvret
 from hf_kvret.commands.documents import add_document_parsers
 from hf_kvret.commands.models import add_models_parser
 from hf_kvret.commands.serve import add_serve_parser
-from hf_kvret.lab.bench.parser import MEASUREMENTS, add_bench_parser
+from hf_kvret.lab.bench.parser import add_bench_parser
 from hf_kvret.lab.calibrate.command import add_calibrate_parser
 from hf_kvret.lab.evaluate.demo import Demo
 from hf_kvret.lab.evaluate.measurement import add_measurement
-from hf_kvret.lab.evaluate.tasks import TASKS, add_eval_parser
+from hf_kvret.lab.evaluate.tasks import add_eval_parser
 from hf_kvret.lab.plan.command import add_fits_parser
 from hf_kvret.lab.program.program import Parser, kept_results, run_program
-from hf_kvret.lab.report.report import add_report_parser
 from hf_kvret.lab.selftest.command import add_selftest_parser
 from hf_kvret.lab.tune.command import Tune
 from hf_kvret_kernels.host_library import paths, why_not
@@ -36,8 +35,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = Parser(
         prog="hf-kvret",
         description="Caches for Hugging Face transformers that look up the tokens a query attends "
-        "to: a demo, a choice for your text, tasks and benchmarks, calibration, and pages of "
-        "results.",
+        "to: a demo, a choice for your text, tasks and benchmarks, and calibration.",
     )
     parser.add_argument(
         "--version",
@@ -57,8 +55,6 @@ def make_parser() -> argparse.ArgumentParser:
     add_calibrate_parser(commands)
     add_models_parser(commands)
     add_fits_parser(commands)
-    tasks = {f"eval {name}": task for name, task in TASKS.items()}
-    add_report_parser(commands, {"demo": Demo, "tune": Tune, **tasks, **MEASUREMENTS})
     return parser
 
 

@@ -18,7 +18,7 @@ _INTERRUPTED = 130
 
 _DESCRIPTION = (
     "Caches for Hugging Face transformers that look up the tokens a query attends to: a demo, a "
-    "choice for your text, tasks and benchmarks, calibration, and pages of results."
+    "choice for your text, tasks and benchmarks, and calibration."
 )
 _VERSION = "show the versions of hf-kvret, torch and transformers, and the CPU kernels"
 _COMMANDS = {
@@ -35,7 +35,6 @@ _COMMANDS = {
     "inspect": "say what a calibration artifact is, or check what was saved",
     "models": "say which models are served, and why others are refused",
     "fits": "what each cache would hold where, and whether it fits; loads nothing",
-    "report": "make pages with tables and pictures of result files",
 }
 
 

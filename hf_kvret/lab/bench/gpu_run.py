@@ -403,7 +403,7 @@ def write_page(page: Path, files: Sequence[Path]) -> Path:
         for card in cards:
             texts += _section(stage, card, [row for row in rows if row["card"] == card])
     texts += ["## How was it measured?", *(_environment(row) for row in rows if "cell" not in row)]
-    replace_page(page, texts, "bench all")
+    replace_page(page, texts, "hf-kvret bench all")
     return page
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from hf_kvret.saved.folder import replace_file
 
 _PICTURES = (".png", ".svg", ".pdf")
-_PAGE_MARK = "This page is made by `hf-kvret "
+_PAGE_MARK = "This page is made by `"
 
 
 def check_picture(path: Path) -> None:
@@ -42,12 +42,12 @@ def check_folder(option: str, path: Path) -> None:
 def replace_page(path: Path, texts: Iterable[str], command: str) -> None:
     """Write a page of ``texts``, of which empty ones are left out, and say which command made it.
 
-    ValueError for a text at ``path`` that no command of hf-kvret made.
+    ValueError for a text at ``path`` that no command made.
     """
     there = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     if there.strip() and _PAGE_MARK not in there:
         raise ValueError(
-            f"{path} holds something else than what hf-kvret wrote, and would be replaced: move "
+            f"{path} holds something else than what a command wrote, and would be replaced: move "
             "the file, or give another folder"
         )
     page = [*filter(None, texts), f"{_PAGE_MARK}{command}`."]
