@@ -11,6 +11,7 @@ import functools
 
 import torch
 from torch import nn
+from torch._subclasses import FakeTensor
 
 from hf_kvret_kernels import host_library
 from hf_kvret_kernels._dispatch import preferred
@@ -20,7 +21,9 @@ _MOST = 64
 # From so many tokens on the kernel of attention is quicker, which multiplies panels.
 _PANELS = 16
 _HALVES = (torch.bfloat16, torch.float16)
+# Types of tensors without a way of their own, in a model and in a trace of it.
 _PLAIN = (torch.Tensor, nn.Parameter)
+_TRACED = (FakeTensor,)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -37,17 +40,42 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     return (sums if bias is None else sums + bias).to(x.dtype)
 
 
-def may_be_quicker(weight: torch.Tensor) -> bool:
+torch.library.define("hf_kvret::linear", "(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+torch.library.impl("hf_kvret::linear", "CPU", linear)
+
+
+@torch.library.register_fake("hf_kvret::linear")
+def _(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+def speed_up_graph(graph: torch.fx.GraphModule) -> None:
+    """Have products in a graph of ``torch.compile``, as dynamo traced it, go through ``linear``."""
+    for node in graph.graph.find_nodes(op="call_function", target=torch._C._nn.linear):
+        args = (*node.args, None)[:3]
+        x, weight, bias = (one and one.meta["example_value"] for one in args)
+        is_quicker = not node.kwargs and may_be_quicker(weight, _TRACED)
+        if is_quicker and fits(x, weight, bias, _TRACED):
+            node.target, node.args = torch.ops.hf_kvret.linear.default, args
+    graph.recompile()
+
+
+def may_be_quicker(weight: torch.Tensor, plain: tuple[type, ...] = _PLAIN) -> bool:
     """Whether ``linear`` is quicker than torch with few tokens and ``weight``, here."""
-    plain = type(weight) in _PLAIN and weight.is_cpu and weight.is_contiguous()
-    is_half = plain and weight.dtype in _HALVES
+    is_whole = type(weight) in plain and weight.is_cpu and weight.is_contiguous()
+    is_half = is_whole and weight.dtype in _HALVES
     return is_half and not _has_bf16() and preferred() is None and not host_library.why_not()
 
 
-def fits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+def fits(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    plain: tuple[type, ...] = _PLAIN,
+) -> bool:
     """Whether ``linear`` takes these, of which ``weight`` was one that ``may_be_quicker``."""
     given = (x, weight) if bias is None else (x, weight, bias)
-    alike = all(type(one) in _PLAIN and one.is_cpu and one.dtype == x.dtype for one in given)
+    alike = all(type(one) in plain and one.is_cpu and one.dtype == x.dtype for one in given)
     if not alike or x.dtype not in _HALVES or weight.ndim != 2:
         return False
     outputs, depth = weight.shape

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._dynamo import lookup_backend
 from torch._dynamo.exc import TorchDynamoException
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicLayer
@@ -34,6 +35,7 @@ from hf_kvret.cache import RetrievalCache
 from hf_kvret.layer.latent import LatentLayer
 from hf_kvret.layer.layer import RetrievalLayer
 from hf_kvret.models.compatibility import reader_count
+from hf_kvret.models.products import speed_up_graph
 from hf_kvret.models.ranks import is_split
 from hf_kvret.models.versions import cache_argument
 from hf_kvret.replay.replayable import has_hooks, is_compiled
@@ -263,7 +265,7 @@ class CompiledLayers:
         # Graphs belong to a function's code: with its own a model can't use up another's limit.
         code = _forward.__code__.replace(co_name=f"forward_of_{self._name}")
         own = types.FunctionType(code, globals())
-        self._forward = torch.compile(own, backend=BACKEND, fullgraph=True, dynamic=False)
+        self._forward = torch.compile(own, backend=_build, fullgraph=True, dynamic=False)
 
     def run(self, *arguments: Any) -> Any:
         """The output of a layer with ``args`` and ``kwargs``, compiled.
@@ -298,6 +300,14 @@ class CompiledLayers:
         """Leave the layers as they are from here on, and log the reason."""
         self.why = reason
         _log_once(self._name, reason, logging.WARNING)
+
+
+def _build(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+    """The backend of ``torch.compile``: ``BACKEND``, with products of our own where quicker."""
+    speed_up_graph(graph)
+    # Threads that wait for the next loop of a few thousand numbers hinder those of attention.
+    own = {"config_patches": {"cpp.threads": 1}} if BACKEND == "inductor" else {}
+    return lookup_backend(BACKEND)(graph, inputs, **own)
 
 
 def _forward(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

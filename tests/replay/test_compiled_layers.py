@@ -22,11 +22,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import hf_kvret
 from hf_kvret import DecodeGraph
 from hf_kvret.generate.attach import restore
+from hf_kvret.models import products
 from hf_kvret.models.compatibility import is_latent
 from hf_kvret.replay import compiled_layers
 from hf_kvret.replay.compiled_layers import CompiledLayer, attend, why_not_compiled
 from hf_kvret.testing import MODELS
 from hf_kvret.testing.tape import taped
+from hf_kvret_kernels import host_library
 
 from .steps import OPTIONS, PROMPT, DecodeLoop, Waiting, graphed, small_cache, small_llama
 from .test_replayable import CASES, build
@@ -149,6 +151,32 @@ def test_generate_compiles_where_it_is_asked_to(caplog: pytest.LogCaptureFixture
     assert torch.equal(generate(True), expected)
     assert "LlamaForCausalLM are not compiled: modules of its layers have hooks" in caplog.text
     hook.remove()
+
+
+@pytest.mark.skipif(bool(host_library.why_not()), reason="no compiled library")
+def test_weights_of_16_bits_multiply_in_the_library_where_it_is_quicker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, product, shapes = small_llama().bfloat16(), host_library.product, []
+
+    def spy(x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        shapes.append(tuple(x.shape))
+        return product(x, *rest)
+
+    expected = compiled(model).run(3)
+    torch.compiler.reset()
+    monkeypatch.setattr(products, "_has_bf16", lambda: False)
+    monkeypatch.setattr(host_library, "product", spy)
+    hf_kvret.restore(model)
+    hf_kvret.attach(model)
+    loop = compiled(model)
+    loop.run(2)
+    shapes.clear()
+    got = loop.run(1)
+    # Each of two layers has seven products; the head is no part of a layer.
+    assert [shape[:2] for shape in shapes].count((2, 1)) == 15
+    torch.testing.assert_close(got[-1], expected[-1], rtol=0.05, atol=0.05)
+    hf_kvret.restore(model)
 
 
 def test_hooks_of_layers_run_at_every_step() -> None:
