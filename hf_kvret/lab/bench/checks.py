@@ -24,7 +24,7 @@ from hf_kvret.lab.bench.stepping import make_steps
 from hf_kvret.lab.evaluate.caches import CacheChoice
 from hf_kvret.lab.evaluate.failures import CheckFailed
 
-LONGEST_CHECK = 2048
+LONGEST_CHECK = 1024
 # The third step of a replayed cache is captured, so that three replays follow it.
 _STEPS = 6
 _MOST_ROWS = 2
@@ -59,7 +59,7 @@ class Checker:
         """The result in a few words for the row.
 
         Logits of ``choice`` and of ``DynamicCache`` are compared after the prompt and after six
-        steps, at ``min(context, 2048)`` tokens and at most two sequences. A retrieval cache has a
+        steps, at ``min(context, 1024)`` tokens and at most two sequences. A retrieval cache has a
         budget that covers everything and rows of 16 bits, so that its logits must equal those of
         full attention. With ``fill="random"`` the steps are compared again behind random rows. A
         cache that has passed at a size is not checked again there.
