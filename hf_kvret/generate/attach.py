@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 import weakref
+from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -53,7 +54,9 @@ def attach(model: PreTrainedModel) -> None:
     keep_state(model)
     if text._attn_implementation in OUR_NAMES:
         return
-    _look_for_replaced_attention(model)
+    classes: set[Any] = {type(module) for module in model.modules()}
+    for cls in classes:
+        _look_at(cls, cls.forward)
     record_base(text, text._attn_implementation)
     if text is model.config:
         model.set_attn_implementation(ATTENTION_NAME)
@@ -67,23 +70,18 @@ def attach(model: PreTrainedModel) -> None:
         )
 
 
-def _look_for_replaced_attention(model: PreTrainedModel) -> None:
-    """Warn of attention classes whose forward pass is code of another library."""
-    for cls in {type(module) for module in model.modules()}:
-        home = getattr(cls.forward, "__globals__", {}).get("__name__", "transformers")
-        known = {base.__module__.partition(".")[0] for base in cls.__mro__}
-        known |= {"transformers", "hf_kvret", "hf_kvret_model_patches"}
-        if "Attention" in cls.__name__ and home.partition(".")[0] not in known:
-            _warn_of(cls.__name__, home)
-
-
 @functools.cache
-def _warn_of(name: str, home: str) -> None:
-    warnings.warn(
-        f"{home} has replaced the forward pass of {name}: it may not ask a cache of hf_kvret, and "
-        "answers and times are those of its code, so use it in another process",
-        stacklevel=4,
-    )
+def _look_at(cls: Any, forward: Any) -> None:
+    """Warn where the forward pass of an attention class is code of another library."""
+    home = getattr(forward, "__globals__", {}).get("__name__", "transformers")
+    known = {base.__module__.partition(".")[0] for base in cls.__mro__}
+    known |= {"transformers", "hf_kvret", "hf_kvret_model_patches"}
+    if "Attention" in cls.__name__ and home.partition(".")[0] not in known:
+        warnings.warn(
+            f"{home} has replaced the forward pass of {cls.__name__}: it may not ask a cache of "
+            "hf_kvret, and answers and times are those of its code, so use it in another process",
+            stacklevel=3,
+        )
 
 
 def restore(model: PreTrainedModel) -> None:
