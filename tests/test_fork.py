@@ -168,14 +168,9 @@ COVERING = {
     "compile": "auto",
 }  # fmt: skip
 LARGE: dict[str, Any] = {
-    "top_k": 1.0,
-    "max_draft": 20,
-    "flush": 11,
-    "prefill_chunk": 30,
-    "track_recall": True,
-    "graph": False,
-    "compile": False,
-}
+    "top_k": 1.0, "max_draft": 20, "flush": 11, "prefill_chunk": 30, "track_recall": True,
+    "graph": False, "compile": False,
+}  # fmt: skip
 FREE = set(LARGE)
 # Single tokens, a small and a large draft, a second prompt, and a draft after it.
 PASSES = (1, 5, 18, 1, 40, 16, 1)

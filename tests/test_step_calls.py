@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_kvret
 from hf_kvret.models.versions import as_argument
 from hf_kvret_kernels import host_library
 from hf_kvret_kernels._dispatch import prefer
+
+from .replay.steps import small_llama
 
 ROOT = Path(__file__).resolve().parents[1]
 OURS = tuple(str(ROOT / name) for name in ("hf_kvret", "kernels", "model_patches"))
@@ -57,21 +58,10 @@ def recording() -> Iterator[Calls]:
 
 def calls_of_a_step(backend: str | None, layers: int = LAYERS) -> Calls:
     """Of a step of ``paris`` between two flushes, in a loop of one's own."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-    )
-    model = LlamaForCausalLM(config).eval()
-    hf_kvret.attach(model)
+    model = small_llama(layers)
     options = {"top_k": 4, "recent": 4, "flush": 8, "dense_below": 0}
     # 16 sign patterns, which the interpreter goes through in bearable time.
-    cache = hf_kvret.ParisKVCache(config, subspace_dim=4, **options)
+    cache = hf_kvret.ParisKVCache(model.config, subspace_dim=4, **options)
     token, argument = torch.tensor([[5]]), as_argument(cache)
     preference = nullcontext() if backend is None else prefer(backend)
     with torch.inference_mode():

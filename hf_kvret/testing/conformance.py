@@ -9,7 +9,6 @@ must really have been read. The author of an index runs all of it with
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
@@ -222,7 +221,7 @@ def conformance_cases(
 @cache
 def baseline_of(case: Case, device: str = "cpu") -> Outcome | str:
     """The reference of `case` on a model of its own, or why there is none; kept for the process."""
-    return MODES[case.mode].reference(_build(case.model, device))
+    return MODES[case.mode].reference(ALL_MODELS[case.model].build(device))
 
 
 def run_case(
@@ -251,7 +250,7 @@ def run_case(
     baseline = baseline_of(case, device)
     if isinstance(baseline, str):
         return Result(case, "skipped", baseline)
-    model, mode = _build(case.model, device), MODES[case.mode]
+    model, mode = ALL_MODELS[case.model].build(device), MODES[case.mode]
     if mode.direct:
         prepare(model)
     try:
@@ -304,17 +303,6 @@ def failures(results: Iterable[Result]) -> list[Result]:
         raise ValueError("there are no results: run_conformance was given no models or no modes")
     proven = any(result.status == "passed" for result in results)
     return [result for result in results if result.status == "failed" or not proven]
-
-
-@cache
-def _built(name: str) -> PreTrainedModel:
-    return ALL_MODELS[name].build()
-
-
-def _build(name: str, device: str) -> PreTrainedModel:
-    """A model that nobody has used: a copy is made in a third of the time."""
-    model: Any = copy.deepcopy(_built(name))
-    return model.to(device)
 
 
 def _checked(names: Iterable[str] | None, allowed: dict[str, Any], thing: str) -> list[str]:

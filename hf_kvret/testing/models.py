@@ -8,10 +8,12 @@ a test on it proves nothing.
 from __future__ import annotations
 
 import copy
+import io
 import math
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -53,23 +55,44 @@ class TinyModel:
     attention: str | None = None
     embedding: float = 1.0
 
-    def build(self) -> PreTrainedModel:
-        """Return the model: fp32, on the CPU, in eval mode, the same weights every time.
+    def build(self, device: str = "cpu") -> PreTrainedModel:
+        """Return the model: fp32, in eval mode, the same weights every time.
 
         It never stops early: no end-of-text token is set.
         """
-        config = self.config()
-        options = {"dtype": torch.float32, "attn_implementation": self.attention}
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            if self.architecture:
-                model = getattr(transformers, self.architecture)._from_config(config, **options)
-            else:
-                model = transformers.AutoModelForCausalLM.from_config(config, **options)
-        spread_weights(model, self.seed, self.embedding)
-        model.generation_config.eos_token_id = None
-        model.generation_config.pad_token_id = PAD_TOKEN
-        return model.eval()
+        # A copy by pickle takes an eighth of the time.
+        data, tensors = _pickled(self)
+        unpickler: Any = pickle.Unpickler(io.BytesIO(data))
+        unpickler.persistent_load = copy.deepcopy(tensors).__getitem__
+        return unpickler.load().to(device)
+
+
+@cache
+def _pickled(tiny: TinyModel) -> tuple[bytes, dict[int, torch.Tensor]]:
+    """A model, and its tensors, which the bytes name by number."""
+    config = tiny.config()
+    options = {"dtype": torch.float32, "attn_implementation": tiny.attention}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        if tiny.architecture:
+            model = getattr(transformers, tiny.architecture)._from_config(config, **options)
+        else:
+            model = transformers.AutoModelForCausalLM.from_config(config, **options)
+    spread_weights(model, tiny.seed, tiny.embedding)
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = PAD_TOKEN
+    file, tensors = io.BytesIO(), dict[int, torch.Tensor]()
+
+    def number(value: Any) -> int | None:
+        if not isinstance(value, torch.Tensor):
+            return None
+        tensors[id(value)] = value
+        return id(value)
+
+    pickler: Any = pickle.Pickler(file)
+    pickler.persistent_id = number
+    pickler.dump(model.eval())
+    return file.getvalue(), tensors
 
 
 @torch.no_grad()

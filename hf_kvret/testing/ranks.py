@@ -13,7 +13,6 @@ import runpy
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
@@ -24,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import distributed
+from torch.multiprocessing import start_processes
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_kvret import attach, registered_methods, restore
@@ -31,7 +31,7 @@ from hf_kvret.testing.conformance import LOGIT_TOLERANCE, cold_rows_read, first_
 from hf_kvret.testing.modes import MODES, Mode
 from hf_kvret.testing.scenario import FAILURES, Outcome, describe
 
-_MODEL, _CASES = "model", "cases.json"
+_MODEL, _CASES, _LOG = "model", "cases.json", "log"
 _COLLECTIVE_SECONDS = 60
 _FOREIGN = "stock"
 """The method that is transformers' own cache."""
@@ -82,7 +82,7 @@ def run_on_ranks(
         model: on the CPU; its folder is read by each rank, with ``tp_plan="auto"``.
         cases: in order, with one load of the model.
         ranks: processes.
-        seconds: until a rank is given up.
+        seconds: until the ranks are given up, after this process is done.
 
     Raises:
         RuntimeError: a rank ended without results; the message has the end of its output.
@@ -91,47 +91,23 @@ def run_on_ranks(
         folder = Path(scratch)
         model.save_pretrained(folder / _MODEL)
         (folder / _CASES).write_text(json.dumps([asdict(case) for case in cases]))
-        processes = _spawn([sys.executable, "-m", __spec__.name, scratch], ranks, folder)
+        command = [sys.executable, "-m", __spec__.name, scratch, str(ranks)]
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        with (folder / _LOG).open("wb") as log:
+            process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
         try:
             # Read from the folder too, so that settings are those of the ranks.
             alone = run_cases(_load(folder), cases, folder / "alone")
-            _wait(processes, folder, seconds)
+            end = f"ended with {process.wait(seconds)}"
+        except subprocess.TimeoutExpired:
+            end = "did not end"
         finally:
-            for process in processes:
-                process.kill()
+            process.kill()
+        if process.returncode != 0:
+            output = (folder / _LOG).read_text(errors="replace")[-2000:]
+            raise RuntimeError(f"the ranks {end}: {output}")
         each = [torch.load(folder / f"{rank}.pt") for rank in range(ranks)]
     return [compare(alone[i], [results[i] for results in each]) for i in range(len(cases))]
-
-
-def _spawn(command: list[str], ranks: int, folder: Path) -> list[subprocess.Popen[bytes]]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = {"WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    processes = []
-    for rank in range(ranks):
-        own = {**shared, "RANK": rank, "LOCAL_RANK": rank, "OMP_NUM_THREADS": 1}
-        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-        environment |= {name: str(value) for name, value in own.items()}
-        with (folder / f"{rank}.log").open("wb") as log:
-            process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
-        processes.append(process)
-    return processes
-
-
-def _wait(processes: list[subprocess.Popen[bytes]], folder: Path, seconds: float) -> None:
-    """Wait for all; RuntimeError with what was said by those that failed."""
-    end, faults = time.monotonic() + seconds, []
-    for rank, process in enumerate(processes):
-        try:
-            how = f"ended with {process.wait(max(1.0, end - time.monotonic()))}"
-        except subprocess.TimeoutExpired:
-            how = "did not end"
-        if process.returncode != 0:
-            output = (folder / f"{rank}.log").read_text(errors="replace")[-2000:]
-            faults.append(f"rank {rank} {how}: {output}")
-    if faults:
-        raise RuntimeError(f"ranks failed: {' '.join(faults)}")
 
 
 def _load(folder: Path, **options: Any) -> PreTrainedModel:
@@ -210,16 +186,26 @@ def compare(alone: CaseResult, each: Sequence[CaseResult]) -> RankOutcome:
     return RankOutcome(read > 0, "" if read else "no cold row was read", alike)
 
 
-def _main(folder: Path) -> None:
-    """One rank: write what the cases give to ``<rank>.pt``."""
+def _main(folder: Path, ranks: int) -> None:
+    """Run all ranks, each forked behind the imports, which take most of the time."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    os.environ |= {**address, "WORLD_SIZE": str(ranks)}
+    start_processes(_run_rank, (folder,), ranks, start_method="fork")
+
+
+def _run_rank(rank: int, folder: Path) -> None:
+    """Write what the cases give to ``<rank>.pt``."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", timeout=timedelta(seconds=_COLLECTIVE_SECONDS))
     model = _load(folder, tp_plan="auto")
     cases = [RankCase(**case) for case in json.loads((folder / _CASES).read_text())]
     results = run_cases(model, cases, folder / "ranks", distributed.barrier)
-    torch.save(results, folder / f"{distributed.get_rank()}.pt")
+    torch.save(results, folder / f"{rank}.pt")
     distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
-    _main(Path(sys.argv[1]))
+    _main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -24,14 +24,9 @@ def _tokens(model: Any) -> torch.Tensor:
     """Past two flushes, of a padded batch."""
     ids, mask = ragged((40, 31))
     tokens: torch.Tensor = model.generate(
-        ids,
-        attention_mask=mask,
-        max_new_tokens=9,
-        min_new_tokens=9,
-        do_sample=False,
-        cache_implementation="paris",
-        cache_config=OPTIONS,
-    )
+        ids, attention_mask=mask, max_new_tokens=9, min_new_tokens=9, do_sample=False,
+        cache_implementation="paris", cache_config=OPTIONS,
+    )  # fmt: skip
     return tokens
 
 

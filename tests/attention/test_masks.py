@@ -36,14 +36,9 @@ CAUSAL = ["causal", "sliding", "chunked"]
 
 def _arguments(new: int, total: int, padding: torch.Tensor | None, **changes: Any) -> dict:
     return {
-        "batch_size": 2,
-        "q_length": new,
-        "kv_length": total,
-        "q_offset": total - new,
-        "attention_mask": padding,
-        "dtype": torch.float32,
-        **changes,
-    }
+        "batch_size": 2, "q_length": new, "kv_length": total, "q_offset": total - new,
+        "attention_mask": padding, "dtype": torch.float32, **changes,
+    }  # fmt: skip
 
 
 def _padding(total: int) -> torch.Tensor:

@@ -29,7 +29,7 @@ def _read_everything(cache: Any) -> bool:
     return any(layer["exact_rows"] for layer in cache.stats()["layers"])
 
 
-@pytest.mark.allowed(meet=[("method", "drafts")])
+@pytest.mark.allowed(meet=[])
 @pytest.mark.factor("every", [1, 2])
 @pytest.mark.factor("drafts", [1, 5, 32])
 @pytest.mark.factor("store", STORES)

@@ -137,7 +137,7 @@ FAULTS: list[tuple[type[Faulty], list[str], list[str]]] = [
 @pytest.mark.parametrize(("turn", "model"), enumerate(["llama", "lfm2", "gemma2"]))
 def test_transformers_own_cache_conforms(turn: int, model: str) -> None:
     """Modes and models take turns."""
-    results = run_conformance(dynamic_cache, [model], list(MODES)[turn::6], **PLAIN)
+    results = run_conformance(dynamic_cache, [model], list(MODES)[turn::9], **PLAIN)
     failed = [result for result in results if result.status == "failed"]
     # The DynamicCache of older releases keeps zeroed rows after a reset.
     assert not [one for one in failed if NEWEST or not one.case.mode.startswith("reset")]

@@ -86,17 +86,10 @@ def unknown_names(code: str) -> list[str]:
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random Llama; every page loads its own, because pages change it."""
     config = LlamaConfig(
-        vocab_size=128,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=8192,
-        bos_token_id=None,
-        eos_token_id=None,
-        initializer_range=0.2,
-    )
+        vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=8192,
+        bos_token_id=None, eos_token_id=None, initializer_range=0.2,
+    )  # fmt: skip
     torch.manual_seed(0)
     path = tmp_path_factory.mktemp("model")
     LlamaForCausalLM(config).save_pretrained(path)

@@ -98,22 +98,11 @@ def phi(kind: str = "phi3") -> PreTrainedModel:
     rope |= {"original_max_position_embeddings": LIMIT, "short_mscale": 1.0, "long_mscale": 1.0}
     rope |= {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
     config = partial(
-        AutoConfig.for_model,
-        kind,
-        vocab_size=128,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=1024,
-        original_max_position_embeddings=LIMIT,
-        rope_parameters=rope,
-        sliding_window=None,
-        bos_token_id=1,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
+        AutoConfig.for_model, kind, vocab_size=128, hidden_size=64, intermediate_size=96,
+        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        max_position_embeddings=1024, original_max_position_embeddings=LIMIT, rope_parameters=rope,
+        sliding_window=None, bos_token_id=1, eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
     return TinyModel(kind, config, (0, 1)).build()
 
 

@@ -37,19 +37,10 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=400,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=65_536,
-        bos_token_id=0,
-        eos_token_id=1,
-        pad_token_id=2,
-        initializer_range=0.2,
-    )
+        vocab_size=400, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=64, max_position_embeddings=65_536,
+        bos_token_id=0, eos_token_id=1, pad_token_id=2, initializer_range=0.2,
+    )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(folder)
     wrapped.save_pretrained(folder)
     return folder

@@ -44,16 +44,10 @@ def test_draws_follow_full_attention(method: str, temperature: float) -> None:
     for _ in range(TEXTS):
         ids = torch.randint(2, 32, (1, PROMPT_LEN))
         result = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=NEW_TOKENS,
-            do_sample=True,
-            temperature=temperature,
-            top_k=0,
-            cache_implementation=method,
-            cache_config=options,
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=True,
+            temperature=temperature, top_k=0, cache_implementation=method, cache_config=options,
             return_dict_in_generate=True,
-        )
+        )  # fmt: skip
         rounds = result.past_key_values.stats()["lossless"]
         drafted, accepted = drafted + rounds["drafted"], accepted + rounds["accepted"]
         hf_kvret.restore(model)

@@ -32,19 +32,12 @@ PROMPT_LEN, NEW_TOKENS = 90, 8
 @pytest.fixture(scope="module")
 def model() -> Any:
     torch.manual_seed(0)
+    # Attention is sharp, so what is not selected is missed.
     config = LlamaConfig(
-        vocab_size=32,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        # Attention is sharp, so what is not selected is missed.
-        initializer_range=0.25,
-        pad_token_id=0,
-        eos_token_id=None,
-        bos_token_id=1,
-    )
+        vocab_size=32, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, initializer_range=0.25, pad_token_id=0,
+        eos_token_id=None, bos_token_id=1,
+    )  # fmt: skip
     yield (built := LlamaForCausalLM(config).eval())
     hf_kvret.restore(built)
 

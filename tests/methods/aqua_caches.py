@@ -28,20 +28,11 @@ LAYERS, HEADS, DIM = 3, 2, 16
 def deep_model() -> PreTrainedModel:
     """Three layers in a chain, with YaRN's factor."""
     config = AutoConfig.for_model(
-        "llama",
-        vocab_size=128,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=HEADS,
-        max_position_embeddings=2048,
-        bos_token_id=1,
-        eos_token_id=None,
-        pad_token_id=0,
-        initializer_range=0.1,
+        "llama", vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=LAYERS,
+        num_attention_heads=4, num_key_value_heads=HEADS, max_position_embeddings=2048,
+        bos_token_id=1, eos_token_id=None, pad_token_id=0, initializer_range=0.1,
         rope_parameters=YARN,
-    )
+    )  # fmt: skip
     torch.manual_seed(0)
     return attached(AutoModelForCausalLM.from_config(config).eval())
 

@@ -23,13 +23,8 @@ from .index_runs import WatchedStore, slot_sets, slot_sets_of
 HEADS, GROUP, DIM = 2, 3, 16
 SCALE = 3 / math.sqrt(DIM)
 OPTIONS: dict[str, Any] = {
-    "top_k": 0.25,
-    "sink": 2,
-    "recent": 6,
-    "flush": 4,
-    "max_draft": 5,
-    "dense_below": 0,
-}
+    "top_k": 0.25, "sink": 2, "recent": 6, "flush": 4, "max_draft": 5, "dense_below": 0,
+}  # fmt: skip
 Tokens = tuple[torch.Tensor, torch.Tensor]
 
 

@@ -13,21 +13,10 @@ from hf_kvret.methods.latent import LatentConfig
 from hf_kvret.testing import LATENT_MODELS
 
 MEANINGLESS: dict[str, Any] = {
-    "top_k": 64,
-    "select_every": 2,
-    "sink": 2,
-    "recent": 16,
-    "flush": 8,
-    "dense_below": 0,
-    "store": "host",
-    "slots": 2.0,
-    "bits": 2,
-    "track_recall": True,
-    "prompt": "retrieve",
-    "rest": "mean",
-    "lossless": True,
-    "disk": "rows",
-}
+    "top_k": 64, "select_every": 2, "sink": 2, "recent": 16, "flush": 8, "dense_below": 0,
+    "store": "host", "slots": 2.0, "bits": 2, "track_recall": True, "prompt": "retrieve",
+    "rest": "mean", "lossless": True, "disk": "rows",
+}  # fmt: skip
 PASSES: dict[str, Any] = {
     "max_draft": 6, "prefill_chunk": 64, "graph": False, "compile": False,
     "snapshots": 0, "snapshot_every": 64, "on_divergence": "crop",

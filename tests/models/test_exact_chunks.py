@@ -35,18 +35,10 @@ ROTATIONS: dict[str, dict[str, Any]] = {
 }
 CHANGING = {"dynamic", "longrope"}
 SHAPE = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": HEAD_DIM,
-    "tie_word_embeddings": False,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-    "pad_token_id": PAD_TOKEN,
-}
+    "vocab_size": VOCAB_SIZE, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": HEAD_DIM, "bos_token_id": 1,
+    "eos_token_id": None, "pad_token_id": PAD_TOKEN, "tie_word_embeddings": False,
+}  # fmt: skip
 
 
 def _rotating(kind: str, model_type: str = "llama") -> PreTrainedModel:

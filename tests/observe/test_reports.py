@@ -39,19 +39,10 @@ def test_counts_of_a_hand_made_case(llama: PreTrainedModel) -> None:
     candidates = cold = (12 * 1 + 12 * 3 + 16 * 1) * 2
     for number, layer in enumerate(cache.stats()["layers"]):
         assert layer == {
-            "layer": number,
-            "lost_mass": None,
-            "steps": 3,
-            "borrowed": 0,
-            "queries": 5,
-            "cold_tokens": 26,
-            "candidates": candidates,
-            "selected": 5 * 5 * 2,
-            "cold_rows": cold,
-            "read_ratio": 50 / cold,
-            "exact_rows": 25 * 2,
-            "bytes_fetched": (50 + 50) * 128,
-        }
+            "layer": number, "lost_mass": None, "steps": 3, "borrowed": 0, "queries": 5,
+            "cold_tokens": 26, "candidates": candidates, "selected": 5 * 5 * 2, "cold_rows": cold,
+            "read_ratio": 50 / cold, "exact_rows": 25 * 2, "bytes_fetched": (50 + 50) * 128,
+        }  # fmt: skip
     assert cache.stats()["method"] == "flat" and cache.stats()["store"] == "device"
     cache.reset()
     for layer in cache.stats()["layers"]:

@@ -23,18 +23,12 @@ def modernbert() -> PreTrainedModel:
     """Its ``get_decoder()`` is the linear layer that makes logits."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(
-        "modernbert-decoder",
-        vocab_size=128,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        local_attention=64,
-        layer_types=["full_attention"] * 3,
-        max_position_embeddings=1024,
+        "modernbert-decoder", vocab_size=128, hidden_size=64, intermediate_size=96,
+        num_hidden_layers=3, num_attention_heads=4, local_attention=64,
+        layer_types=["full_attention"] * 3, max_position_embeddings=1024,
         **dict.fromkeys(("pad_token_id", "bos_token_id", "cls_token_id", "sep_token_id"), 1),
         eos_token_id=None,
-    )
+    )  # fmt: skip
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config).eval()
     assert isinstance(model.get_decoder(), nn.Linear)
     return model

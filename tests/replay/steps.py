@@ -35,18 +35,10 @@ def small_llama(layers: int = 2) -> Any:
     """Few layers and little else, attached: Triton's interpreter runs program by program."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=layers,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-        initializer_range=0.3,
-    )
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=layers,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=16, bos_token_id=1, eos_token_id=2,
+        pad_token_id=0, initializer_range=0.3,
+    )  # fmt: skip
     model = LlamaForCausalLM(config).eval()
     attach(model)
     return model

@@ -125,16 +125,10 @@ def test_a_model_without_full_attention_is_refused(selecting: Any, config: Any) 
 
 
 USUAL: dict[str, Any] = {
-    "attn_type": "decoder",
-    "sliding_window": None,
-    "alibi_slopes": None,
-    "sinks": None,
-    "kv_sharing_target_layer_name": None,
-    "kv_cache_dtype": "auto",
-    "head_size": 64,
-    "logits_soft_cap": 0,
-    "scale": 0.5,
-}
+    "attn_type": "decoder", "sliding_window": None, "alibi_slopes": None, "sinks": None,
+    "kv_sharing_target_layer_name": None, "kv_cache_dtype": "auto", "head_size": 64,
+    "logits_soft_cap": 0, "scale": 0.5,
+}  # fmt: skip
 
 
 def attention(selecting: Any, **changes: Any) -> Any:

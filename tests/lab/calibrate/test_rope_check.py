@@ -28,16 +28,10 @@ def in_dtype(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
 def llama(**rope: Any) -> PreTrainedModel:
     """A small Llama with the RoPE parameters `rope`."""
     config = AutoConfig.for_model(
-        "llama",
-        vocab_size=128,
-        hidden_size=64,
-        intermediate_size=64,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_hidden_layers=2,
-        max_position_embeddings=2048,
+        "llama", vocab_size=128, hidden_size=64, intermediate_size=64, num_attention_heads=4,
+        num_key_value_heads=2, num_hidden_layers=2, max_position_embeddings=2048,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0, **rope},
-    )
+    )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config)
     spread_weights(model, 0)
     return model
