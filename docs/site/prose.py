@@ -17,8 +17,10 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 MAX_WORDS = 30
-# Cards of models, results and notebooks are written by programs.
-_MADE = re.compile(r"docs/results/(?!README).*\.md|(hf_kvret|tests|kernels)/")
+# Cards of models and artifacts, results and notebooks are written by programs.
+_MADE = re.compile(
+    r"docs/results/(?!README).*\.md|(hf_kvret|tests|kernels)/|.*/(aqua|a2ats)/README"
+)
 _MADE_PART = re.compile(
     r"<!-- made by [^\n]*from here -->.*?<!-- made by [^\n]*to here -->", re.DOTALL
 )

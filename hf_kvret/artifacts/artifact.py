@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
+from hf_kvret.artifacts.card import model_card
 from hf_kvret.artifacts.files import (
     read_description,
     read_tensors,
@@ -80,7 +81,7 @@ class CalibrationArtifact:
         return digest.hexdigest()
 
     def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
-        """Write ``artifact-<version>.safetensors`` and ``config.json``.
+        """Write ``artifact-<version>.safetensors``, ``config.json`` and the card ``README.md``.
 
         ``directory`` is made if needed; other files in it stay. Whenever it breaks off, by a kill
         or a full disk, the folder has the old artifact or the new one, whole.
@@ -90,8 +91,9 @@ class CalibrationArtifact:
             ValueError: ``config.json`` there is a model's, or of another method: an artifact
                 replaces only an older one of its method.
         """
+        path = Path(directory).expanduser()
         description = {**self._plain(), "made_with": f"hf-kvret {__version__}"}
-        write_folder(Path(directory).expanduser(), description, self.tensors)
+        write_folder(path, description, self.tensors, model_card(description, path.resolve().name))
 
     @classmethod
     def from_pretrained(

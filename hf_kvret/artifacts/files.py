@@ -1,4 +1,4 @@
-"""The files of an artifact: tensors and ``config.json``.
+"""The files of an artifact: tensors, ``config.json`` and ``README.md``.
 
 ``config.json`` names the tensor file, ``artifact-<version>.safetensors``, and replaces the older
 one in one step, so that a save that breaks off leaves the old artifact. It has the sha256 of the
@@ -21,9 +21,9 @@ from hf_kvret.saved.folder import VERSION_LEN, replacing
 from hf_kvret.saved.plain_json import digest_of_json
 
 FORMAT_VERSION = 1
-DESCRIPTION = "config.json"
+DESCRIPTION, CARD = "config.json", "README.md"
 TENSORS = ("artifact.safetensors", f"artifact-{'[0-9a-f]' * VERSION_LEN}.safetensors")
-PATTERNS = (*TENSORS, DESCRIPTION)
+PATTERNS = (*TENSORS, DESCRIPTION, CARD)
 """Names of an artifact's files, as the hub's client takes them."""
 
 _CHECKSUM = "description_sha256"
@@ -36,12 +36,14 @@ def check_no_foreign_artifact(directory: Path, method: str) -> None:
     A new folder is fine, and so is one with an older artifact of the same method.
 
     Raises:
-        ValueError: ``config.json`` there is of a model, or of anything else than an artifact; or of
-            another method.
+        ValueError: ``config.json`` there is of a model, or of anything else than an artifact; of
+            another method; or a ``README.md`` is there without one.
     """
     path = directory / DESCRIPTION
-    if not path.exists():
-        return
+    if not path.is_file():
+        path = directory / CARD
+        if not path.exists():
+            return
     try:
         description = json.loads(path.read_bytes())
     except ValueError:
@@ -58,9 +60,9 @@ def check_no_foreign_artifact(directory: Path, method: str) -> None:
 
 
 def write_folder(
-    directory: Path, description: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
+    directory: Path, description: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], card: str
 ) -> None:
-    """Write the two files to ``directory``, which is made if needed.
+    """Write the three files to ``directory``, which is made if needed.
 
     Errors as of ``CalibrationArtifact.save_pretrained``.
 
@@ -69,6 +71,7 @@ def write_folder(
         description: plain JSON with ``method``; the format version, the list of tensors and the
             checksums are added.
         tensors: on any device, of any layout.
+        card: text of the model card.
     """
     check_no_foreign_artifact(directory, description["method"])
     # Copies, because safetensors takes no shared memory.
@@ -86,6 +89,7 @@ def write_folder(
             "tensors_sha256": digest,
         }
         full[_CHECKSUM] = digest_of_json(full, _CHECKSUM)
+        new.put_beside(CARD, card.encode())
         new.commit((json.dumps(full, indent=1, allow_nan=False) + "\n").encode())
 
 

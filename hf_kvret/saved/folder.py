@@ -44,6 +44,7 @@ class Replacement:
     def __init__(self, directory: Path, naming: str, stem: str) -> None:
         self.directory, self.naming, self._stem = directory, directory / naming, stem
         self._named: set[str] = set()
+        self._beside: dict[str, Path] = {}
         # A save that fails before it counts removes these.
         self._written: set[Path] = set()
         self._counts = False
@@ -75,6 +76,10 @@ class Replacement:
         self._named.add(target.name)
         return target.name
 
+    def put_beside(self, name: str, content: bytes) -> None:
+        """Have ``commit`` replace a file of a fixed name that nothing depends on, as a card."""
+        self._beside[name] = self._write(content)
+
     def commit(self, content: bytes) -> None:
         """Replace the naming file with ``content``, which counts from here on; remove older files.
 
@@ -86,6 +91,8 @@ class Replacement:
         _sync_folder(self.directory)
         self._counts = True
         os.replace(path, self.naming)
+        for name, beside in self._beside.items():
+            os.replace(beside, self.directory / name)
         _sync_folder(self.directory)
         self._remove_older()
 

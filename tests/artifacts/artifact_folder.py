@@ -13,7 +13,7 @@ from hf_kvret.lab.evaluate.bundled import REFERENCE_MODEL
 from hf_kvret.saved.plain_json import digest_of_json
 from hf_kvret.testing.models import spread_weights
 
-DESCRIPTION = "config.json"
+DESCRIPTION, CARD = "config.json", "README.md"
 FIXED_NAME = "artifact.safetensors"
 """The tensor file of artifacts that 0.1.0 put on the hub."""
 

@@ -14,7 +14,7 @@ import torch
 
 from hf_kvret.artifacts import CalibrationArtifact, ModelIdentity
 
-from .artifact_folder import DESCRIPTION, FIXED_NAME, as_of_the_hub, edit, tensor_file
+from .artifact_folder import CARD, DESCRIPTION, FIXED_NAME, as_of_the_hub, edit, tensor_file
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "saved" / "artifacts"
 Change = Callable[[Path], object]
@@ -57,7 +57,7 @@ def test_a_new_artifact_replaces_an_older_one_and_nothing_else(
     (saved / "notes.txt").write_text("mine")
     CalibrationArtifact("a2ats", artifact.model, {"x": torch.ones(3)}).save_pretrained(saved)
     assert list(CalibrationArtifact.from_pretrained(saved).tensors) == ["x"]
-    names = {tensor_file(saved).name, DESCRIPTION, "notes.txt", f".{DESCRIPTION}.lock"}
+    names = {tensor_file(saved).name, DESCRIPTION, CARD, "notes.txt", f".{DESCRIPTION}.lock"}
     assert {path.name for path in saved.iterdir()} == names
 
 

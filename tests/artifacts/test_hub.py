@@ -36,7 +36,7 @@ def test_an_artifact_comes_from_the_hub_and_then_from_the_cache(
 ) -> None:
     hub.add(REPO, {**files, "notes.bin": b"not ours"})
     assert CalibrationArtifact.from_pretrained(REPO, method="a2ats").sha256 == artifact.sha256
-    assert len(hub.bodies()) == 2
+    assert len(hub.bodies()) == 3
     assert not [line for line in hub.bodies() if "notes.bin" in line]
     hub.requests.clear()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)

@@ -18,13 +18,14 @@ from hf_kvret.saved.folder import replace_file, replacing
 from .save_steps import at_each_step, killed_saves
 
 OLD, NEW, NEXT = "a" * 12, "b" * 12, "c" * 12
-# `save` syncs and renames each of two files, and syncs the folder twice.
-STEPS = 6
+# `save` syncs and renames each of three files, and syncs the folder twice.
+STEPS = 8
 
 
 def save(directory: Path, version: str, content: bytes = b"") -> None:
     with replacing(directory, "it.json", "it") as new:
         name = new.keep(content or version.encode(), version)
+        new.put_beside("card.md", version.encode())
         new.commit(json.dumps({"file": name}).encode())
 
 
@@ -38,7 +39,7 @@ def files(directory: Path) -> set[str]:
 
 
 def whole(version: str) -> set[str]:
-    return {"it.json", f"it-{version}.safetensors"}
+    return {"it.json", f"it-{version}.safetensors", "card.md"}
 
 
 def test_a_save_replaces_the_one_before_and_nothing_else(tmp_path: Path) -> None:
@@ -59,7 +60,7 @@ def test_a_save_replaces_the_one_before_and_nothing_else(tmp_path: Path) -> None
     assert load(place) == NEW
 
 
-@pytest.mark.parametrize("name", ["it.json", f"it-{NEW}.safetensors"])
+@pytest.mark.parametrize("name", ["it.json", f"it-{NEW}.safetensors", "card.md"])
 def test_nothing_is_written_through_a_link(tmp_path: Path, name: str) -> None:
     victim, place = tmp_path / "victim", tmp_path / "place"
     victim.write_text("precious")
@@ -86,8 +87,8 @@ def test_an_error_at_any_step_leaves_the_old_or_the_new(
             with pytest.raises(type(fault)) as raised:
                 save(place, NEW)
         # From the naming file on, the new one counts.
-        assert load(place) == (OLD if number < STEPS - 1 else NEW)
-        if isinstance(fault, OSError) and number < STEPS - 2:
+        assert load(place) == (OLD if number < STEPS - 2 else NEW)
+        if isinstance(fault, OSError) and number < STEPS - 3:
             assert files(place) == whole(OLD)
             assert "what was there before is as it was: free space" in str(raised.value)
         save(place, NEXT)
@@ -100,7 +101,7 @@ def test_a_kill_at_any_step_leaves_the_old_or_the_new(tmp_path: Path) -> None:
         seen.append(load(place))
         save(place, NEXT)
         assert files(place) == whole(NEXT)
-    assert seen == [OLD] * (len(seen) - 2) + [NEW] * 2
+    assert seen == [OLD] * (len(seen) - 3) + [NEW] * 3
 
 
 def test_content_is_synced_before_it_gets_its_name(
@@ -125,7 +126,7 @@ def test_content_is_synced_before_it_gets_its_name(
     monkeypatch.setattr(folder.os, "fsync", sync)
     monkeypatch.setattr(folder.os, "replace", replace)
     save(tmp_path, NEW)
-    assert events == [f"it-{NEW}.safetensors", "folder", "it.json", "folder"]
+    assert events == [f"it-{NEW}.safetensors", "folder", "it.json", "card.md", "folder"]
 
 
 def test_a_full_disk_leaves_the_old(tmp_path: Path) -> None:

@@ -82,7 +82,8 @@ def test_a_command_makes_the_codebooks_of_the_model(
     assert artifact.data["text"].startswith("river.txt ")
     assert artifact.tensors["layers.2.codewords"].shape == (2, 8, 16)
     # No path of this machine is shared with the artifact.
-    assert str(tmp_path.parent) not in (tmp_path / "out" / "config.json").read_text()
+    for name in ("config.json", "README.md"):
+        assert str(tmp_path.parent) not in (tmp_path / "out" / name).read_text()
 
 
 def test_a_command_makes_the_predictors_of_the_model(

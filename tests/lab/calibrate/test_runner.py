@@ -110,7 +110,7 @@ def test_the_artifact_is_saved_and_belongs_to_the_model(tmp_path: Path) -> None:
         assert loaded.tensors[f"layers.{layer}.metric"].shape == (2, 16, 16)
         assert 0 < loaded.quality[layer]["score_error"] < 1
     named = json.loads((out / "config.json").read_text())["files"]["tensors"]
-    assert {file.name for file in out.glob("[!.]*")} == {"config.json", named}
+    assert {file.name for file in out.glob("[!.]*")} == {"README.md", "config.json", named}
 
 
 @pytest.mark.parametrize(("held", "readings"), [(1 << 30, 1), (2 * 50 * 2 * 2 * 16 * 4, 2), (1, 3)])
