@@ -5,17 +5,25 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
+from huggingface_hub import HfApi, hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError
 
 from hf_kvret.artifacts.card import model_card
 from hf_kvret.artifacts.files import (
+    DESCRIPTION,
+    PATTERNS,
+    TENSORS,
+    check_no_foreign_artifact,
     read_description,
     read_tensors,
     write_folder,
@@ -92,8 +100,7 @@ class CalibrationArtifact:
                 replaces only an older one of its method.
         """
         path = Path(directory).expanduser()
-        description = {**self._plain(), "made_with": f"hf-kvret {__version__}"}
-        write_folder(path, description, self.tensors, model_card(description, path.resolve().name))
+        self._write(path, path.resolve().name)
 
     @classmethod
     def from_pretrained(
@@ -137,6 +144,48 @@ class CalibrationArtifact:
             options=description["options"],
             quality=description["quality"],
         )
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        private: bool | None = None,
+        revision: str | None = None,
+    ) -> str:
+        """Upload the artifact in one commit; returns the commit's URL.
+
+        The repository, and the branch ``revision``, are made where they don't exist. An artifact
+        of the same method and a model card there are replaced.
+
+        Args:
+            repo_id: ``user/name``, or ``name`` for the user who is logged in.
+            private: of a repository that is made; None for the default of its owner.
+            revision: branch; None for ``main``.
+
+        Raises:
+            OSError: of the hub's client: offline, not logged in, or no right to write there.
+            ValueError: no hub id, or a repository of a model, or of another method's artifact.
+        """
+        api = HfApi()
+        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        if revision is not None:
+            api.create_branch(repo_id, branch=revision, exist_ok=True)
+        # A cached copy may be older than the file that would be replaced, so none is taken.
+        with tempfile.TemporaryDirectory() as folder, suppress(EntryNotFoundError):
+            hf_hub_download(repo_id, DESCRIPTION, revision=revision, local_dir=folder)
+            check_no_foreign_artifact(Path(folder), self.method, repo_id)
+        with tempfile.TemporaryDirectory() as folder:
+            self._write(Path(folder), repo_id)
+            commit = api.upload_folder(
+                repo_id=repo_id,
+                folder_path=folder,
+                commit_message=f"{self.method} artifact for {self.model.name}",
+                revision=revision,
+                allow_patterns=list(PATTERNS),
+                # The older tensors have another name.
+                delete_patterns=list(TENSORS),
+            )
+        return commit.commit_url
 
     def check(self, config: PreTrainedConfig) -> None:
         """Refuse a model of another architecture, by its configuration alone.
@@ -185,6 +234,11 @@ class CalibrationArtifact:
                 f"keys: make an artifact of your model with `hf-kvret calibrate {self.method}`"
             )
         return count
+
+    def _write(self, directory: Path, source: str) -> None:
+        """Write the files; ``source`` is what the code in the card loads from."""
+        description = {**self._plain(), "made_with": f"hf-kvret {__version__}"}
+        write_folder(directory, description, self.tensors, model_card(description, source))
 
     def _plain(self) -> dict[str, Any]:
         """All but the tensors, as plain JSON."""

@@ -42,7 +42,7 @@ def model_card(description: Mapping[str, Any], source: str) -> str:
     Args:
         description: of the artifact, as in ``config.json``. ``data["datasets"]``, a list of hub
             ids, joins the metadata.
-        source: folder that the code in the card loads from.
+        source: folder or hub id that the code in the card loads from.
     """
     method, model, data = (description[name] for name in ("method", "model", "data"))
     options = {name: x for name, x in description["options"].items() if name != "layers"}

@@ -30,10 +30,11 @@ _CHECKSUM = "description_sha256"
 _AGAIN = "save or download the artifact again (git lfs pull, where git left pointers)"
 
 
-def check_no_foreign_artifact(directory: Path, method: str) -> None:
+def check_no_foreign_artifact(directory: Path, method: str, repository: str = "") -> None:
     """Refuse a folder where an artifact of ``method`` would overwrite foreign files.
 
-    A new folder is fine, and so is one with an older artifact of the same method.
+    A new folder is fine, and so is one with an older artifact of the same method. The folder may be
+    a copy of a ``repository``.
 
     Raises:
         ValueError: ``config.json`` there is of a model, or of anything else than an artifact; of
@@ -54,9 +55,11 @@ def check_no_foreign_artifact(directory: Path, method: str) -> None:
         owner = f"of an artifact of {description['method']!r}, not of {method!r}"
     else:
         return
-    raise ValueError(
-        f"{path} is {owner}, and would be replaced: give a new folder, for instance MODEL/{method}"
-    )
+    place = f"{path.name} of {repository}" if repository else path
+    way_out = f"repository, for instance USER/MODEL-{method}"
+    if not repository:
+        way_out = f"folder, for instance MODEL/{method}"
+    raise ValueError(f"{place} is {owner}, and would be replaced: give a new {way_out}")
 
 
 def write_folder(

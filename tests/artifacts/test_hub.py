@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from huggingface_hub import constants
-from huggingface_hub.errors import RevisionNotFoundError
+from huggingface_hub import ModelCard, constants
+from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
 from hf_kvret.artifacts import CalibrationArtifact
 
-from .artifact_folder import files_of
+from .artifact_folder import FIXED_NAME, files_of
 
 REPO = "alice/a2ats-llama"
 
@@ -88,6 +88,67 @@ def test_a_repository_without_an_artifact_is_named(
     hub.add(REPO, files)
     with pytest.raises(FileNotFoundError, match=f"no calibration artifact in .*{missing}"):
         CalibrationArtifact.from_pretrained(REPO)
+
+
+def test_an_upload_comes_back_and_the_next_one_replaces_it(
+    hub: Any,
+    artifact: CalibrationArtifact,
+    other: CalibrationArtifact,
+    files: dict[str, bytes],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_alice")
+    url = artifact.push_to_hub(REPO, private=True)
+    repository = hub.repositories[REPO]
+    commit = repository.refs["main"]
+    assert url == f"{constants.ENDPOINT}/{REPO}/commit/{commit}"
+    assert repository.messages[-1] == "a2ats artifact for meta/tiny-llama"
+    assert set(repository.commits[commit]) == {*files, ".gitattributes"}
+    monkeypatch.delenv("HF_TOKEN")
+    with pytest.raises(RepositoryNotFoundError, match=REPO):
+        CalibrationArtifact.from_pretrained(REPO)
+    monkeypatch.setenv("HF_TOKEN", "hf_alice")
+    loaded = CalibrationArtifact.from_pretrained(REPO)
+    assert loaded.sha256 == artifact.sha256
+    card = ModelCard(repository.commits[commit]["README.md"].decode())
+    assert f'{{"artifact": "{REPO}"}}' in card.text
+    hub.add(REPO, {FIXED_NAME: b"of 0.1.0", "artifact-2.safetensors": b"not ours"})
+    other.push_to_hub(REPO)
+    loaded = CalibrationArtifact.from_pretrained(REPO)
+    assert loaded.sha256 == other.sha256
+    left = set(repository.commits[repository.refs["main"]])
+    assert len(left) == 5 and "artifact-2.safetensors" in left and FIXED_NAME not in left
+
+
+def test_an_upload_to_a_branch_leaves_main_alone(
+    hub: Any, artifact: CalibrationArtifact, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_alice")
+    for _ in range(2):  # the branch is made, then found
+        artifact.push_to_hub(REPO, revision="v2")
+    assert set(hub.repositories[REPO].refs) == {"main", "v2"}
+    loaded = CalibrationArtifact.from_pretrained(REPO, revision="v2")
+    assert loaded.sha256 == artifact.sha256
+    with pytest.raises(FileNotFoundError, match=r"config\.json is missing"):
+        CalibrationArtifact.from_pretrained(REPO)
+
+
+@pytest.mark.parametrize(
+    ("content", "owner"),
+    [(b'{"model_type": "llama"}', "a model"), (b'{"format_version": 1, "method": "aqua"}', "aqua")],
+)
+def test_a_repository_of_something_else_is_not_written_to(
+    hub: Any,
+    artifact: CalibrationArtifact,
+    content: bytes,
+    owner: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_alice")
+    hub.add(REPO, {"config.json": content})
+    with pytest.raises(ValueError, match=f"config.json of {REPO} is .*{owner}.*a new repo"):
+        artifact.push_to_hub(REPO)
+    assert len(hub.repositories[REPO].commits) == 1
 
 
 def test_a_name_that_is_no_hub_id_is_refused(hub: Any) -> None:

@@ -120,7 +120,7 @@ def test_the_tutorial_does_what_it_says(hub: Any, here: Path) -> None:
     for words in OFFLINE:
         assert reader.requests(words) == []
     page = PAGE.read_text(encoding="utf-8")
-    assert max(page.index(words) for words in OFFLINE[:-1]) < page.index("upload_folder")
+    assert max(page.index(words) for words in OFFLINE[:-1]) < page.index("push_to_hub")
 
 
 def test_a_long_text_is_read_once_and_found_again(
