@@ -26,7 +26,17 @@ from typing import Any, NamedTuple
 import literal_a2ats as a2ats
 import literal_aqua as aqua
 import torch
-from ablation import Ablation, CellResults, layers_of, lines_of, made, not_here, parts_option, shown
+from ablation import (
+    Ablation,
+    CellResults,
+    Plot,
+    layers_of,
+    lines_of,
+    made,
+    not_here,
+    parts_option,
+    shown,
+)
 from tqdm import tqdm
 from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 
@@ -209,8 +219,13 @@ def _text_table(cells: CellResults) -> str:
     return markdown_table([title, "tokens", "perplexity", "rise", "tokens equal"], rows)
 
 
-def _recalls(cells: CellResults) -> dict[str, dict[int, float]]:
-    return {name: line for _, x in cells for name, line in lines_of(x, "recall").items()}
+def _by_layer(figure: str, y: str) -> Plot:
+    """A picture of a figure, a line for each variant."""
+
+    def lines(cells: CellResults) -> dict[str, dict[int, float]]:
+        return {name: line for _, x in cells for name, line in lines_of(x, figure).items()}
+
+    return layers_of(lines, "", y)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,12 +233,17 @@ class Literal(Ablation):
     """A2ATS and AQUA-KV beside renderings of their papers."""
 
     name = "literal"
-    described = ("calibration_tokens", "calibration_length", "codewords", "rounds", "step")
+    described = ("calibration_tokens", "calibration_length", "codewords", "rounds", "heads", "step")
     apart = ("rows",)
     tables = MappingProxyType(
         {part: _figures_table if part in FIGURES else _text_table for part in VARIANTS}
     )
-    plots = MappingProxyType({"selection": layers_of(_recalls, "A2ATS", "recall of the top 3%")})
+    plots = MappingProxyType(
+        {
+            "selection": _by_layer("recall", "recall of the exact top 3%"),
+            "rows": _by_layer("key explained", "variance of keys explained"),
+        }
+    )
     smallest = (
         "--model needle --context 300 --new-tokens 4 --calibration-tokens 1K --rounds 5 "
         "--calibration-length 256 --codewords 32 --step 64"
@@ -241,6 +261,7 @@ class Literal(Ablation):
     calibration_length: int = option(2048, "most tokens of a sequence", kind=length)
     codewords: int = count_option(a2ats.CODEWORDS, "of a KV head")
     rounds: int = count_option(300, "of k-means, at most")
+    heads: int = count_option(8, "KV heads of a layer whose codebooks are compared, at most")
     artifacts: Path | None = option(
         None, "where the library's artifacts are kept, or found", kind=file_path, metavar="DIR"
     )
@@ -313,7 +334,7 @@ class Literal(Ablation):
 
     def _learn(self, texts: Sequence[Layer], number: int) -> list[tuple[Codebook, Codebook]]:
         rope, pairs = self._ropes[number], []
-        for head in tqdm(range(len(texts[0].keys)), "heads", leave=False):
+        for head in tqdm(range(min(self.heads, len(texts[0].keys))), "heads", leave=False):
             keys = torch.cat([text.keys[head] for text in texts])
             queries = torch.cat([text.group(head).flatten(0, 1) for text in texts])
             far = a2ats.windowed_query(queries, rope.inv_freq)
