@@ -114,19 +114,19 @@ def plot_front(
 
     Loss is on a logarithmic axis.
     """
-    figure, axis = _figure(8.4, 5.0)
+    figure, axis = _figure(10.0, 5.0)
     best: list[tuple[float, float]] = []
-    for name, (cost, loss) in sorted(points.items(), key=lambda one: one[1]):
+    by_cost = sorted(points.items(), key=lambda one: one[1])
+    for number, (name, (cost, loss)) in enumerate(by_cost, 1):
         if not best or loss < best[-1][1]:
             best.append((cost, loss))
-        axis.plot(cost, loss, marker="o", markersize=4, linestyle="")
-        axis.annotate(name, (cost, loss), (4, 4), textcoords="offset points", fontsize=7)
+        axis.plot(cost, loss, marker="o", markersize=4, linestyle="", label=f"{number}  {name}")
+        axis.annotate(number, (cost, loss), (4, 4), textcoords="offset points", fontsize=7)
     axis.step(*zip(*best, strict=True), where="post", color="gray", linewidth=1.0)
     axis.set_yscale("log")
     axis.set(title=title, xlabel=x, ylabel=y)
     axis.grid(alpha=0.25)
-    axis.spines[["top", "right"]].set_visible(False)
-    _save(figure, path)
+    _save_with_legend(figure, path, beside=True)
 
 
 def plot_heat_maps(

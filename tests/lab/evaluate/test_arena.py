@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 import transformers
 
 from hf_kvret.cli import main
+from hf_kvret.lab import opponents
 from hf_kvret.lab.evaluate.held import attention_keys, step_bytes
 from hf_kvret.lab.evaluate.subject import Subject
 from hf_kvret.lab.report.results import Results
@@ -131,3 +133,23 @@ def test_keys_are_seen_at_the_attention_function(subject: Subject) -> None:
     model: Any = subject.model
     model(torch.arange(3, 10)[None], use_cache=False)
     assert len(keys) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "package"),
+    [
+        ("turbokv", "turbokv"),
+        ("quantcore", "quantcore-ai"),
+        ("tiny_turboquant", "tiny-turboquant"),
+        ("kakeyalattice", "kakeyalattice"),
+        ("turboquant_torch", "turboquant-torch"),
+        ("nexusquant", "nexusquant-kv"),
+    ],
+)
+def test_a_package_that_is_missing_is_named_with_its_line(
+    name: str, package: str, subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("turboquant", "tiny_turboquant", "kakeyalattice", "nexusquant"):
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ModuleNotFoundError, match=rf"pip install .* peers {package}=="):
+        getattr(opponents, name)(subject.model)
