@@ -111,11 +111,11 @@ class Index(State):
     which are then reordered, cropped, forked, saved and loaded with the cache.
 
     Tokens arrive in order and keep their token index, which is what ``search`` returns.
-    Hooks do nothing by default: ``on_forward`` at each forward pass, ``on_reader`` where another
-    layer reads the same keys, ``build`` at the end of a prompt, ``before_search`` and
-    ``after_search``. An index keeps its state in preallocated
-    tensors on the device, and decoding one token never synchronizes the host, unless a block left
-    the window just before.
+    Hooks do nothing by default: ``on_forward`` at each forward pass, ``on_prompt`` at long ones,
+    ``on_reader`` where another layer reads the same keys, ``build`` at the end of a prompt,
+    ``before_search`` and ``after_search``. An index keeps its state in preallocated tensors on the
+    device, and decoding one token never synchronizes the host, unless a block left the window just
+    before.
 
     Attributes:
         kv_heads: numbers of the layer's KV heads that this process holds; None: all of them.
@@ -131,7 +131,7 @@ class Index(State):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        hooks = ("on_forward", "before_search", "after_search", "host_search")
+        hooks = ("on_forward", "on_prompt", "before_search", "after_search", "host_search")
         own = {name for name in hooks if getattr(cls, name) is not getattr(Index, name)}
         newest = next(base for base in cls.__mro__ if {"host_search", "search"} & vars(base).keys())
         if "host_search" not in vars(newest):
@@ -195,6 +195,13 @@ class Index(State):
             valid: ``[B, q]`` bool, False for padding; None when all are valid.
             positions: ``[B, q]`` integers, RoPE positions of the tokens; None where the model does
                 not pass any.
+        """
+
+    def on_prompt(self, queries: torch.Tensor, valid: torch.Tensor | None) -> None:
+        """Called with the newest queries of a long pass, up to 64, before its tokens are added.
+
+        ``queries`` and ``valid`` as of ``on_forward``. An index with this hook alone learns nothing
+        of steps and drafts, so that no round of drafts needs a copy of it.
         """
 
     def on_reader(self, positions: torch.Tensor | None) -> None:

@@ -33,6 +33,8 @@ from hf_kvret.options.prompt import PromptRecipe
 
 HANDLE = "hf_kvret_layer"
 
+# Queries of a long pass that an index may ask for.
+_NEWEST = 64
 _Owner = TypeVar("_Owner")
 _Result = TypeVar("_Result")
 _Params = ParamSpec("_Params")
@@ -354,6 +356,8 @@ class RetrievalLayer(CacheLayerMixin):
         if self.pending_attention:
             is_few = past and key.shape[2] <= self.config.max_draft + 1
             take = kv.take_step if is_few else kv.take_prompt
+            if not is_few:
+                self._show_prompt(kv, query, call)
             take(key, value, call.scoring.valid, learn)
         if whole is not None:
             return whole
@@ -390,9 +394,19 @@ class RetrievalLayer(CacheLayerMixin):
         if self.pending_attention:
             learn = partial(self._on_forward, call.to_rows(query), key, call)
             self.exact_rows += min(past, kv.cold_len) * len(key) * key.shape[1]
+            self._show_prompt(kv, query, call)
             kv.take_prompt(key, value, call.scoring.valid, learn if kv.watches else None)
             kv.retrieved.add(groups.retrieved)
         return out
+
+    def _show_prompt(self, kv: LayerKV, query: torch.Tensor, call: AttentionCall) -> None:
+        """Show the newest queries of a long pass to an index that asks for them."""
+        if kv.index is None or "on_prompt" not in kv.index.hooks:
+            return
+        newest, end, valid = query[:, :, -_NEWEST:], kv.length + query.shape[2], call.scoring.valid
+        if valid is not None:
+            valid = valid[:, end - newest.shape[2] : end]
+        kv.on_prompt(call.to_rows(newest), valid)
 
     def _on_forward(self, query: torch.Tensor, key: torch.Tensor, call: AttentionCall) -> None:
         """Pass tokens to an index that watches, and to a store that needs their positions."""

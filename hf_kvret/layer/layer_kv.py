@@ -188,6 +188,12 @@ class LayerKV(State):
         if self.index is not None:
             self.index.on_forward(queries, keys, start, new_valid, positions)
 
+    @keeps_tensors
+    def on_prompt(self, queries: torch.Tensor, valid: torch.Tensor | None) -> None:
+        """Show the newest ``queries [B, Hq, n, Dk]`` of a long pass to the index."""
+        if self.index is not None:
+            self.index.on_prompt(queries, valid)
+
     @property
     def most_recent(self) -> int:
         """Recent tokens between two flushes, at most."""

@@ -13,7 +13,7 @@
 #define HFK_API extern "C" __attribute__((visibility("default")))
 
 // Raised with every change of hfk_request or of a function's meaning; the caller compares.
-#define HFK_VERSION 14
+#define HFK_VERSION 15
 
 // HFK_INT8 is for the rows of hfk_proxy alone.
 enum hfk_dtype { HFK_FLOAT32 = 0, HFK_FLOAT16 = 1, HFK_BFLOAT16 = 2, HFK_INT8 = 3 };
@@ -256,7 +256,7 @@ struct hfk_paris {
     const void *weight;       // [batch, id_heads, *, dim / m]
     const int32_t *counts;    // [batch, id_heads, dim / m, 2^m]
     const float *mean;        // [batch, id_heads, key_dim], where a soft cap needs it; else null
-    const float *signs;       // [dim]
+    const float *signs;       // [batch, id_heads, dim], times factors of coordinates
     const float *levels;      // [8]
     const int64_t *shares;    // [tiers], in millionths of all keys
     int64_t sign_batch;       // strides in elements

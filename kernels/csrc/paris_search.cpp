@@ -120,6 +120,7 @@ class ParisSearch : public Search {
                 int64_t last) const {
         const hfk_request &request = step_.attention;
         float *rotated = at<float>(work, rotated_), *offsets = at<float>(work, offsets_);
+        const float *signs = paris_.signs + head * paris_.dim;
         std::fill(rotated + first * paris_.dim, rotated + last * paris_.dim, 0.0f);
         for (int64_t g = paris_.mean_query ? 0 : first; g < (paris_.mean_query ? heads_ : last); ++g) {
             const int64_t row = (selection.batch * request.query_heads + selection.head * heads_ +
@@ -137,7 +138,7 @@ class ParisSearch : public Search {
                 if (paris_.mean != nullptr) offsets[g] += x[d] * paris_.mean[head * request.key_dim + d];
             }
             const int64_t filled = spread(x, request.key_dim, paris_.dim);
-            for (int64_t i = 0; i < filled; ++i) x[i] *= paris_.signs[i];
+            for (int64_t i = 0; i < filled; ++i) x[i] *= signs[i];
             // Powers of two that add up to the dimension, the largest first.
             for (int64_t left = paris_.dim; left > 0;) {
                 int64_t block = 8;

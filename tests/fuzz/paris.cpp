@@ -36,8 +36,10 @@ class ParisCase : public SearchCase {
         mean_ = Numbers(r.batch * r.id_heads * r.key_dim, HFK_FLOAT32);
         mean_.fill(random);
         if (random.one_in(2)) paris_.mean = mean_.floats();
-        signs_.resize(paris_.dim);
-        for (float &sign : signs_) sign = random.one_in(2) ? 1.0f : -1.0f;
+        signs_.resize(r.batch * r.id_heads * paris_.dim);
+        for (float &sign : signs_) {
+            sign = (random.one_in(2) ? 1.0f : -1.0f) * std::exp2(static_cast<float>(random.pick(-3, 3)));
+        }
         levels_ = Numbers(8, HFK_FLOAT32);
         levels_.fill(random);
         shares_.resize(paris_.tiers);
@@ -165,10 +167,11 @@ class ParisCase : public SearchCase {
             stride = static_cast<int64_t>(0.618 * static_cast<double>(dim));
             while (std::gcd(stride, dim) > 1) ++stride;
         }
+        const float *signs = signs_.data() + place / step.attention.queries * dim;
         std::vector<double> spread(dim, 0.0);
         for (int64_t i = 0; i < dim; ++i) {
             const int64_t d = i * stride % dim;
-            if (d < key_dim) spread[i] = query_at(step, query, place, g, d) * signs_[i];
+            if (d < key_dim) spread[i] = query_at(step, query, place, g, d) * signs[i];
         }
         transform(spread);
         for (int64_t i = 0; i < dim; ++i) {

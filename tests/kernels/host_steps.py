@@ -85,6 +85,9 @@ def paris_search(shape: Shape, valid: torch.Tensor) -> ParisSearch:
     tiers = tuple((i + 1) / shape.tiers for i in range(shape.tiers))
     count = max(1, shape.n // 4) if shape.candidates is None else shape.candidates
     shares = paris.tier_shares(0.3, tiers)
+    lead = shape.batch, shape.heads, shape.dim
+    factors = torch.randint(-3, 4, lead, generator=generator(9)).float().exp2()
+    signs = paris.scaled_signs(signs, factors)
     return ParisSearch(
         codes, counts, signs, levels, shares, shape.m, count, mean_query=shape.mean_query
     )

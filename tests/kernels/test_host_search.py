@@ -251,7 +251,7 @@ def trace_paris(
     batch, query_heads, queries, dim = query.shape
     heads, n = search.counts.shape[1], valid.shape[1]
     tables = 1 if search.mean_query else query_heads // heads
-    lead, rotated_dim = (batch, heads, queries), len(search.signs)
+    lead, rotated_dim = (batch, heads, queries), search.signs.shape[2]
     trace = ParisTrace(
         query.new_empty(*lead, tables, rotated_dim, dtype=torch.float32),
         query.new_empty(*lead, tables, rotated_dim // 8, 256, dtype=torch.uint8),
@@ -285,7 +285,9 @@ def test_each_stage_of_paris_is_the_naive_one(name: str, path: str) -> None:
     grouped = query.view(shape.batch, shape.heads, -1, shape.queries, shape.dim).float()
     if shape.mean_query:
         grouped = grouped.mean(dim=2, keepdim=True)
-    rotated = naive.rotate(grouped.transpose(2, 3), search.signs)
+    of_heads = zip(grouped.transpose(2, 3).flatten(0, 1), search.signs.flatten(0, 1), strict=True)
+    rotated = torch.stack([naive.rotate(one, signs) for one, signs in of_heads])
+    rotated = rotated.view_as(trace.rotated)
     torch.testing.assert_close(trace.rotated, rotated, rtol=1e-5, atol=1e-5)
 
     # From here on each stage is given what the stage before it left, to be compared bit by bit.

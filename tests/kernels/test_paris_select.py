@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from hf_kvret_kernels import paris
+from hf_kvret_kernels.paris import naive
 
 from .draws import DEVICE, NAIVE, TRITON, Place, best_places, draw, generator, needs_triton, run_at
 
@@ -88,13 +89,14 @@ def test_a_program_may_take_any_number_of_subspaces(
     from hf_kvret_kernels.paris import triton
 
     query, counts = (each.to(DEVICE) for each in few_keys(50)[0][:2])
-    signs = paris.random_signs(8, seed=3).to(DEVICE)
     query, shares = query[..., :5].contiguous(), (100_000, 400_000)
+    factors = (torch.arange(15.0).view(3, 1, 5) - 7).exp2()
+    signs = paris.scaled_signs(paris.random_signs(8, seed=3), factors).to(DEVICE)
     expected = triton.bonus(query, signs, counts, shares, 4)
     monkeypatch.setattr(triton, "subspaces_of_program", lambda count: part)
     result = triton.bonus(query, signs, counts, shares, 4)
     assert all(torch.equal(*pair) for pair in zip(result, expected, strict=True))
-    rotated = paris.rotate(query, signs, backend="naive")
+    rotated = naive.rotate(query, signs)
     torch.testing.assert_close(result.queries, triton.by_planes(rotated))
     assert result.histogram.eq(0).all() and result.tickets.eq(0).all()
 

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from hf_kvret import FlatKVCache, Index, ParisKVCache, RetrievalCache, TokenBlock
+from hf_kvret import FlatKVCache, Index, ParisKVCache, RetrievalCache, TokenBlock, attach
 from hf_kvret.contracts.index import ColdTokens, Scoring
 from hf_kvret.layer.layer_kv import LayerKV
 from hf_kvret.methods.flat import FlatConfig, FlatIndex
+from hf_kvret.methods.paris import ParisIndex
 from hf_kvret.stores import PagedStore
 from hf_kvret.stores.memory import DeviceMemory
 from hf_kvret.testing import held_tokens
@@ -193,6 +194,27 @@ def test_an_index_hears_of_every_token_once_and_is_built_once() -> None:
         ("add", 23, 27),
         ("before_search", 0, 27),
     ]
+
+
+@torch.no_grad()
+def test_an_index_is_shown_the_newest_queries_of_long_passes(
+    llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither steps nor drafts, nor the pass that verifies these."""
+    shown: list[tuple[int, list[bool]]] = []
+
+    def note(index: ParisIndex, queries: torch.Tensor, valid: torch.Tensor) -> None:
+        shown.append((queries.shape[2], valid[0].tolist()))
+
+    monkeypatch.setattr(ParisIndex, "on_prompt", note)
+    attach(llama)
+    cache, mask = ParisKVCache(llama.config, **SIZES), torch.ones(1, 110, dtype=torch.bool)
+    mask[0, [3, 9, 72]] = False
+    for first, last in ((0, 70), (70, 78), (78, 83), (83, 84), (84, 88)):
+        tokens = torch.arange(first, last)[None] % llama.config.vocab_size
+        llama(tokens, past_key_values=cache, attention_mask=mask[:, :last])
+    newest = (64, mask[0, 6:70].tolist()), (8, mask[0, 70:78].tolist())
+    assert shown == [each for each in newest for _ in range(len(shown) // 2)] != []
 
 
 def test_an_index_is_built_again_after_a_crop_to_nothing() -> None:

@@ -115,6 +115,8 @@ class IndexRun:
         real = torch.ones(len(keys), keys.shape[2], dtype=torch.bool) if valid is None else valid
         positions = torch.arange(self.length, self.length + keys.shape[2]).expand(len(keys), -1)
         self.index.on_forward(queries, keys, self.length, valid, positions)
+        if keys.shape[2] > 1:
+            self.index.on_prompt(queries[:, :, -64:], real[:, -64:])
         self.keys = torch.cat([self.keys, keys], dim=2)
         self.valid = torch.cat([self.valid, real], dim=1)
 

@@ -12,13 +12,14 @@ import torch
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.contracts.block import TokenBlock
 from hf_kvret.contracts.index import CapturableIndex, ColdTokens, Index, SearchCost
-from hf_kvret.contracts.state import FLOATS, number, tensor, transient
+from hf_kvret.contracts.state import FLOATS, Tensors, number, tensor, transient
 from hf_kvret.contracts.store import Store
 from hf_kvret.contracts.token_buffer import TokenBuffer, tokens
 from hf_kvret.options.config import RetrievalConfig
 from hf_kvret.options.declare import FLAG, OneOf, integer, option, real
 from hf_kvret_kernels import paris
 from hf_kvret_kernels.host_step import HostSearch, ParisSearch
+from hf_kvret_kernels.paris import naive
 
 # Shares of rho at which a centroid's points drop by one: the paper's six (section 5.4), or as many
 # as a byte can hold the points of.
@@ -42,6 +43,8 @@ SCHEDULES = {
 
 Below ``length`` cold tokens a share beta of them are candidates, and rho of the keys earn points.
 """
+# Numbers that are scaled at once, 16 MiB; least energy of a coordinate, as a share of their mean.
+_NUMBERS, _LEAST = 1 << 22, 1e-3
 _PAPER_LEVELS = (0.0420, 0.1266, 0.2129, 0.3023, 0.3968, 0.4990, 0.6148, 0.7604)
 
 
@@ -59,7 +62,8 @@ class ParisConfig(RetrievalConfig):
         group_reduce: how the query heads of a KV head share a selection. ``"max"``: by the largest
             of their softmax weights. ``"mean"``: by the mean of their queries, as in the authors'
             code.
-        center: subtract the mean key before keys are coded. The ranking does not depend on it.
+        center: subtract the mean key before keys are coded, and scale coordinates so that none
+            outweighs the others. Queries are scaled inversely: the ranking does not depend on it.
         seed: for the random signs, the same in all layers and heads.
     """
 
@@ -132,11 +136,15 @@ class ParisConfig(RetrievalConfig):
 class ParisIndex(CapturableIndex, Index):
     """Codes of every cold key: a sign plane, a magnitude plane and subspace weights.
 
-    Keys are centered, normalized, rotated by random signs and a Walsh-Hadamard transform (long ones
-    in blocks), and cut into subspaces. Stage 1 gives each key points for subspaces whose sign
-    pattern lies close to the query's, and keeps the keys with most points. Stage 2 estimates their
-    inner products from the codes. New keys are encoded like old ones: nothing is learnt, nothing
-    drifts.
+    Keys are centered, their coordinates scaled, normalized, rotated by random signs and a
+    Walsh-Hadamard transform (long ones in blocks), and cut into subspaces. Stage 1 gives each key
+    points for subspaces whose sign pattern lies close to the query's, and keeps the keys with most
+    points. Stage 2 estimates their inner products from the codes. New keys are encoded like old
+    ones. Mean and scales are those of a prompt, and taken anew whenever a context has doubled.
+
+    A code's error is a share of its key's length. Where few coordinates are large, as with a bias
+    of the keys, and queries hardly ask for them, it would bury the others. The expected error is
+    least where keys and queries have the same energy in each coordinate.
 
     Args:
         options: of the method.
@@ -153,8 +161,16 @@ class ParisIndex(CapturableIndex, Index):
         shared=True, optional=True, dims="B H D", dtype=torch.float32
     )
     _mean_len: int = number(0)
-    # Random signs of the rotation, [P] fp32, and the [8] fp32 levels of magnitudes.
-    _signs: torch.Tensor | None = tensor(saved=False, batched=False, shared=True)
+    # Sums of squares of a prompt's newest queries; powers of two that queries are multiplied by.
+    _energy: torch.Tensor | None = tensor(
+        shared=True, optional=True, dims="B g D", dtype=torch.float32
+    )
+    _factors: torch.Tensor | None = tensor(
+        shared=True, optional=True, dims="B H D", dtype=torch.float32
+    )
+    # Random signs of the rotation, times the factors, [B, H, P] fp32, and the [8] fp32 levels of
+    # magnitudes.
+    _signs: torch.Tensor | None = tensor(saved=False, shared=True)
     _levels: torch.Tensor | None = tensor(saved=False, batched=False, shared=True)
     # The last search on a CPU, and the options and scoring that it was made for.
     _host_search: ParisSearch | None = transient()
@@ -165,10 +181,30 @@ class ParisIndex(CapturableIndex, Index):
 
     def add(self, block: TokenBlock) -> None:
         if self._counts is None:
-            self._make_basis(block.keys.shape[-1], block.keys.device)
-            self._mean = block.mean_key() if self.options.center else None
+            batch, heads, _, dim = block.keys.shape
+            self._make_basis(batch, heads, dim, block.keys.device)
             self._mean_len = len(block)
+            if self.options.center:
+                self._mean = block.mean_key()
+                self._balance(block.deviation(self._mean))
         self._append(block.keys, block.valid)
+
+    def on_prompt(self, queries: torch.Tensor, valid: torch.Tensor | None) -> None:
+        squares = queries.float().square()
+        if valid is not None:
+            squares = squares.masked_fill(~valid[:, None, :, None], 0.0)
+        self._energy = squares.sum(dim=2)
+
+    def _balance(self, keys: torch.Tensor) -> None:
+        """Make factors for ``keys [B, Hkv, D]``, sums of squared distances from the mean."""
+        queries = torch.zeros_like(keys)
+        if self._energy is not None:
+            queries = self._energy.unflatten(1, (keys.shape[1], -1)).sum(dim=2)
+        shares = [x / x.mean(-1, keepdim=True).clamp(min=1e-30) + _LEAST for x in (keys, queries)]
+        # Products with powers of two are exact, and a rounding more or less changes none of them.
+        exponents = (shares[0] / shares[1]).log2() / 4
+        self._factors = (exponents - exponents.mean(-1, keepdim=True)).round().exp2()
+        self._signs = paris.scaled_signs(self._basis()[0], self._factors)
 
     def _append(self, keys: torch.Tensor, valid: torch.Tensor | None) -> None:
         codes = self.encode(keys)
@@ -192,7 +228,7 @@ class ParisIndex(CapturableIndex, Index):
             self._renew(cold.store)
 
     def _renew(self, store: Store) -> None:
-        """Take the mean of all keys and code them anew.
+        """Take mean and factors of all keys and code them anew.
 
         Reads all keys twice, in chunks. Where a store codes its rows there are no exact keys, and
         the mean stays.
@@ -202,11 +238,16 @@ class ParisIndex(CapturableIndex, Index):
             return
         self._mean_len = length
         valid = self._weight.rows[:, 0, :, 0] >= 0
-        total = torch.zeros_like(mean)
+        total, squares = torch.zeros_like(mean), torch.zeros_like(mean)
         for start, keys in store.key_chunks():
             padding = ~valid[:, None, start : start + keys.shape[2], None]
             total += keys.masked_fill(padding, 0.0).sum(dim=2, dtype=torch.float32)
-        self._mean = total / valid.sum(dim=1).clamp(min=1)[:, None, None]
+            squares += (keys - mean[:, :, None]).masked_fill(padding, 0.0).square().sum(dim=2)
+        count = valid.sum(dim=1).clamp(min=1)[:, None, None]
+        self._mean = total / count
+        # The squares are of distances from the old mean.
+        squares -= count * (self._mean - mean).square()
+        self._balance(squares.clamp(min=0))
         self._counts = None
         for plane in (self._sign, self._magnitude, self._weight):
             # Room for all at once, also where a fork still reads the memory.
@@ -217,21 +258,33 @@ class ParisIndex(CapturableIndex, Index):
             self._append(keys, valid[:, start : start + keys.shape[2]])
 
     def rotate(self, query: torch.Tensor) -> torch.Tensor:
-        """``[..., P]`` fp32 of ``query [..., D]``, in the coordinates of the codes."""
-        return paris.rotate(query, self._basis()[0])
+        """``[B, Hq, Q, P]`` fp32 of ``query [B, Hq, Q, D]``, in the coordinates of the codes."""
+        assert self._signs is not None, "add comes first"
+        return naive.rotate(self._grouped(query), self._signs).flatten(1, 2)
 
     def encode(self, keys: torch.Tensor) -> paris.ParisCodes:
         """Codes of ``keys [B, Hkv, n, D]``."""
-        return paris.encode(keys, *self._basis(), m=self.options.subspace_dim, mean=self._mean)
+        m, mean, (signs, levels) = self.options.subspace_dim, self._mean, self._basis()
+        if self._factors is None or mean is None:
+            return paris.encode(keys, signs, levels, m=m, mean=mean)
+        batch, heads, length, dim = keys.shape
+        codes = paris.ParisCodes.empty(*keys.shape, m=m, device=keys.device)
+        divisors, mean = self._factors.unsqueeze(2), mean / self._factors
+        step = max(1, _NUMBERS // max(1, batch * heads * dim))
+        for start in range(0, length, step):
+            part = keys[:, :, start : start + step] / divisors
+            out = codes.tokens(start, start + part.shape[2])
+            paris.encode(part, signs, levels, m=m, mean=mean, out=out)
+        return codes
 
     def _basis(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The signs of the rotation and the levels of the magnitudes."""
+        """The signs of the rotation as they are, ``[P]``, and the levels of the magnitudes."""
         assert self._signs is not None and self._levels is not None, "add comes first"
-        return self._signs, self._levels
+        return self._signs[0, 0].sign(), self._levels
 
     def search(self, query: torch.Tensor, cold: ColdTokens) -> torch.Tensor:
-        (_, levels), options, counts = self._basis(), self.options, self._counts
-        assert counts is not None, "a block was added"
+        levels, options, counts = self._levels, self.options, self._counts
+        assert counts is not None and levels is not None, "a block was added"
         length, grouped = len(self._sign), self._grouped(query)
         if options.group_reduce == "mean":
             grouped = grouped.float().mean(dim=2, keepdim=True)
@@ -270,8 +323,8 @@ class ParisIndex(CapturableIndex, Index):
         key = options, cold.budget, cold.softcap is None
         # Whatever changes the codes makes new counts.
         if search is None or search.counts is not counts or self._host_search_key != key:
-            signs, levels = self._basis()
-            assert counts is not None, "a block was added"
+            signs, levels = self._signs, self._levels
+            assert counts is not None and signs is not None and levels is not None, "add was called"
             _, rho = options.ratios(len(self._sign))
             self._host_search_key = key
             search = self._host_search = ParisSearch(
@@ -318,16 +371,24 @@ class ParisIndex(CapturableIndex, Index):
         )
         super().crop(length)
 
+    def state_dict(self) -> Tensors:
+        """As for every state; nothing before the first block, as queries alone say little."""
+        return {} if self._counts is None else super().state_dict()
+
     def loaded(self) -> None:
         """Make the rotation anew, from the seed."""
         # The rotated dimension is all that it takes to know of the keys.
-        self._make_basis(8 * self._sign.rows.shape[-1], self._sign.rows.device)
+        batch, heads, _, nbytes = self._sign.rows.shape
+        self._make_basis(batch, heads, 8 * nbytes, self._sign.rows.device)
+        if self._factors is not None:
+            self._signs = paris.scaled_signs(self._basis()[0], self._factors)
 
-    def _make_basis(self, dim: int, device: torch.device) -> None:
+    def _make_basis(self, batch: int, heads: int, dim: int, device: torch.device) -> None:
         """Make signs and levels for keys of ``dim`` elements, before or after the rotation."""
         options = self.options
         options.check_dim(dim)
-        self._signs = paris.random_signs(paris.rotated_dim(dim), options.seed).to(device)
+        signs = paris.random_signs(paris.rotated_dim(dim), options.seed).to(device)
+        self._signs = signs.expand(batch, heads, -1).contiguous()
         levels = paris.magnitude_levels(options.subspace_dim)
         if options.tables == "paper" and options.subspace_dim == 8:
             levels = torch.tensor(_PAPER_LEVELS, dtype=torch.float32)

@@ -93,7 +93,7 @@ class ParisSearch:
     Attributes:
         codes: of the n tokens.
         counts: ``[B, Hkv, S, 2**m]`` int32 of ``paris.count_centroids``.
-        signs: ``[P]`` fp32 of the rotation.
+        signs: ``[B, Hkv, P]`` fp32 of the rotation, see ``paris.scaled_signs``.
         levels: ``[8]`` fp32.
         shares: ``[tiers]`` int64, ``rho`` times each tier in millionths.
         m: coordinates of a subspace.
@@ -129,7 +129,7 @@ class ParisSearch:
         codes = self.codes
         planes = [_dense_rows(x) for x in (codes.sign, codes.magnitude, codes.weight)]
         self.codes = ParisCodes(*planes)
-        self.counts = self.counts.contiguous()
+        self.counts, self.signs = self.counts.contiguous(), self.signs.contiguous()
         if self.mean is not None:
             self.mean = self.mean.contiguous()
         return self._STRUCT.pack(
@@ -140,7 +140,7 @@ class ParisSearch:
             self.levels.data_ptr(),
             self.shares.data_ptr(),
             *(stride for plane in planes for stride in plane.stride()[:2]),
-            len(self.signs),
+            self.signs.shape[2],
             self.m,
             len(self.shares),
             self.candidates,

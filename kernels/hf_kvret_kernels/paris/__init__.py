@@ -12,7 +12,14 @@ S = P / m subspaces, C candidates.
 """
 
 from hf_kvret_kernels.paris.codes import MAX_HEAD_DIM, ParisCodes, rotated_dim
-from hf_kvret_kernels.paris.encoding import decode, encode, magnitude_levels, random_signs, rotate
+from hf_kvret_kernels.paris.encoding import (
+    decode,
+    encode,
+    magnitude_levels,
+    random_signs,
+    rotate,
+    scaled_signs,
+)
 from hf_kvret_kernels.paris.selection import (
     collisions,
     count_centroids,
@@ -32,6 +39,7 @@ __all__ = [
     "random_signs",
     "rotate",
     "rotated_dim",
+    "scaled_signs",
     "search",
     "search_unchecked",
     "tier_shares",

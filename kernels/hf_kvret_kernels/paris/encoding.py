@@ -40,6 +40,14 @@ def random_signs(dim: int, seed: int) -> torch.Tensor:
     return torch.randint(0, 2, (dim,), generator=generator, device="cpu").float() * 2 - 1
 
 
+def scaled_signs(signs: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+    """``[..., P]`` fp32 that turn a vector as ``signs [P]`` turn it times ``factors [..., D]``."""
+    dim = len(signs)
+    padded = torch.nn.functional.pad(factors, (0, dim - factors.shape[-1]), value=1.0)
+    order = torch.arange(dim, device=signs.device) * rotation_stride(dim) % dim
+    return signs * padded.index_select(-1, order)
+
+
 def rotate(x: torch.Tensor, signs: torch.Tensor, *, backend: str = "auto") -> torch.Tensor:
     """``[..., P]`` fp32: ``x`` zero-padded, times ``signs``, Walsh-Hadamard over ``sqrt(P)``.
 

@@ -32,17 +32,18 @@ def hadamard(dim: int, device: torch.device) -> torch.Tensor:
 
 
 def rotate(x: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
-    dim, head_dim = signs.shape[0], x.shape[-1]
+    """See ``hf_kvret_kernels.paris.rotate``; or ``signs [B, H, P]`` of ``x [B, H, ..., D]``."""
+    dim, head_dim = signs.shape[-1], x.shape[-1]
+    signs = signs.view(*signs.shape[:-1], *[1] * (x.dim() - signs.dim()), dim)
     if dim & (dim - 1) == 0:
         # Zero padding meets the matrix's last rows, so leave those out.
-        transform = signs[:head_dim, None] * hadamard(dim, x.device)[:head_dim]
-        return x.float() @ transform * dim**-0.5
+        x = x.float() * signs[..., :head_dim]
+        return x @ hadamard(dim, x.device)[:head_dim] * dim**-0.5
     order = torch.arange(dim, device=x.device) * rotation_stride(dim) % dim
     x, parts = torch.nn.functional.pad(x.float(), (0, dim - head_dim)), []
     for start, end in rotation_blocks(dim):
-        transform = signs[start:end, None] * hadamard(end - start, x.device)
-        part = x.index_select(-1, order[start:end])
-        parts.append(part @ transform * (end - start) ** -0.5)
+        part = x.index_select(-1, order[start:end]) * signs[..., start:end]
+        parts.append(part @ hadamard(end - start, x.device) * (end - start) ** -0.5)
     return torch.cat(parts, dim=-1)
 
 

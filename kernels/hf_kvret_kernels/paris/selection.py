@@ -27,7 +27,6 @@ from hf_kvret_kernels.paris.codes import (
     check_valid,
     most_points,
 )
-from hf_kvret_kernels.paris.encoding import rotate
 from hf_kvret_kernels.relevance import best_ids
 
 
@@ -58,8 +57,8 @@ def search(
 
     Args:
         query: ``[B, H, Q, G, D]`` of any float dtype, contiguous or not.
-        signs: ``[P]`` fp32 of the rotation; None for queries that are ``[B, H, Q, G, P]`` fp32 in
-            the coordinates of the codes already.
+        signs: ``[P]`` fp32 of the rotation, or ``[B, H, P]`` of ``scaled_signs``; None for queries
+            that are ``[B, H, Q, G, P]`` fp32 in the coordinates of the codes already.
         codes: of n tokens.
         counts: ``[B, H, S, 2**m]`` int32 of ``count_centroids``.
         levels: ``[8]`` fp32, the levels that ``encode`` was given.
@@ -86,8 +85,8 @@ def search(
     if signs is None:
         check_queries(query, codes.sign.device)
     else:
-        check_signs(query, signs)
-    dim = query.shape[-1] if signs is None else len(signs)
+        check_signs(query, signs if signs.dim() == 1 else signs[0, 0])
+    dim = query.shape[-1] if signs is None else signs.shape[-1]
     shape = torch.Size((*query.shape[:-1], dim))
     check_stage_one(shape, counts, codes.sign, rho, tiers, m, valid)
     check_stage_two(shape, codes, levels, m, softcap, offset)
@@ -116,7 +115,7 @@ def search_unchecked(
 ) -> torch.Tensor:
     """``search`` for a caller whose tensors fit each other by how they were made."""
     if choose_backend(backend, query) == "naive":
-        q_rot = query if signs is None else rotate(query, signs, backend=backend)
+        q_rot = query if signs is None else naive.rotate(query, signs)
         points = naive.bonus_table(q_rot, counts, _shares(rho, tiers), m)
         ids = naive.candidates(naive.collide(codes.sign, points, m, valid), survivors)
         scores = naive.rerank(q_rot, codes, ids, levels, m, scale, softcap, offset)

@@ -162,6 +162,7 @@ def bonus(
         _bonus_kernel[(rows * words * PER_WORD, own // part)](
             source,
             source if signs is None else signs.contiguous(),
+            0 if signs is None or signs.dim() == 1 else dim,
             counts.contiguous(),
             planes,
             points,
@@ -190,8 +191,8 @@ def bonus(
 
 @triton.jit
 def _bonus_kernel(
-    query_ptr, signs_ptr, counts_ptr, planes_ptr, points_ptr, histogram_ptr, tickets_ptr, queries,
-    head_dim, scale,
+    query_ptr, signs_ptr, signs_stride, counts_ptr, planes_ptr, points_ptr, histogram_ptr,
+    tickets_ptr, queries, head_dim, scale,
     ROTATE: tl.constexpr, TABLES: tl.constexpr, WORDS: tl.constexpr, PER_WORD: tl.constexpr,
     SHARES: tl.constexpr, M: tl.constexpr, SUBSPACES: tl.constexpr, FIRST: tl.constexpr,
     DIM: tl.constexpr, STRIDE: tl.constexpr, PART: tl.constexpr, LOG_DIM: tl.constexpr,
@@ -219,6 +220,7 @@ def _bonus_kernel(
             columns = source_columns(FIRST + indices, WHOLE, STRIDE)
             inside = columns < head_dim
             x = tl.load(query_ptr + source * head_dim + columns, mask=inside, other=0.0)
+            signs_ptr += row // queries * signs_stride
             x = x.to(tl.float32) * tl.load(signs_ptr + FIRST + indices)
             x = walsh_hadamard(x, DIM, LOG_DIM, 1) * scale
             own = indices // (M * PART) == part
