@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import literal_a2ats as a2ats
 import literal_aqua as aqua
 import torch
+import torch.nn.functional as F
 from ablation import (
     Ablation,
     CellResults,
@@ -79,7 +80,6 @@ FIGURES = {
 _ENERGY = 0.9
 _MEASURED_LAYERS = 3
 _CPU = torch.device("cpu")
-_LEARNERS = {"a2ats": A2ATSCalibration, "aqua": AquaCalibration}
 
 
 class Layer(NamedTuple):
@@ -167,19 +167,19 @@ def literal_attention(
         recent = a2ats.RECENT_TOKENS + 1
         distances = torch.arange(count)[:, None] - torch.arange(count)
         visible = (distances >= 0) & (distances < (more.get("sliding_window") or count))
-        out = torch.nn.functional.scaled_dot_product_attention(
+        out = F.scaled_dot_product_attention(
             query, key, value, visible, scale=scaling, enable_gqa=True
         )
         if number not in codebooks:
             return out.transpose(1, 2), None
         inv_freq = ropes[number].inv_freq
         queries, keys = (before_rope(x, ropes[number])[0] for x in (query, key))
-        layer = Layer(queries, keys, value[0])
+        groups = queries.unflatten(0, (len(keys), -1))
         for head, book in enumerate(codebooks[number]):
-            own_keys, own_queries = keys[head], layer.group(head)
+            own_keys = keys[head]
             near = own_keys if book is None else book.words[a2ats.encode(own_keys, *book)]
             for position in range(first, count):
-                asking, seen = own_queries[:, position], slice(position + 1)
+                asking, seen = groups[head, :, position], slice(position + 1)
                 scores = a2ats.windowed_query(asking, inv_freq) @ near[seen].T
                 mask = torch.stack([a2ats.select(one, top_k, recent) for one in scores]).any(0)
                 for n, one in enumerate(asking, start=head * len(asking)):
@@ -192,8 +192,7 @@ def literal_attention(
 
 def losses_of(logits: torch.Tensor, truth: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Nats of ``truth [n]``, and the first choices of ``logits [n, vocab]``."""
-    nats = torch.nn.functional.cross_entropy(logits.float(), truth, reduction="none")
-    return nats, logits.argmax(-1)
+    return F.cross_entropy(logits.float(), truth, reduction="none"), logits.argmax(-1)
 
 
 def _figures_table(cells: CellResults) -> str:
@@ -307,17 +306,14 @@ class Literal(Ablation):
             sequences = cut(ids, most, count, "--calibration-tokens")
         return Corpus(sequences, max(1, len(sequences) // 10), {})
 
-    @cached_property
-    def _folder(self) -> Path:
-        return self.artifacts or Path(mkdtemp(prefix="hf-kvret-artifacts-"))
-
     @once  # noqa: B019 - a study lives as long as its process
     def _artifact(self, method: str) -> tuple[str, CalibrationArtifact]:
         """The library's, learned from the same texts, and its folder."""
-        folder = self._folder / method
-        more = {"codewords": self.codewords, "rounds": self.rounds} if method == "a2ats" else {}
+        folder = (self.artifacts or Path(mkdtemp(prefix="hf-kvret-artifacts-"))) / method
         if not (folder / DESCRIPTION).is_file():
-            calibrate(self.subject.model, self._corpus, _LEARNERS[method](**more), folder)
+            codebooks = A2ATSCalibration(codewords=self.codewords, rounds=self.rounds)
+            learner = AquaCalibration() if method == "aqua" else codebooks
+            calibrate(self.subject.model, self._corpus, learner, folder)
         return str(folder), CalibrationArtifact.from_pretrained(folder, method=method)
 
     def _library_codebooks(self, layer: int) -> list[Codebook]:
@@ -468,8 +464,8 @@ class Literal(Ablation):
             for n, layer in read_layers(model, ids, self._ropes).items():
                 both = (joined(x)[aqua.SINK_TOKENS :] for x in (layer.keys, layer.values))
                 rows[n].append(tuple(both))
-        pairs = (zip(*of_layer, strict=True) for of_layer in rows.values())
-        return [(torch.cat(keys), torch.cat(values)) for keys, values in pairs]
+        sides = (zip(*of_layer, strict=True) for of_layer in rows.values())
+        return [(torch.cat(keys), torch.cat(values)) for keys, values in sides]
 
     @cached_property
     def _held_out(self) -> int:
