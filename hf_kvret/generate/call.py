@@ -109,7 +109,8 @@ def prepare_cache(
     if cache.options.lossless:
         check_lossless(call, cache, generation_config)
     check_call(call, cache, generation_config, mask)
-    call.start_len, call.recording = cache.get_seq_length(), recording(cache.layers)
+    call.start_len = call.pass_start = cache.get_seq_length()
+    call.recording = recording(cache.layers)
     chunk_prompt(call, cache, generation_config, model_kwargs)
     with _attention_lock:
         attach(model)

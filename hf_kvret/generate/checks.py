@@ -238,12 +238,17 @@ def keep_cache(model: Any, input_ids: torch.Tensor, arguments: dict[str, Any]) -
     call.keep_prompt()
     call.text_len = input_ids.shape[1]
     cache = call.cache
-    if cache is None or cache_argument(arguments) is not None:
+    if cache is None:
+        return
+    # With drafts ahead a cache is longer than the text.
+    call.pass_start = cache.get_seq_length() if call.steps is None else call.start_len
+    if cache_argument(arguments) is not None:
         return
     if cache.get_seq_length():
         if input_ids.shape[1] <= cache.get_seq_length():
             return
         cache.reset()
+        call.pass_start = 0
         cache.check_model(call.model)
         cache.expect(input_ids.shape[1], input_ids.shape[1])
         arguments["next_sequence_length"] = None
@@ -262,7 +267,7 @@ def check_pass(model: Any, output: Any) -> None:
             f"has a {type(cache).__name__}. It drops the cache in prepare_inputs_for_generation or "
             f"in its forward: {_NEW_CACHE}"
         )
-    if call.cache.get_seq_length() <= call.start_len:
+    if call.cache.get_seq_length() <= call.pass_start:
         raise ValueError(
             f"{type(model).__name__} added no token to the cache of this call in a forward pass: "
             "its layers don't get the cache, as with gradient checkpointing in training mode. Call "

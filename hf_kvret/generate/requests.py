@@ -24,6 +24,7 @@ class Request:
         cache: the retrieval cache that the call owns, once that is known.
         keeps: tokens to which its cache goes back, once the call is checked; None: it does not.
         start_len: tokens in the cache before the call.
+        pass_start: tokens in the cache before the newest pass.
         recording: layers of the cache that recorded the past before it.
         has_retrieved: the call used a retrieval cache to its end.
         is_delegated: a call of ``generate`` inside this one did.
@@ -42,6 +43,7 @@ class Request:
     cache: RetrievalCache | None = None
     keeps: int | None = None
     start_len: int = 0
+    pass_start: int = 0
     recording: Sequence[Any] = ()
     has_retrieved: bool = False
     is_delegated: bool = False

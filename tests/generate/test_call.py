@@ -183,11 +183,18 @@ def test_a_model_that_takes_another_cache_is_an_error(
         llama.generate(prompt(1, 40), past_key_values=cache, max_new_tokens=9, **mode, **GREEDY)
 
 
-def test_layers_that_never_get_the_cache_are_an_error_at_once(llama: PreTrainedModel) -> None:
+@pytest.mark.parametrize("whole_passes", [0, 2])
+def test_layers_that_do_not_get_the_cache_are_an_error_at_once(
+    llama: PreTrainedModel, whole_passes: int
+) -> None:
+    passes: list[None] = []
+    llama.register_forward_pre_hook(lambda *arguments: passes.append(None))
+
+    def without_cache(module: Any, args: Any, kwargs: Any) -> Any:
+        return args, kwargs | (as_argument(None) if len(passes) > whole_passes else {})
+
     for layer in llama.model.layers:
-        layer.register_forward_pre_hook(
-            lambda module, args, kwargs: (args, {**kwargs, **as_argument(None)}), with_kwargs=True
-        )
+        layer.register_forward_pre_hook(without_cache, with_kwargs=True)
     with pytest.raises(ValueError, match="added no token to the cache"):
         llama.generate(prompt(1, 40), past_key_values=new_cache(llama), max_new_tokens=4, **GREEDY)
 

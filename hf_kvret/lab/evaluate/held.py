@@ -98,7 +98,7 @@ def step_bytes(step: Callable[[], Any]) -> tuple[int, int]:
     events: Any = seen.profiler
     events = [one for one in events.kineto_results.events() if one.name() == "[memory]"]
     sizes = [one.nbytes() for one in sorted(events, key=lambda one: one.start_ns())]
-    return max(accumulate(sizes), default=0), sum(size for size in sizes if size > 0)
+    return max(accumulate(sizes, initial=0)), sum(size for size in sizes if size > 0)
 
 
 @contextmanager

@@ -122,7 +122,7 @@ def plot_front(
             best.append((cost, loss))
         axis.plot(cost, loss, marker="o", markersize=4, linestyle="", label=f"{number}  {name}")
         axis.annotate(number, (cost, loss), (4, 4), textcoords="offset points", fontsize=7)
-    axis.step(*zip(*best, strict=True), where="post", color="gray", linewidth=1.0)
+    axis.step(*np.reshape(best, (-1, 2)).T, where="post", color="gray", linewidth=1.0)
     axis.set_yscale("log")
     axis.set(title=title, xlabel=x, ylabel=y)
     axis.grid(alpha=0.25)

@@ -113,6 +113,21 @@ def test_strange_caches_are_found_out(
     assert transformers.__version__ in lines[-1]
 
 
+def test_a_picture_is_drawn_where_every_cache_failed(
+    tmp_path: Path, tiny_model_dir: Path, tiny_text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    theirs, picture = tmp_path / "theirs.py", tmp_path / "x.png"
+    theirs.write_text(STRANGERS)
+    words = ["--model", tiny_model_dir, "--text", tiny_text, "--context", 340, "--plot", picture]
+    words += ["--caches", f"bad={theirs}:broken", "--new-tokens"]
+    assert main(["eval", "arena", *map(str, words), "2"]) == 1
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    # Of two steps one is timed.
+    with pytest.raises(SystemExit):
+        main(["eval", "arena", *map(str, words), "1"])
+    assert "--new-tokens" in capsys.readouterr().err
+
+
 def test_bytes_of_a_step_are_its_peak_and_all_that_it_makes() -> None:
     held = {"rows": torch.zeros(0)}
 

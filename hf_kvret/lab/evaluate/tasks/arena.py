@@ -20,7 +20,7 @@ from hf_kvret.lab.evaluate.needles import Document, Wording, choose_wording, con
 from hf_kvret.lab.evaluate.reader import Reader, begin, check_positions, divergence
 from hf_kvret.lab.evaluate.task import lengths_of
 from hf_kvret.lab.evaluate.tasks.agreement import Agreement, in_turn
-from hf_kvret.lab.program.arguments import percent, several
+from hf_kvret.lab.program.arguments import percent, several, whole_number
 from hf_kvret.lab.program.options import answer_tokens_option, option, with_default
 from hf_kvret.lab.program.progress import tqdm
 from hf_kvret.lab.report.plots import plot_front
@@ -69,6 +69,7 @@ class Arena(Agreement):
     )
 
     windows: int = with_default(Agreement, "windows", 1)
+    new_tokens: int = option(64, "of each continuation, after its first one", kind=whole_number(2))
     depths: tuple[float, ...] = option(
         (10.0, 50.0, 90.0), "of needles, in percent of the text", kind=several(percent)
     )
