@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
@@ -35,7 +35,6 @@ class ArtifactConfig(RetrievalConfig):
     method: ClassVar[str]
     # The end of the message for a user who has no artifact.
     way_out: ClassVar[str] = ""
-    retired: ClassVar[Mapping[str, Any]] = {"artifact_sha256": None}
 
     artifact: str | None = option(None, text(note="a name"), OneOf(None))
     revision: str | None = option(None, text(note="a name"), OneOf(None))

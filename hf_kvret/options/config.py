@@ -217,8 +217,10 @@ class RetrievalConfig:
         Raises:
             ValueError: an unknown option, or a retired one that asks for what was removed.
         """
-        # Rows of a store that was removed lie anywhere else as well.
-        options.pop("device_budget", None)
+        # Rows of a store that was removed lie anywhere else as well, and codes are compared with
+        # those that an artifact makes.
+        for name in ("device_budget", "artifact_sha256"):
+            options.pop(name, None)
         if options.get("store") == "split":
             options["store"] = "auto"
         for base in cls.__mro__:
