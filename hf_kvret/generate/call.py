@@ -55,7 +55,7 @@ def around_generate(model: PreTrainedModel, arguments: dict[str, Any]) -> Iterat
             prepare_state(call)
             yield
             if call.retrieves and arguments.get("custom_generate") is not None:
-                check_custom(call, past_len if call.cache is None else call.start_len)
+                check_custom(call, past_len if call.cache is None else call.pass_start)
             call.has_retrieved = call.cache is not None
         finally:
             end_use(call)
@@ -109,8 +109,7 @@ def prepare_cache(
     if cache.options.lossless:
         check_lossless(call, cache, generation_config)
     check_call(call, cache, generation_config, mask)
-    call.start_len = call.pass_start = cache.get_seq_length()
-    call.recording = recording(cache.layers)
+    call.pass_start, call.recording = cache.get_seq_length(), recording(cache.layers)
     chunk_prompt(call, cache, generation_config, model_kwargs)
     with _attention_lock:
         attach(model)

@@ -238,17 +238,14 @@ def keep_cache(model: Any, input_ids: torch.Tensor, arguments: dict[str, Any]) -
     call.keep_prompt()
     call.text_len = input_ids.shape[1]
     cache = call.cache
-    if cache is None:
-        return
-    # With drafts ahead a cache is longer than the text.
-    call.pass_start = cache.get_seq_length() if call.steps is None else call.start_len
-    if cache_argument(arguments) is not None:
+    if cache is not None and call.steps is None:
+        call.pass_start = cache.get_seq_length()
+    if cache is None or cache_argument(arguments) is not None:
         return
     if cache.get_seq_length():
         if input_ids.shape[1] <= cache.get_seq_length():
             return
         cache.reset()
-        call.pass_start = 0
         cache.check_model(call.model)
         cache.expect(input_ids.shape[1], input_ids.shape[1])
         arguments["next_sequence_length"] = None

@@ -23,8 +23,7 @@ class Request:
         arguments: by name, as the caller gave them.
         cache: the retrieval cache that the call owns, once that is known.
         keeps: tokens to which its cache goes back, once the call is checked; None: it does not.
-        start_len: tokens in the cache before the call.
-        pass_start: tokens in the cache before the newest pass.
+        pass_start: tokens in the cache before the newest pass; with drafts, before the call.
         recording: layers of the cache that recorded the past before it.
         has_retrieved: the call used a retrieval cache to its end.
         is_delegated: a call of ``generate`` inside this one did.
@@ -42,7 +41,6 @@ class Request:
     arguments: dict[str, Any]
     cache: RetrievalCache | None = None
     keeps: int | None = None
-    start_len: int = 0
     pass_start: int = 0
     recording: Sequence[Any] = ()
     has_retrieved: bool = False

@@ -217,8 +217,7 @@ class RetrievalConfig:
         Raises:
             ValueError: an unknown option, or a retired one that asks for what was removed.
         """
-        # Rows of a store that was removed lie anywhere else as well, and codes are compared with
-        # those that an artifact makes.
+        # Rows of a removed store may lie anywhere, and codes are compared with an artifact's.
         for name in ("device_budget", "artifact_sha256"):
             options.pop(name, None)
         if options.get("store") == "split":

@@ -109,8 +109,7 @@ class Agreement(Task):
         key = tuple(context.tolist())
         if key not in self._fulls:
             if any(len(other) != len(key) for other in self._fulls):
-                # Cells of another length are over, and their rows may fill the memory.
-                self._fulls.clear()
+                self._fulls.clear()  # Cells of another length are over.
             reader = Reader(self.subject.model, choose_cache("full"), len(key) + self.new_tokens)
             self._fulls[key] = reader, reader.prefill(context)
         return self._fulls[key]
