@@ -198,11 +198,9 @@ def _figure(width: float, height: float, columns: int = 1) -> tuple[Any, Any]:
 def _save_with_legend(figure: Any, path: Path, *, beside: bool = False) -> None:
     """Save a picture of one axis, whose legend stands inside or ``beside`` it."""
     (axis,) = figure.axes
-    style = {"frameon": False, "fontsize": 8}
-    if beside:
-        figure.legend(loc="outside right upper", **style)
-    else:
-        axis.legend(**style)
+    if axis.get_legend_handles_labels()[0]:
+        place = {"loc": "outside right upper"} if beside else {}
+        (figure if beside else axis).legend(frameon=False, fontsize=8, **place)
     axis.spines[["top", "right"]].set_visible(False)
     _save(figure, path)
 
