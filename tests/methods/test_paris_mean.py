@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hf_kvret import TokenBlock
 from hf_kvret.methods.paris import ParisConfig, ParisIndex
 
 from .codebooks import DIM, HEADS
@@ -107,3 +108,21 @@ def test_tokens_behind_a_crop_get_a_mean_of_their_own() -> None:
     _add(fed, others[:, :, 20:])
     fed.ready()
     assert _same(fed.index, _fed(torch.cat([keys[:, :, :20], others[:, :, 20:]], dim=2)).index)
+
+
+def test_what_queries_said_is_saved_before_rows_are_cold() -> None:
+    index, queries, keys = ParisIndex(OPTIONS), torch.randn(2, 2 * HEADS, 9, DIM), _keys(64)
+    queries[..., :3] *= 100.0
+    index.on_prompt(queries, None)
+    # One query is no prompt.
+    index.on_prompt(queries[:, :, :1] * 0.0, None)
+    loaded = ParisIndex(OPTIONS)
+    loaded.load_state_dict(index.state_dict())
+    for one in (index, loaded):
+        one.add(TokenBlock(keys, keys, 0))
+    assert index._factors is not None and loaded._factors is not None
+    assert torch.equal(loaded._factors, index._factors)
+    blank = ParisIndex(OPTIONS)
+    blank.load_state_dict({})
+    blank.add(TokenBlock(keys, keys, 0))
+    assert blank._factors is not None and not torch.equal(blank._factors, index._factors)

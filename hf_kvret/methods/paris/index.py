@@ -45,6 +45,8 @@ Below ``length`` cold tokens a share beta of them are candidates, and rho of the
 """
 # Numbers that are scaled at once, 16 MiB; least energy of a coordinate, as a share of their mean.
 _NUMBERS, _LEAST = 1 << 22, 1e-3
+# Queries that say what others will ask for.
+_FEWEST = 8
 _PAPER_LEVELS = (0.0420, 0.1266, 0.2129, 0.3023, 0.3968, 0.4990, 0.6148, 0.7604)
 
 
@@ -190,6 +192,8 @@ class ParisIndex(CapturableIndex, Index):
         self._append(block.keys, block.valid)
 
     def on_prompt(self, queries: torch.Tensor, valid: torch.Tensor | None) -> None:
+        if queries.shape[2] < _FEWEST:
+            return
         squares = queries.float().square()
         if valid is not None:
             squares = squares.masked_fill(~valid[:, None, :, None], 0.0)
@@ -372,8 +376,19 @@ class ParisIndex(CapturableIndex, Index):
         super().crop(length)
 
     def state_dict(self) -> Tensors:
-        """As for every state; nothing before the first block, as queries alone say little."""
-        return {} if self._counts is None else super().state_dict()
+        """As for every state; before the first block what a prompt's queries said, if any."""
+        if self._counts is None:
+            return {} if self._energy is None else {"energy": self._energy}
+        return super().state_dict()
+
+    def load_state_dict(self, state: Tensors, device: torch.device | None = None) -> None:
+        """As for every state."""
+        if "counts" in state:
+            super().load_state_dict(state, device)
+            return
+        self.reset()
+        if "energy" in state:
+            self._energy = state["energy"].to(device)
 
     def loaded(self) -> None:
         """Make the rotation anew, from the seed."""
