@@ -105,11 +105,13 @@ class Agreement(Task):
         }
 
     def full(self, context: torch.Tensor) -> tuple[Reader, torch.Tensor]:
-        """Full attention behind a context, and its logits ``[1, vocab]`` there; read once."""
+        """Full attention behind a context, and its logits ``[1, vocab]`` there.
+
+        It is kept until another context is asked for: more would take the memory of a cache each.
+        """
         key = tuple(context.tolist())
         if key not in self._fulls:
-            if any(len(other) != len(key) for other in self._fulls):
-                self._fulls.clear()  # Cells of another length are over.
+            self._fulls.clear()
             reader = Reader(self.subject.model, choose_cache("full"), len(key) + self.new_tokens)
             self._fulls[key] = reader, reader.prefill(context)
         return self._fulls[key]
