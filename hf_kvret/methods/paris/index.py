@@ -146,7 +146,8 @@ class ParisIndex(CapturableIndex, Index):
 
     A code's error is a share of its key's length. Where few coordinates are large, as with a bias
     of the keys, and queries hardly ask for them, it would bury the others. The expected error is
-    least where keys and queries have the same energy in each coordinate.
+    least where keys and queries have the same energy in each coordinate, and scales go two thirds
+    of the way there.
 
     Args:
         options: of the method.
@@ -205,8 +206,9 @@ class ParisIndex(CapturableIndex, Index):
         if self._energy is not None:
             queries = self._energy.unflatten(1, (keys.shape[1], -1)).sum(dim=2)
         shares = [x / x.mean(-1, keepdim=True).clamp(min=1e-30) + _LEAST for x in (keys, queries)]
+        # With the fourth root the energies would be the same, but later queries may be others.
         # Products with powers of two are exact, and a rounding more or less changes none of them.
-        exponents = (shares[0] / shares[1]).log2() / 4
+        exponents = (shares[0] / shares[1]).log2() / 6
         self._factors = (exponents - exponents.mean(-1, keepdim=True)).round().exp2()
         self._signs = paris.scaled_signs(self._basis()[0], self._factors)
 
