@@ -122,7 +122,7 @@ def test_a_picture_is_drawn_where_every_cache_failed(
     words += ["--caches", f"bad={theirs}:broken", "--new-tokens"]
     assert main(["eval", "arena", *map(str, words), "2"]) == 1
     assert picture.read_bytes().startswith(b"\x89PNG")
-    # Of two steps one is timed.
+    # The first step is not timed, so one alone says nothing.
     with pytest.raises(SystemExit):
         main(["eval", "arena", *map(str, words), "1"])
     assert "--new-tokens" in capsys.readouterr().err
