@@ -7,10 +7,11 @@ text of ``NAME.notes.txt`` stands above them. Pictures are in ``images``.
 from __future__ import annotations
 
 import argparse
+import importlib
 import re
 import sys
 import tomllib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,19 +20,28 @@ from hf_kvret.lab.evaluate.demo import Demo
 from hf_kvret.lab.evaluate.measurement import Measurement
 from hf_kvret.lab.evaluate.tasks import TASKS
 from hf_kvret.lab.program.progress import tqdm
-from hf_kvret.lab.program.scripts import SCRIPTS, command_line, load_measurement
-from hf_kvret.lab.report.outputs import replace_page
 from hf_kvret.lab.report.results import Results
 from hf_kvret.lab.report.tables import markdown_table
 from hf_kvret.lab.tune.command import Tune
+from hf_kvret.saved.folder import replace_file
 
 RESULTS = Path(__file__).parents[1] / "results"
 PAGES_FILE = "pages.toml"
+_PAGE_MARK = "This page is made by `python docs/site/report.py`."
 _COMMANDS: dict[str, type[Measurement]] = {
     **{"demo": Demo, "tune": Tune},
     **{f"eval {name}": task for name, task in TASKS.items()},
     **MEASUREMENTS,
 }
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SCRIPTS = {
+    "eval assumptions": "studies/assumptions.py",
+    "eval exact-answers": "studies/exact_answers.py",
+    "eval literal": "studies/literal.py",
+    "bench host-attention": "benchmarks/bench_host_attention.py",
+    "bench kernels": "benchmarks/bench_kernels.py",
+}
+"""Measurements that are scripts of the examples, by the name in their result files."""
 
 
 class Part(NamedTuple):
@@ -55,6 +65,21 @@ class Page(NamedTuple):
 def measurement_of(name: str) -> type[Measurement]:
     """The measurement that wrote results of that ``name``."""
     return load_measurement(name) if name in SCRIPTS else _COMMANDS[name]
+
+
+def command_line(title: str) -> str:
+    """The command that runs a script."""
+    return f"python examples/{SCRIPTS[title]}"
+
+
+def load_measurement(title: str) -> type[Measurement]:
+    """The measurement of a script."""
+    script = EXAMPLES / SCRIPTS[title]
+    sys.path.insert(0, str(script.parent))
+    try:
+        return importlib.import_module(script.stem).MEASUREMENT
+    finally:
+        sys.path.remove(str(script.parent))
 
 
 def write_report(folder: Path) -> list[Path]:
@@ -91,8 +116,21 @@ def _write_page(folder: Path, name: str, page: Page, loaded: dict[str, Results])
             f"All numbers are in [{part.result}.json]({part.result}.json).",
         ]
     path = folder / f"{name}.md"
-    replace_page(path, texts, "python docs/site/report.py")
+    replace_page(path, texts)
     return path
+
+
+def replace_page(path: Path, texts: Iterable[str]) -> None:
+    """Write a page of ``texts``, of which empty ones are left out, and say what made it.
+
+    ValueError for a text at ``path`` that this did not make.
+    """
+    there = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    if there.strip() and _PAGE_MARK not in there:
+        raise ValueError(
+            f"{path} holds something else than what this wrote, and would be replaced: move it"
+        )
+    replace_file(path, ("\n\n".join([*filter(None, texts), _PAGE_MARK]) + "\n").encode())
 
 
 def _pictures(folder: Path, name: str) -> list[Path]:

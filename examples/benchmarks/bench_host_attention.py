@@ -36,11 +36,10 @@ from torch.nn import functional
 from hf_kvret.lab.bench.model_measurement import available_host_memory
 from hf_kvret.lab.bench.tables import ms
 from hf_kvret.lab.bench.timing import describe, measure_bandwidth
-from hf_kvret.lab.evaluate.measurement import Row
+from hf_kvret.lab.evaluate.measurement import Row, run_script
 from hf_kvret.lab.program import options as common
 from hf_kvret.lab.program.arguments import DTYPES, byte_count, known_names, length, lengths
 from hf_kvret.lab.program.options import option
-from hf_kvret.lab.program.scripts import run_script
 from hf_kvret.lab.report.plots import plot_lines, series
 from hf_kvret.lab.report.results import Cell, Results
 from hf_kvret.lab.report.tables import Columns, table_of
@@ -226,7 +225,7 @@ class HostAttention(TimedTogether):
     smallest = "--k 16 --tokens 128 --heads 2 --dim 32 --repeats 1 --dtypes float32 --threads 1"
 
     k: tuple[int, ...] = option((256, 1024, 4096, 16_384), "rows a head", kind=lengths)
-    batch: tuple[int, ...] = common.batch_option()
+    batch: tuple[int, ...] = option((1,), "as 1,8", kind=lengths)
     dtypes: tuple[str, ...] = option(
         ("bfloat16", "float32"), f"of {', '.join(DTYPES)}", kind=known_names(DTYPES)
     )

@@ -36,11 +36,10 @@ from kernel_clock import (
 from kernel_work import NEEDS, count, method_shape
 
 from hf_kvret.lab.bench.timing import describe, measure_bandwidth
-from hf_kvret.lab.evaluate.measurement import Row
+from hf_kvret.lab.evaluate.measurement import Row, run_script
 from hf_kvret.lab.program import options as common
-from hf_kvret.lab.program.arguments import DTYPES, check_device, known_names, names
+from hf_kvret.lab.program.arguments import DTYPES, check_device, known_names, lengths, names
 from hf_kvret.lab.program.options import option
-from hf_kvret.lab.program.scripts import run_script
 from hf_kvret.lab.report.plots import plot_groups
 from hf_kvret.lab.report.results import Cell, Results
 from hf_kvret.lab.report.tables import Columns, table_of
@@ -72,7 +71,7 @@ class Kernels(TimedTogether):
         kind=known_names(_BACKENDS),
     )
     context: tuple[int, ...] = common.context_option((4096, 32_768, 131_072), "tokens")
-    batch: tuple[int, ...] = common.batch_option()
+    batch: tuple[int, ...] = option((1,), "as 1,8", kind=lengths)
     heads: int = common.count_option(8, "KV heads")
     group: int = common.count_option(4, "query heads of a KV head")
     head_dim: int = common.count_option(128, "of a key, and of a value")

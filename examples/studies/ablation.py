@@ -21,9 +21,9 @@ from hf_kvret.lab.evaluate.task import Task
 from hf_kvret.lab.evaluate.texts import describe_file, text_windows
 from hf_kvret.lab.program.arguments import known_names
 from hf_kvret.lab.program.options import context_option, count_option, option, text_option
-from hf_kvret.lab.report.plots import part_pictures, plot_lines
+from hf_kvret.lab.report.plots import plot_lines
 from hf_kvret.lab.report.results import Cell, Results
-from hf_kvret.lab.report.tables import markdown_table, with_step
+from hf_kvret.lab.report.tables import markdown_table, or_dash, with_step
 from hf_kvret.options.config import RetrievalConfig
 
 CellResults = list[tuple[Cell, dict[str, Any]]]
@@ -39,20 +39,15 @@ def of_part(results: Results, part: str) -> CellResults:
     return [(cell, result) for cell, result in results if cell.get("part", "") == part]
 
 
-def shown(value: float | None, form: str) -> str:
-    """A number for a table, ``-`` for None."""
-    return "-" if value is None else format(value, form)
-
-
 def layers_table(title: str, lines: Lines, form: str = ".3f") -> str:
     """A row a layer, a column for each of ``lines``, and their means."""
     layers = sorted({layer for values in lines.values() for layer in values})
     rows = [
-        [str(layer), *(shown(values.get(layer), form) for values in lines.values())]
+        [str(layer), *(or_dash(values.get(layer), form) for values in lines.values())]
         for layer in layers
     ]
     means = [fmean(values.values()) if values else None for values in lines.values()]
-    rows.append(["mean", *(shown(mean, form) for mean in means)])
+    rows.append(["mean", *(or_dash(mean, form) for mean in means)])
     return markdown_table([title, *lines], rows)
 
 
@@ -129,8 +124,8 @@ class Ablation(Task):
         return [{}] if part in self.apart else [{"length": length} for length in self.context]
 
     def check_cells(self, cells: Sequence[Cell]) -> None:
-        super().check_cells(cells)
         self.check_contexts(cells, self.subject)
+        super().check_cells(cells)
 
     def check_contexts(self, cells: Sequence[Cell], subject: Subject) -> None:
         """ValueError where the text, or the model's positions, are too few for one of ``cells``."""
@@ -163,9 +158,9 @@ class Ablation(Task):
     @classmethod
     def plot(cls, path: Path, results: Results) -> None:
         """One picture a part: ``path``, and ``NAME-PART.png`` for the parts after the first."""
-        known = {name: of_part(results, name) for name in cls.plots}
-        for name, own in part_pictures(path, [name for name in known if known[name]]).items():
-            cls.plots[name](own, known[name])
+        for number, name in enumerate(name for name in cls.plots if of_part(results, name)):
+            own = path.with_name(f"{path.stem}-{name}{path.suffix}") if number else path
+            cls.plots[name](own, of_part(results, name))
 
 
 def not_here(value: Any = 0) -> Any:

@@ -26,10 +26,10 @@ from hf_kvret.lab.calibrate.a2ats import k_means
 from hf_kvret.lab.calibrate.aqua import Rows, fit_linear, predict
 from hf_kvret.lab.calibrate.taps import LayerTokens, before_rope, tap_attention
 from hf_kvret.lab.evaluate.caches import CacheChoice
+from hf_kvret.lab.evaluate.measurement import run_script
 from hf_kvret.lab.evaluate.subject import Subject
 from hf_kvret.lab.program.arguments import whole_number
 from hf_kvret.lab.program.options import option
-from hf_kvret.lab.program.scripts import run_script
 from hf_kvret.lab.report.results import Cell
 from hf_kvret.methods.paris import ParisConfig
 from hf_kvret.methods.paris.index import ParisIndex

@@ -17,12 +17,11 @@ import torch
 
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.lab.evaluate.caches import CacheChoice
-from hf_kvret.lab.evaluate.reader import check_positions
-from hf_kvret.lab.evaluate.task import Task, lengths_of
+from hf_kvret.lab.evaluate.measurement import run_script
+from hf_kvret.lab.evaluate.task import Task
 from hf_kvret.lab.evaluate.texts import text_windows
 from hf_kvret.lab.program import options
 from hf_kvret.lab.program.arguments import lengths, names
-from hf_kvret.lab.program.scripts import run_script
 from hf_kvret.lab.report.plots import plot_groups
 from hf_kvret.lab.report.results import Cell, Results
 from hf_kvret.lab.report.tables import share, table_of
@@ -69,11 +68,9 @@ class ExactAnswers(Task):
             for drafts in self.drafts
         ]
 
-    def check_cells(self, cells: Sequence[Cell]) -> None:
-        super().check_cells(cells)
-        for length in lengths_of(cells):
-            self._contexts(length)
-            check_positions(self.subject.model, length + self.new_tokens)
+    def check_length(self, length: int) -> None:
+        self._contexts(length)
+        super().check_length(length + self.new_tokens)
 
     def run(self, cell: Cell, choice: CacheChoice) -> dict[str, Any]:
         equal, counts = 0, {"rounds": 0, "drafted": 0, "accepted": 0}

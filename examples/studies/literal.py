@@ -36,7 +36,6 @@ from ablation import (
     made,
     not_here,
     parts_option,
-    shown,
 )
 from tqdm import tqdm
 from transformers import AttentionInterface, DynamicCache, PreTrainedModel
@@ -45,18 +44,17 @@ from hf_kvret.artifacts import CalibrationArtifact
 from hf_kvret.artifacts.files import DESCRIPTION
 from hf_kvret.lab.calibrate.a2ats import A2ATSCalibration, k_means, query_metric
 from hf_kvret.lab.calibrate.aqua import AquaCalibration
-from hf_kvret.lab.calibrate.runner import calibrate
-from hf_kvret.lab.calibrate.sources import cut, needle_documents
-from hf_kvret.lab.calibrate.study import Corpus
+from hf_kvret.lab.calibrate.study import Corpus, calibrate
 from hf_kvret.lab.calibrate.taps import LayerTokens, before_rope, tap_attention
 from hf_kvret.lab.evaluate.caches import CacheChoice, choose_cache
+from hf_kvret.lab.evaluate.measurement import run_script
+from hf_kvret.lab.evaluate.needles import needle_documents
 from hf_kvret.lab.evaluate.reader import Reader
-from hf_kvret.lab.evaluate.texts import describe_file, read_text, token_ids
+from hf_kvret.lab.evaluate.texts import cut, describe_file, read_text, token_ids
 from hf_kvret.lab.program.arguments import file_path, length
 from hf_kvret.lab.program.options import count_option, option, text_option
-from hf_kvret.lab.program.scripts import run_script
 from hf_kvret.lab.report.results import Cell
-from hf_kvret.lab.report.tables import markdown_table
+from hf_kvret.lab.report.tables import markdown_table, or_dash
 from hf_kvret.methods.a2ats import A2ATSCache, A2ATSConfig
 from hf_kvret.methods.a2ats.learned import KeySpace, LearnedLayer, learned_layer
 from hf_kvret.methods.aqua import AquaConfig, AquaKVCache
@@ -202,7 +200,7 @@ def _figures_table(cells: CellResults) -> str:
         layers = result["rows"][cell["variant"]]
         lines = [[x[name] for x in layers if x.get(name) is not None] for name in forms]
         means = (fmean(line) if line else None for line in lines)
-        figures = (shown(mean, form) for mean, form in zip(means, forms.values(), strict=True))
+        figures = (or_dash(mean, form) for mean, form in zip(means, forms.values(), strict=True))
         rows.append([cell["variant"], str(cell.get("length", "-")), *figures])
     return markdown_table([cells[0][0]["part"], "tokens", *forms], rows)
 

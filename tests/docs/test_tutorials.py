@@ -15,10 +15,9 @@ from huggingface_hub import constants
 
 from hf_kvret.cli import main
 from hf_kvret.lab.calibrate.a2ats import A2ATSCalibration
-from hf_kvret.lab.calibrate.runner import calibrate
-from hf_kvret.lab.calibrate.sources import needle_documents
-from hf_kvret.lab.calibrate.study import Corpus
+from hf_kvret.lab.calibrate.study import Corpus, calibrate
 from hf_kvret.lab.evaluate.bundled import load_bundled_model
+from hf_kvret.lab.evaluate.needles import needle_documents
 
 from .pages import DOCS, blocks
 

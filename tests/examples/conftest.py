@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hf_kvret.lab.program.scripts import run_script
+from hf_kvret.lab.evaluate.measurement import run_script
 from hf_kvret.lab.report.results import Results
 
 ROOT = Path(__file__).parents[2]

@@ -12,8 +12,7 @@ from transformers import PreTrainedModel
 from hf_kvret import A2ATSCache
 from hf_kvret.artifacts.shared import shared_artifact
 from hf_kvret.lab.calibrate.a2ats import A2ATSCalibration
-from hf_kvret.lab.calibrate.runner import calibrate
-from hf_kvret.lab.calibrate.study import Corpus
+from hf_kvret.lab.calibrate.study import Corpus, calibrate
 from hf_kvret.lab.calibrate.taps import LayerTokens, before_rope, tap_attention
 from hf_kvret.layer.latent import ModuleHeads
 from hf_kvret.methods.a2ats.learned import at_distance, learned_layer

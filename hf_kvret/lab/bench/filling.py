@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -21,8 +20,7 @@ from hf_kvret.lab.bench.opponents import CPP_ATTENTION, CppDenseCache, attention
 from hf_kvret.lab.bench.shapes import WeightBytes
 from hf_kvret.lab.calibrate.a2ats import A2ATSCalibration
 from hf_kvret.lab.calibrate.aqua import AquaCalibration
-from hf_kvret.lab.calibrate.runner import calibrate
-from hf_kvret.lab.calibrate.study import Calibration, Corpus
+from hf_kvret.lab.calibrate.study import Calibration, Corpus, calibrate
 from hf_kvret.lab.evaluate.caches import CacheChoice
 from hf_kvret.lab.evaluate.failures import CheckFailed
 from hf_kvret.lab.evaluate.usage import Usage, usage_of
@@ -72,15 +70,14 @@ def serving(model: PreTrainedModel, cache: Cache) -> Iterator[None]:
     if isinstance(cache, CppDenseCache):
         with attention_of(model, CPP_ATTENTION):
             yield
-        return
-    if not isinstance(cache, RetrievalCache):
+    elif isinstance(cache, RetrievalCache):
+        attach(model)
+        try:
+            yield
+        finally:
+            restore(model)
+    else:
         yield
-        return
-    attach(model)
-    try:
-        yield
-    finally:
-        restore(model)
 
 
 def random_tokens(model: PreTrainedModel, batch: int, length: int, seed: int) -> torch.Tensor:
@@ -302,24 +299,20 @@ def make_stand_ins(
     choices: Iterable[CacheChoice],
     folder: Path,
     seed: int,
-    tokens: int = _TOKENS,
 ) -> None:
     """Make artifacts for the ``choices`` that lack one, where the model's own are looked for.
 
-    They are learned from random ``tokens`` and kept in ``folder``, which the model's configuration
-    names from then on. Of few tokens "a2ats" has as few codewords.
+    They are learned from random tokens and kept in ``folder``, which the model's configuration
+    names from then on.
     """
     lacking = {choice.method for choice in choices if choice.lacks_artifact}
     if not lacking:
         return
     model.config._name_or_path = str(folder)
     text = model.config.get_text_config(decoder=True)
-    length = min(_LENGTH, tokens, getattr(text, "max_position_embeddings", None) or _LENGTH)
-    texts = list(random_tokens(model, -(-tokens // length), length, seed).cpu())
+    length = min(_LENGTH, getattr(text, "max_position_embeddings", None) or _LENGTH)
+    texts = list(random_tokens(model, -(-_TOKENS // length), length, seed).cpu())
+    corpus = Corpus(texts, 0, {"text": "random tokens"})
     for method in sorted(lacking):
-        sizes = _SIZES[method]
-        if isinstance(sizes, A2ATSCalibration) and tokens < _TOKENS:
-            sizes = dataclasses.replace(sizes, codewords=tokens // 2)
         with torch.inference_mode(False):
-            corpus = Corpus(texts, 0, {"text": "random tokens"})
-            calibrate(model, corpus, sizes, folder / method)
+            calibrate(model, corpus, _SIZES[method], folder / method)

@@ -16,24 +16,10 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_kvret.cache import RetrievalCache
+from hf_kvret.lab.bench import filling, shapes
 from hf_kvret.lab.bench.checks import Checker
-from hf_kvret.lab.bench.filling import (
-    FILLS,
-    BenchModel,
-    Turn,
-    choose_fill,
-    make_stand_ins,
-    measure_rows,
-)
 from hf_kvret.lab.bench.opponents import bench_caches, check_choices, choose_bench_cache
-from hf_kvret.lab.bench.shapes import (
-    PARTS,
-    SHAPES,
-    Shape,
-    load_shape,
-    random_model,
-    weight_bytes,
-)
+from hf_kvret.lab.bench.tables import plot_contexts, timing_table
 from hf_kvret.lab.bench.timing import Bandwidth, Floor, describe, measure_bandwidth, quartiles
 from hf_kvret.lab.evaluate.caches import CacheChoice
 from hf_kvret.lab.evaluate.failures import attempt
@@ -81,7 +67,12 @@ class ModelMeasurement(CacheMeasurement):
     """
 
     command: ClassVar[str] = "bench"
-    shape: str = option("tiny", f"{', '.join(SHAPES)}, or a folder or hub id with config.json")
+    unit: ClassVar[str]
+    """What the milliseconds of the table are of."""
+
+    shape: str = option(
+        "tiny", f"{', '.join(shapes.SHAPES)}, or a folder or hub id with config.json"
+    )
     layers: int | None = option(
         None,
         "build this many of the model's layers",
@@ -90,7 +81,7 @@ class ModelMeasurement(CacheMeasurement):
     part: str = option(
         "whole",
         "attention: with MLPs and a vocabulary that take next to no time and memory",
-        choices=PARTS,
+        choices=shapes.PARTS,
     )
     context: tuple[int, ...] = option((4096,), "as 4096 or 32K,128K", kind=lengths)
     batch: tuple[int, ...] = option((1,), "as 1,8", kind=lengths)
@@ -104,7 +95,7 @@ class ModelMeasurement(CacheMeasurement):
         "auto",
         "prefill: read the context through the model; random: write random rows of the model's "
         "scale; auto: random beyond 16K tokens on a GPU",
-        choices=FILLS,
+        choices=filling.FILLS,
     )
     steps: int = option(
         32,
@@ -121,9 +112,9 @@ class ModelMeasurement(CacheMeasurement):
         return choose_bench_cache(text, self.retrieval, self.device)
 
     @cached_property
-    def whole(self) -> Shape:
+    def whole(self) -> shapes.Shape:
         """The shape of the whole model."""
-        return load_shape(self.shape).part(self.part)
+        return shapes.load_shape(self.shape).part(self.part)
 
     @property
     def place(self) -> torch.device:
@@ -136,18 +127,18 @@ class ModelMeasurement(CacheMeasurement):
         return self.whole.layers if self.layers is None else self.layers
 
     @cached_property
-    def subject(self) -> BenchModel:
+    def subject(self) -> filling.BenchModel:
         """The model to measure.
 
         Raises:
             ValueError: its weights do not fit into what memory is free.
         """
         dtype, config = DTYPES[self.dtype], self.whole.with_layers(self.built)
-        weights = weight_bytes(config, dtype)
+        weights = shapes.weight_bytes(config, dtype)
         check_weights(weights.held, self.place, self.shape)
-        model = random_model(config, dtype, self.place, self.seed)
-        rows = measure_rows(model, self.seed) if "random" in self._fills() else None
-        return BenchModel(model, weights, rows, self.seed)
+        model = shapes.random_model(config, dtype, self.place, self.seed)
+        rows = filling.measure_rows(model, self.seed) if "random" in self._fills() else None
+        return filling.BenchModel(model, weights, rows, self.seed)
 
     @cached_property
     def bandwidth(self) -> Bandwidth:
@@ -194,7 +185,9 @@ class ModelMeasurement(CacheMeasurement):
         if not cells:
             return
         with TemporaryDirectory() as folder:
-            make_stand_ins(self.subject.model, self.choices.values(), Path(folder), self.seed)
+            filling.make_stand_ins(
+                self.subject.model, self.choices.values(), Path(folder), self.seed
+            )
             # It is measured before caches take the memory.
             _ = self.bandwidth
             for _, of_size in groupby(cells, lambda cell: (cell["context"], cell["batch"])):
@@ -216,12 +209,12 @@ class ModelMeasurement(CacheMeasurement):
             for cell, row, taken in zip(group, rows, samples, strict=True)
         ]
 
-    def _sample(self, turn: Turn) -> TimedSample:
+    def _sample(self, turn: filling.Turn) -> TimedSample:
         with turn.choice.guard():
             return self.once(turn)
 
     @abstractmethod
-    def once(self, turn: Turn) -> TimedSample:
+    def once(self, turn: filling.Turn) -> TimedSample:
         """A sample, measured now; the cache is gone afterwards."""
 
     @abstractmethod
@@ -257,16 +250,26 @@ class ModelMeasurement(CacheMeasurement):
             **last.more,
         }
 
-    def turn(self, cell: Cell) -> Turn:
+    @classmethod
+    def table(cls, results: Results) -> str:
+        return timing_table(results, cls.unit)
+
+    @classmethod
+    def plot(cls, path: Path, results: Results) -> None:
+        plot_contexts(path, results, cls.summary)
+
+    def turn(self, cell: Cell) -> filling.Turn:
         """A turn of a cell."""
         choice = self.choices[cell["cache"]]
-        return Turn(self.subject, choice, cell["context"], cell["batch"], self.fill_of(cell))
+        return filling.Turn(
+            self.subject, choice, cell["context"], cell["batch"], self.fill_of(cell)
+        )
 
     def fill_of(self, cell: Cell) -> str:
         """``"prefill"`` or ``"random"``."""
         latent = is_latent(self.whole.config)
         choice = self.choices[cell["cache"]]
-        return choose_fill(self.fill, cell["context"], self.place, choice, latent)
+        return filling.choose_fill(self.fill, cell["context"], self.place, choice, latent)
 
     def steps_within(self, pace: float) -> int:
         """``steps``, or as many of ``pace`` seconds as the limit allows, at least 3."""

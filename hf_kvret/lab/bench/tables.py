@@ -128,22 +128,21 @@ def _described(results: Results, table: str) -> str:
 def plot_contexts(path: Path, results: Results, title: str) -> None:
     """Milliseconds of the rows that have them against context, a line for each cache and batch."""
     rows = [(cell, row) for cell, row in results if "seconds" in row]
+    rows.sort(key=lambda pair: pair[0]["context"])
     several = len({cell["batch"] for cell, _ in rows}) > 1
-    points = [
+    lines = series(
         (
             f"{cell['cache']}, batch {cell['batch']}" if several else cell["cache"],
             float(cell["context"]),
             1e3 * row["seconds"],
         )
-        for cell, row in sorted(rows, key=lambda pair: pair[0]["context"])
-    ]
+        for cell, row in rows
+    )
     setup = results.setup
     heading = f"{setup['shape']}: {title}"
     if setup["layers"] < setup["of_layers"]:
         heading += f", {setup['layers']} of {setup['of_layers']} layers"
-    plot_lines(
-        path, series(points), title=heading, x="context (tokens)", y="ms", log_x=True, log_y=True
-    )
+    plot_lines(path, lines, title=heading, x="context (tokens)", y="ms", log_x=True, log_y=True)
 
 
 def _with_rounds(scaled: Row) -> str:

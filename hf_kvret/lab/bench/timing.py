@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from transformers.cache_utils import (
     Cache,
@@ -20,7 +21,7 @@ from hf_kvret.lab.bench.opponents import PreallocatedLayer
 from hf_kvret.lab.bench.shapes import WeightBytes
 from hf_kvret.lab.evaluate.measurement import Measurement, Row
 from hf_kvret.lab.evaluate.usage import Usage, step_reads
-from hf_kvret.lab.report.environment import describe_environment
+from hf_kvret.lab.report.results import describe_environment
 
 _REPEATS = 10
 _CUDA_BYTES = 1 << 30
@@ -96,13 +97,9 @@ def measure_bandwidth(device: torch.device) -> Bandwidth:
     return Bandwidth(max(copies, sums), bus)
 
 
-def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """First quartile, median and third quartile, interpolated; ValueError for no values."""
-    if not values:
-        raise ValueError("no values to take quartiles of")
-    points = torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)
-    low, middle, high = torch.tensor(values, dtype=torch.float64).quantile(points).tolist()
-    return low, middle, high
+def quartiles(values: Sequence[float]) -> list[float]:
+    """First quartile, median and third quartile, interpolated."""
+    return np.quantile(values, (0.25, 0.5, 0.75)).tolist()
 
 
 def describe(measurement: Measurement, options: Iterable[str], machine: Iterable[str]) -> Row:

@@ -66,149 +66,100 @@ def k_means(
         tolerance: 0 or more, without unit. The authors end when no codeword moves by 1e-4; that
             takes three times as many rounds and lowers the error by less than half a percent.
         seed: of a generator of its own; torch's global state is left alone.
-        progress: called with the number of heads that have ended since the last call, a batch of
-            them at a time, H in all. Fits ``update`` of a tqdm bar.
+        progress: called with 1 after each head. Fits ``update`` of a tqdm bar.
 
     Raises:
         ValueError: points that are not finite.
     """
     if not points.isfinite().all():
         raise ValueError("points holds NaN or infinity: leave out the tokens that have them")
-    H, n, D = points.shape
+    heads, n, _ = points.shape
     generator = torch.Generator().manual_seed(seed)
-    draws = torch.rand((H, count, _CANDIDATES), generator=generator, dtype=torch.float64)
+    draws = torch.rand((heads, count, _CANDIDATES), generator=generator, dtype=torch.float64)
     size = max(_SAMPLE, _SAMPLE_OF_WORD * count)
     sample = torch.randperm(n, generator=generator)[:size].sort().values.to(points.device)
-    codebook = points.new_empty(H, count, D)
-    # One head keeps a CPU busy; a GPU needs several at a time, or launches dominate.
-    step = max(1, _MOST_NUMBERS // (n * D)) if points.is_cuda else 1
-    for first in range(0, H, step):
-        heads = slice(first, first + step)
+    codebook = points.new_empty(heads, count, points.shape[2])
+    for head in range(heads):
         # Inner products of centred points lose fewer digits; keys often have a large common part.
-        mean = points[heads].double().mean(1, keepdim=True).float()
-        deviations = points[heads] - mean
-        seeds = _seed(deviations[:, sample], draws[heads].to(points.device))
-        codebook[heads] = _lloyd(deviations, seeds, rounds, tolerance) + mean
-        progress(len(mean))
+        mean = points[head].double().mean(0).float()
+        deviations = points[head] - mean
+        seeds = _seed(deviations[sample], draws[head].to(points.device))
+        codebook[head] = _lloyd(deviations, seeds, rounds, tolerance) + mean
+        progress(1)
     return codebook
 
 
 def _seed(points: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
-    """``[h, C, D]``: points drawn by greedy k-means++.
+    """``[C, D]``: points drawn by greedy k-means++.
 
     For each seed several candidates are drawn with probability proportional to the squared
     distance from the nearest seed, and the one that leaves the smallest total is kept. Once all
     distances are 0, all points are as likely.
 
     Args:
-        points: ``[h, n, D]`` fp32.
-        draws: ``[h, C, m]`` float64 from 0 to 1.
+        points: ``[n, D]`` fp32.
+        draws: ``[C, m]`` float64 from 0 to 1.
     """
     squares = points.square().sum(-1)
-    ones = torch.ones_like(squares)
-    uniform = ones.double().cumsum(1)
+    uniform = torch.ones_like(squares, dtype=torch.float64).cumsum(0)
     distances = torch.full_like(squares, float("inf"))
-    seeds = points.new_empty(*draws.shape[:2], points.shape[2])
-    rows = torch.arange(len(points), device=points.device)
+    seeds = points.new_empty(len(draws), points.shape[1])
     sums = uniform
-    for index in range(draws.shape[1]):
-        targets = draws[:, index] * sums[:, -1:]
-        ids = torch.searchsorted(sums, targets, right=True).clamp_(max=points.shape[1] - 1)
-        candidates = points[rows.unsqueeze(1), ids]
-        misses = torch.baddbmm(squares.unsqueeze(1), candidates, points.mT, alpha=-2)
-        misses.add_(squares.gather(1, ids).unsqueeze(2)).clamp_(min=0.0)
-        torch.minimum(misses, distances.unsqueeze(1), out=misses)
-        best = torch.bmm(misses, ones.unsqueeze(2)).squeeze(2).argmin(1)
-        seeds[:, index] = candidates[rows, best]
-        distances = misses[rows, best]
-        by_distance = distances.double().cumsum(1)
-        sums = torch.where(by_distance[:, -1:] > 0, by_distance, uniform)
+    for index, draw in enumerate(draws):
+        ids = torch.searchsorted(sums, draw * sums[-1], right=True).clamp_(max=len(points) - 1)
+        misses = torch.addmm(squares, points[ids], points.T, alpha=-2)
+        misses.add_(squares[ids].unsqueeze(1)).clamp_(min=0.0)
+        misses = torch.minimum(misses, distances)
+        best = misses.sum(1).argmin()
+        seeds[index], distances = points[ids[best]], misses[best]
+        by_distance = distances.double().cumsum(0)
+        sums = torch.where(by_distance[-1] > 0, by_distance, uniform)
     return seeds
 
 
 def _lloyd(
-    points: torch.Tensor,
-    codebook: torch.Tensor,
-    rounds: int,
-    tolerance: float,
+    points: torch.Tensor, codebook: torch.Tensor, rounds: int, tolerance: float
 ) -> torch.Tensor:
-    """``codebook [h, C, D]`` from centred points and seeds.
-
-    Heads whose error has stopped falling are removed from the batch.
-    """
-    result = torch.empty_like(codebook)
-    heads = torch.arange(len(points), device=points.device)
-    near = _SAME * points.square().sum(-1).double().mean(1, keepdim=True)
-    last = torch.full((len(points),), float("inf"), dtype=torch.float64, device=points.device)
-    for round_count in range(rounds + 1):
-        codes = codebook_ops.encode(points.unsqueeze(0), codebook).squeeze(0).long()
-        misses = _squared_distances(points, codebook, codes)
-        errors = misses.double().mean(1)
-        stop = last - errors <= tolerance * errors
-        result[heads] = codebook
-        if round_count == rounds or stop.all():
+    """``codebook [C, D]`` from centred points ``[n, D]`` and seeds."""
+    near = _SAME * float(points.square().sum(-1).double().mean())
+    last = math.inf
+    for _ in range(rounds):
+        codes = codebook_ops.encode(points[None, None], codebook[None])[0, 0].long()
+        misses = torch.cat(
+            [(some - codebook[ids]).square_().sum(-1) for some, ids in _chunks(points, codes)]
+        )
+        error = float(misses.double().mean())
+        if last - error <= tolerance * error:
             break
-        if stop.any():
-            heads, points, codebook, codes, misses, near, errors = (
-                x[~stop] for x in (heads, points, codebook, codes, misses, near, errors)
-            )
-        last = errors
+        last = error
         codebook, empty = _means(points, codes, codebook)
-        _reseed(codebook, empty, points, misses, near)
-    return result
-
-
-def _squared_distances(
-    points: torch.Tensor, codebook: torch.Tensor, codes: torch.Tensor
-) -> torch.Tensor:
-    """``[h, n]``: squared distance of each point to its codeword, from differences."""
-    result = torch.empty_like(points[..., 0])
-    step = max(1, _CHUNK_NUMBERS // points.shape[2])
-    for head in range(len(points)):
-        for start in range(0, points.shape[1], step):
-            chunk = slice(start, start + step)
-            nearest = codebook[head].index_select(0, codes[head, chunk])
-            result[head, chunk] = (points[head, chunk] - nearest).square_().sum(-1)
-    return result
+        # Empty clusters move to the farthest points.
+        worst = misses.topk(min(len(empty), len(misses)))
+        targets = worst.indices[worst.values > near]
+        codebook[empty[: len(targets)]] = points[targets]
+    return codebook
 
 
 def _means(
     points: torch.Tensor, codes: torch.Tensor, codebook: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cluster means ``[h, C, D]``, unchanged for empty clusters, and ``[h, C]`` bool, which are."""
-    h, n, D = points.shape
-    C = codebook.shape[1]
-    means = codebook.clone()
-    empty = torch.empty(h, C, dtype=torch.bool, device=points.device)
-    step = max(1, _CHUNK_NUMBERS // D)
-    for head in range(h):
-        counts = codes[head].bincount(minlength=C)
-        sums = torch.zeros(C, D, dtype=torch.float64, device=points.device)
-        for start in range(0, n, step):
-            chunk = slice(start, start + step)
-            sums.index_add_(0, codes[head, chunk], points[head, chunk].double())
-        empty[head] = counts == 0
-        centroids = sums / counts.clamp(min=1).unsqueeze(1)
-        means[head] = torch.where(empty[head].unsqueeze(1), means[head], centroids.float())
+    """Cluster means ``[C, D]``, unchanged for empty clusters, and the numbers of these."""
+    counts = codes.bincount(minlength=len(codebook))
+    sums = torch.zeros_like(codebook, dtype=torch.float64)
+    for some, ids in _chunks(points, codes):
+        sums.index_add_(0, ids, some.double())
+    means = (sums / counts.clamp(min=1).unsqueeze(1)).float()
+    empty = (counts == 0).nonzero()[:, 0]
+    means[empty] = codebook[empty]
     return means, empty
 
 
-def _reseed(
-    means: torch.Tensor,
-    empty: torch.Tensor,
-    points: torch.Tensor,
-    misses: torch.Tensor,
-    near: torch.Tensor,
-) -> None:
-    """Move empty clusters, in ``means``, to the farthest points.
-
-    A point whose squared distance is at most ``near [h, 1]`` is never taken.
-    """
-    for head in empty.any(1).nonzero()[:, 0].tolist():
-        free = empty[head].nonzero()[:, 0]
-        worst = misses[head].topk(min(len(free), misses.shape[1]))
-        targets = worst.indices[worst.values > near[head]]
-        means[head, free[: len(targets)]] = points[head, targets]
+def _chunks(
+    points: torch.Tensor, codes: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Points and codes, of which temporaries don't take much memory."""
+    step = max(1, _CHUNK_NUMBERS // points.shape[1])
+    return zip(points.split(step), codes.split(step), strict=True)
 
 
 # The diagonal of H grows by this, in units of its rms entry, as in the authors' code.
@@ -313,17 +264,20 @@ class CodebookStudy(LayerStudy):
     ) -> float | None:
         """Share of the held-out scores' variance over keys lost by codewords, mean over KV heads.
 
-        None if nothing is held out, or if keys don't vary. An offset common to all keys does not
-        change a softmax, so means are subtracted.
+        It is 0 where nothing is lost, 1 where all scores would be 0 (equation 13). None if nothing
+        is held out, or if keys don't vary. An offset common to all keys does not change a softmax,
+        so means are subtracted.
         """
         if not self._keys[True]:
             return None
         keys = self._all_keys(True)
         codes = codebook_ops.encode((keys @ factor)[None], words)[0].long()
         codewords = words.gather(1, codes.unsqueeze(-1).expand_as(keys))
-        deviations = [x - x.mean(1, keepdim=True) for x in (keys, codewords.float() @ inverse)]
-        errors = score_error(deviations[0], deviations[1], self._moments[True].to(self.device))
-        error = float(errors.mean())
+        pair = keys.double(), codewords.double() @ inverse.double()
+        exact, near = (x - x.mean(1, keepdim=True) for x in pair)
+        metric = self._moments[True].to(self.device)
+        lost, whole = (((x @ metric) * x).sum((1, 2)) for x in (exact - near, exact))
+        error = float((lost / whole).mean())
         return error if math.isfinite(error) else None
 
 
@@ -356,22 +310,3 @@ def query_metric(second_moments: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
         )
     inverse = torch.linalg.solve_triangular(factor, eye.expand_as(factor), upper=False)
     return factor.float(), inverse.float()
-
-
-def score_error(
-    keys: torch.Tensor, approximation: torch.Tensor, second_moments: torch.Tensor
-) -> torch.Tensor:
-    """``[H]`` fp32: mean squared error of scores over that of leaving the keys out.
-
-    0 where nothing is lost, 1 where all scores would be 0 (equation 13, over the mean of ``k H
-    k^T``); for held-out tokens pass their keys and the second moment of their queries.
-
-    Args:
-        keys: ``[H, n, D]`` before quantization, any float dtype.
-        approximation: ``[H, n, D]`` their codewords, in the space of the keys.
-        second_moments: ``[H, D, D]`` fp64.
-    """
-    exact, metric = keys.double(), second_moments.double()
-    errors = exact - approximation.double()
-    loss = ((errors @ metric) * errors).sum((1, 2))
-    return (loss / ((exact @ metric) * exact).sum((1, 2))).float()

@@ -48,24 +48,13 @@ class Rows:
     targets: torch.Tensor
     device: torch.device
 
-    def __len__(self) -> int:
-        return len(self.targets)
-
-    @property
-    def width(self) -> int:
-        """Elements of an input."""
-        return sum(x.shape[1] for x in self.inputs)
-
-    def at(self, index: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """``(inputs [m, in], targets [m, out])`` of some rows; without inputs, in is 0."""
-        y = self.targets[index].to(self.device).float()
-        inputs = [x[index].to(self.device).float() for x in self.inputs]
-        return torch.cat(inputs, dim=1) if inputs else y[:, :0], y
-
-    def blocks(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """All rows in order."""
-        for start in range(0, len(self), BLOCK):
-            yield self.at(slice(start, start + BLOCK))
+    def blocks(self) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+        """``(slice, inputs [m, in], targets [m, out])`` of all rows in order."""
+        for start in range(0, len(self.targets), BLOCK):
+            block = slice(start, min(start + BLOCK, len(self.targets)))
+            y = self.targets[block].to(self.device).float()
+            inputs = [x[block].to(self.device).float() for x in self.inputs]
+            yield block, torch.cat(inputs, dim=1) if inputs else y[:, :0], y
 
 
 def fit_linear(rows: Rows, *, ridge: float) -> dict[str, torch.Tensor]:
@@ -97,15 +86,15 @@ def _moments(rows: Rows) -> tuple[torch.Tensor, ...]:
 
     Those are ``[in, in]`` of inputs, and ``[in, out]`` of inputs with targets.
     """
-    inputs, outputs = rows.width, rows.targets.shape[1]
+    inputs, outputs = sum(x.shape[1] for x in rows.inputs), rows.targets.shape[1]
     shapes = ((inputs,), (outputs,), (inputs, inputs), (inputs, outputs))
     sums = [torch.zeros(n, dtype=torch.float64, device=rows.device) for n in shapes]
-    for x, y in rows.blocks():
+    for _, x, y in rows.blocks():
         x, y = x.double(), y.double()
         terms = x.sum(0), y.sum(0), x.mT @ x, x.mT @ y
         for total, term in zip(sums, terms, strict=True):
             total += term
-    input_mean, target_mean, gram, cross = (total / len(rows) for total in sums)
+    input_mean, target_mean, gram, cross = (total / len(rows.targets) for total in sums)
     gram = gram - torch.outer(input_mean, input_mean)
     return input_mean, target_mean, gram, cross - torch.outer(input_mean, target_mean)
 
@@ -172,11 +161,7 @@ class AquaCalibration(PredictorOptions, Calibration):
 class _Coded:
     """Keys or values of all tokens of a layer.
 
-    Attributes:
-        name: ``"key"`` or ``"value"``.
-        exact: ``[N, W]`` as computed by the model, on the CPU, training rows first.
-        train_len: how many rows are learned from.
-        group: of the codec.
+    ``exact [N, W]`` are those of the model, on the CPU; the first ``train_len`` are learned from.
     """
 
     name: str
@@ -242,8 +227,11 @@ class AquaStudy(LayerStudy):
             if carried is None:
                 inputs, predictor = [], means[coded.name]
             else:
-                inputs = self._inputs(coded.name, carried, reconstructions)
-                predictor = self._fit(coded, inputs)
+                inputs = [carried["key"]]
+                if coded.name == "value":
+                    inputs = [reconstructions["key"], carried["value"]]
+                rows = self._train_rows(coded, inputs)
+                predictor = fit_linear(rows, ridge=self.options.ridge)
             progress(len(coded.exact))
             tensors |= {f"{coded.name}.{name}": x for name, x in predictor.items()}
             tallies[coded.name] = Tally()
@@ -266,17 +254,10 @@ class AquaStudy(LayerStudy):
         number = {"layer": torch.tensor(self.layer)}
         return LayerFindings(tensors, settings, quality, {**reconstructions, **number})
 
-    def _inputs(
-        self, name: str, below: Carried, reconstructions: dict[str, torch.Tensor]
-    ) -> list[torch.Tensor]:
-        """The inputs of a predictor, to stand side by side."""
-        return [below["key"]] if name == "key" else [reconstructions["key"], below["value"]]
-
-    def _fit(self, coded: _Coded, inputs: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Tensors of a predictor."""
+    def _train_rows(self, coded: _Coded, inputs: Sequence[torch.Tensor] = ()) -> Rows:
+        """The rows that are learned from."""
         train = slice(coded.train_len)
-        rows = Rows([x[train] for x in inputs], coded.exact[train], self.device)
-        return fit_linear(rows, ridge=self.options.ridge)
+        return Rows([x[train] for x in inputs], coded.exact[train], self.device)
 
     def _restore(
         self,
@@ -288,44 +269,28 @@ class AquaStudy(LayerStudy):
         progress: Progress,
     ) -> torch.Tensor:
         """Reconstructions of all rows; held-out ones are tallied, also without a predictor."""
-        codec = self._codec(bits, coded.group)
+        codec = make_codec(bits, coded.group, self.options.seed, self.device)
         predictor = {name: x.to(self.device) for name, x in tensors.items()}
         result = torch.empty_like(coded.exact)
-        for block, block_inputs, exact in self._blocks(coded, inputs):
+        for block, block_inputs, exact in Rows(inputs, coded.exact, self.device).blocks():
             prediction = predict(predictor, block_inputs) if tensors else torch.zeros_like(exact)
             near = (recode(exact - prediction, codec) + prediction).to(result.dtype)
             result[block] = near.cpu()
             # Figures of quality are of rows that nothing was learned from.
-            if block.start >= coded.train_len:
-                tally.add("exact", exact)
-                tally.add("unpredicted", exact - prediction)
-                tally.add("missed", exact - near.float())
-                tally.add("plain", exact - recode(exact, codec))
+            if (first := max(0, coded.train_len - block.start)) < len(exact):
+                tally.add("exact", exact[first:])
+                tally.add("unpredicted", (exact - prediction)[first:])
+                tally.add("missed", (exact - near.float())[first:])
+                tally.add("plain", exact[first:] - recode(exact[first:], codec))
             progress(len(exact))
         return result
-
-    def _codec(self, bits: int, group: int) -> HiggsCodec | None:
-        return make_codec(bits, group, self.options.seed, self.device)
-
-    def _blocks(
-        self, coded: _Coded, inputs: list[torch.Tensor]
-    ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
-        """``(slice, inputs, exact)`` of all rows; a block is either training or held-out rows."""
-        rows = Rows(inputs, coded.exact, self.device)
-        for first, last in ((0, coded.train_len), (coded.train_len, len(coded.exact))):
-            for start in range(first, last, BLOCK):
-                block = slice(start, min(start + BLOCK, last))
-                yield block, *rows.at(block)
 
     def _mean(self, coded: _Coded) -> dict[str, torch.Tensor]:
         """The prediction of an anchor: its mean if the options say so, else nothing."""
         if not self.options.anchor_mean:
             return {}
-        total = coded.exact.new_zeros(coded.exact.shape[1], dtype=torch.float64)
-        for block, _, exact in self._blocks(coded, []):
-            if block.start < coded.train_len:
-                total += exact.double().sum(0).cpu()
-        return {"bias": (total / coded.train_len).float()}
+        sums = [exact.double().sum(0) for _, _, exact in self._train_rows(coded).blocks()]
+        return {"bias": (torch.stack(sums).sum(0) / coded.train_len).float().cpu()}
 
     def _anchor_bits(self, both: list[_Coded], means: dict[str, dict[str, torch.Tensor]]) -> int:
         """From the options, or chosen by the error of 4 bits on the training rows."""
@@ -333,13 +298,13 @@ class AquaStudy(LayerStudy):
         if isinstance(first, int):
             return first
         for coded in both:
-            tally, codec = Tally(), self._codec(4, coded.group)
+            tally = Tally()
+            codec = make_codec(4, coded.group, self.options.seed, self.device)
             mean = means[coded.name].get("bias", torch.zeros(())).to(self.device)
-            for block, _, exact in self._blocks(coded, []):
-                if block.start < coded.train_len:
-                    tally.add("exact", exact)
-                    tally.add("missed", exact - mean - recode(exact - mean, codec))
-            if (tally.square_share("missed", "exact") or 0.0) > ANCHOR_LIMIT:
+            for _, _, exact in self._train_rows(coded).blocks():
+                tally.add("exact", exact)
+                tally.add("missed", exact - mean - recode(exact - mean, codec))
+            if (tally.share("missed", "exact") or 0.0) > ANCHOR_LIMIT:
                 return NOT_CODED
         return 4
 
@@ -362,33 +327,21 @@ class Tally:
         """Add rows ``[n, W]``."""
         x = x.double()
         count, total, squares = self._sums.get(name, (0, 0.0, 0.0))
-        sums = total + x.sum(0), squares + x.square().sum(0)
-        self._sums[name] = (count + len(x), *sums)
+        self._sums[name] = (count + len(x), total + x.sum(0), squares + x.square().sum(0))
 
-    def variance_share(self, name: str, of: str) -> float | None:
-        """The variance of ``name`` over that of ``of``, each about its own means."""
-        return self._share(self._variance(name), of)
+    def share(self, name: str, of: str, *, centred: bool = False) -> float | None:
+        """The mean square of ``name``, or its variance, over the variance of ``of``.
 
-    def square_share(self, name: str, of: str) -> float | None:
-        """The mean square of ``name``, its mean included, over the variance of ``of``."""
-        if name not in self._sums:
-            return None
-        count, _, squares = self._sums[name]
-        return self._share(float(squares.sum()) / count, of)
-
-    def _share(self, square: float | None, of: str) -> float | None:
-        """The share of a variance; None if no rows were added, or if they don't vary."""
-        whole = self._variance(of)
-        if square is None or not whole:
-            return None
-        share = square / whole
-        return share if math.isfinite(share) else None
-
-    def _variance(self, name: str) -> float | None:
+        None if no rows were added, or if they don't vary.
+        """
         if name not in self._sums:
             return None
         count, total, squares = self._sums[name]
-        return float((squares / count - (total / count).square()).sum())
+        square = squares / count - (total / count).square() if centred else squares / count
+        count, total, squares = self._sums[of]
+        whole = squares / count - (total / count).square()
+        share = float(square.sum() / whole.sum())
+        return share if math.isfinite(share) else None
 
 
 def coded_tensors(keys: torch.Tensor, tokens: LayerTokens) -> list[tuple[str, torch.Tensor]]:
@@ -401,9 +354,9 @@ def _figures(tallies: dict[str, Tally], anchor: bool) -> dict[str, float | None]
     """Shares of the variance of held-out keys and values, by column name of the quality table."""
     figures: dict[str, float | None] = {}
     for name, tally in tallies.items():
-        share = None if anchor else tally.variance_share("unpredicted", "exact")
+        share = None if anchor else tally.share("unpredicted", "exact", centred=True)
         figures[f"{name}_explained"] = None if share is None else 1.0 - share
     for figure, row in (("error", "missed"), ("error_unpredicted", "plain")):
         for name, tally in tallies.items():
-            figures[f"{name}_{figure}"] = tally.square_share(row, "exact")
+            figures[f"{name}_{figure}"] = tally.share(row, "exact")
     return figures

@@ -15,15 +15,11 @@ from hf_kvret.artifacts.files import DESCRIPTION, check_no_foreign_artifact
 from hf_kvret.artifacts.hub import find_folder
 from hf_kvret.lab.calibrate.a2ats import A2ATSCalibration
 from hf_kvret.lab.calibrate.aqua import AquaCalibration
-from hf_kvret.lab.calibrate.runner import calibrate
-from hf_kvret.lab.calibrate.sources import (
-    cut,
-    needle_documents,
-    random_uuids,
-)
-from hf_kvret.lab.calibrate.study import Corpus
+from hf_kvret.lab.calibrate.study import Corpus, calibrate
+from hf_kvret.lab.evaluate.needles import needle_documents
 from hf_kvret.lab.evaluate.subject import Subject, load_subject
-from hf_kvret.lab.evaluate.texts import describe_file, read_text, token_ids
+from hf_kvret.lab.evaluate.texts import cut, describe_file, random_uuids, read_text, token_ids
+from hf_kvret.lab.program import options as common
 from hf_kvret.lab.program.arguments import (
     DTYPES,
     check_device,
@@ -34,16 +30,9 @@ from hf_kvret.lab.program.arguments import (
     share,
     whole_number,
 )
-from hf_kvret.lab.program.options import (
-    count_option,
-    device_map_option,
-    device_option,
-    dtype_option,
-    option,
-    seed_option,
-)
+from hf_kvret.lab.program.options import option
 from hf_kvret.lab.program.program import add_command
-from hf_kvret.lab.report import outputs
+from hf_kvret.lab.report.results import check_folder
 from hf_kvret.lab.report.tables import markdown_table
 from hf_kvret.methods.a2ats.learned import CODEWORD_DTYPES
 from hf_kvret.methods.aqua.coding import BITS, GROUPS
@@ -63,7 +52,6 @@ class CalibrateOptions:
 
     Calibration: ClassVar[type[Any]]
     summary: ClassVar[str]
-    description: ClassVar[str]
     usual_uuid_tokens: ClassVar[int]
 
     model: str = option(
@@ -84,10 +72,21 @@ class CalibrateOptions:
         None, "of the model in the artifact; default: its hub id or folder's name"
     )
     out: Path = option(help="folder of the artifact", kind=file_path, metavar="DIR")
-    dtype: str = dtype_option()
-    device: str = device_option()
-    device_map: str | None = device_map_option()
-    seed: int = seed_option(0)
+    dtype: str = common.dtype_option()
+    device: str = common.device_option()
+    device_map: str | None = common.device_map_option()
+    seed: int = common.seed_option(0)
+
+    def __post_init__(self) -> None:
+        """A mistake in the sources of text is named before the model is loaded."""
+        if self.model == "needle" and (self.text or self.uuid_tokens is not None):
+            raise ValueError(
+                "--model needle learns from documents of its own language: leave --text and "
+                "--uuid-tokens out"
+            )
+        if self.model != "needle" and self.text is None:
+            raise ValueError("give --text FILE, a text to learn from")
+        describe_file("--text", self.text)
 
     def calibration(self) -> Any:
         """The method's own part; ValueError for options that don't go together."""
@@ -98,17 +97,16 @@ class CalibrateOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class A2ATSOptions(CalibrateOptions):
-    """A2ATS: codebooks of keys before RoPE."""
+    """Learn codebooks of each KV head from keys before RoPE, one for all inputs.
+
+    Errors are counted as queries see them (A2ATS, equations 13 to 15).
+    """
 
     Calibration: ClassVar[type[Any]] = A2ATSCalibration
     summary: ClassVar[str] = "codebooks of keys before RoPE"
-    description: ClassVar[str] = (
-        "Learn codebooks of each KV head from keys before RoPE, one for all inputs, with errors "
-        "counted as queries see them (A2ATS, equations 13 to 15)."
-    )
     usual_uuid_tokens: ClassVar[int] = 16 * 1024
 
-    codewords: int = count_option(4096, "of each KV head")
+    codewords: int = common.count_option(4096, "of each KV head")
     codeword_dtype: str = option("bfloat16", "as they are saved", choices=CODEWORD_DTYPES)
     distance: int = option(2048, "b, of all tokens that are not local", kind=whole_number(0))
     rounds: int = option(300, "of k-means at most", kind=whole_number(0))
@@ -127,14 +125,13 @@ def anchor_bits(text: str) -> int | str:
 
 @dataclass(frozen=True, kw_only=True)
 class AquaOptions(CalibrateOptions):
-    """AQUA-KV: predictors; fields are those of ``AquaCalibration``, and so are defaults."""
+    """Learn what predicts a layer's keys and values from those of the layer below.
+
+    The cache keeps what is left, in few bits (AQUA-KV).
+    """
 
     Calibration: ClassVar[type[Any]] = AquaCalibration
     summary: ClassVar[str] = "predictors of a layer's keys and values from those of the layer below"
-    description: ClassVar[str] = (
-        "Learn what predicts a layer's keys and values from those of the layer below; the cache "
-        "keeps what is left, in few bits (AQUA-KV)."
-    )
     usual_uuid_tokens: ClassVar[int] = 0
 
     bits: int = option(
@@ -158,10 +155,6 @@ class AquaOptions(CalibrateOptions):
     sinks: int = option(_AQUA.sinks, "first tokens of a sequence, left out", kind=whole_number(0))
     space: str = option(_AQUA.space, "of keys, and RoPE", choices=SPACES)
     anchor_mean: bool = option(False, "take the mean off in the first layer")
-
-
-METHODS: tuple[type[CalibrateOptions], ...] = (A2ATSOptions, AquaOptions)
-"""The methods that are calibrated."""
 
 
 def describe(artifact: CalibrationArtifact) -> str:
@@ -244,7 +237,7 @@ def add_calibrate_parser(commands: argparse._SubParsersAction[argparse.ArgumentP
         description="Learn what a method must know about a model.",
     )
     methods = parser.add_subparsers(required=True, metavar="METHOD")
-    for cls in METHODS:
+    for cls in (A2ATSOptions, AquaOptions):
         method = cls.Calibration.method
         add_command(
             methods,
@@ -252,7 +245,7 @@ def add_calibrate_parser(commands: argparse._SubParsersAction[argparse.ArgumentP
             cls,
             run_calibrate,
             help=cls.summary,
-            description=cls.description,
+            description=" ".join((cls.__doc__ or "").split()),
             examples=[f"hf-kvret calibrate {method} {_EXAMPLE}{method}"],
         )
     add_command(
@@ -279,9 +272,8 @@ class InspectOptions:
 def run_calibrate(options: CalibrateOptions) -> int:
     """Calibrate as the command line says; print what was made."""
     calibration = options.calibration()
-    outputs.check_folder("--out", options.out)
+    check_folder("--out", options.out)
     check_no_foreign_artifact(options.out, calibration.method)
-    check_sources(options)
     check_device(options.device)
     place = DTYPES[options.dtype], options.device, options.device_map
     subject = load_subject(options.model, *place)
@@ -292,27 +284,8 @@ def run_calibrate(options: CalibrateOptions) -> int:
     return 0
 
 
-def check_sources(options: CalibrateOptions) -> None:
-    """Check the sources of text before the model is loaded.
-
-    Raises:
-        FileNotFoundError: no such ``--text``.
-        ValueError: no text; or a text, or UUIDs, for a model that makes its own documents.
-    """
-    if options.model == "needle":
-        if options.text or options.uuid_tokens is not None:
-            raise ValueError(
-                "--model needle learns from documents of its own language: leave --text and "
-                "--uuid-tokens out"
-            )
-        return
-    if options.text is None:
-        raise ValueError("give --text FILE, a text to learn from")
-    describe_file("--text", options.text)
-
-
 def make_corpus(options: CalibrateOptions, subject: Subject) -> Corpus:
-    """The sequences of the command line, after ``check_sources``.
+    """The sequences of the command line.
 
     Raises:
         ValueError: a model without a tokenizer, too little text, or none left to hold out.
@@ -325,14 +298,12 @@ def make_corpus(options: CalibrateOptions, subject: Subject) -> Corpus:
         description["documents"] = "needle language"
     else:
         tokenizer = subject.need_tokenizer("calibrate")
-        assert options.text is not None, "check_sources looked"
+        assert options.text is not None, "options were checked"
         ids = token_ids(tokenizer, read_text(options.text))
         description["text"] = describe_file("--text", options.text)
         sequences = cut(ids, length, count, "--tokens")
-        uuid_count = options.uuid_tokens
-        if uuid_count is None:
-            uuid_count = options.usual_uuid_tokens
-        if uuid_count:
+        asked, usual = options.uuid_tokens, options.usual_uuid_tokens
+        if uuid_count := usual if asked is None else asked:
             uuid_ids = random_uuids(uuid_count, tokenizer, options.seed)
             uuids = cut(uuid_ids, length, uuid_count, "--uuid-tokens")
             description["uuid_tokens"] = uuid_count

@@ -1,16 +1,30 @@
-"""What is learned from, and the interfaces between the calibration runner and the methods."""
+"""Calibration, layer after layer: what is learned from, how a method learns, and the run."""
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from transformers import PreTrainedModel
 
-from hf_kvret.lab.calibrate.taps import LayerTokens
+from hf_kvret.artifacts.artifact import CalibrationArtifact
+from hf_kvret.artifacts.files import check_no_foreign_artifact
+from hf_kvret.artifacts.identity import ModelIdentity
+from hf_kvret.lab.calibrate.taps import LayerTokens, check_rope, input_device, tap_attention
+from hf_kvret.lab.evaluate.reader import check_positions
+from hf_kvret.lab.program.progress import tqdm
+from hf_kvret.models.compatibility import check_model, retrieval_layers, retrieval_shapes
+from hf_kvret.models.ranks import check_calibration
+from hf_kvret_model_patches.decoders import decoder_of
 from hf_kvret_model_patches.rope import Rope
+
+# Bytes of tokens that are held at the same time; more take fewer passes.
+_MOST_HELD = 2 << 30
 
 Progress = Callable[[int], object]
 Carried = Mapping[str, torch.Tensor]
@@ -116,3 +130,120 @@ class Calibration(ABC):
     @abstractmethod
     def options(self) -> dict[str, Any]:
         """All options that affect the result, plain JSON; saved in the artifact."""
+
+
+def calibrate(
+    model: PreTrainedModel,
+    corpus: Corpus,
+    calibration: Calibration,
+    out: str | os.PathLike[str],
+    *,
+    name: str | None = None,
+    progress: bool = True,
+) -> CalibrationArtifact:
+    """Learn what a method needs to know about ``model``; write the artifact to ``out``.
+
+    First a trial checks that RoPE can be undone on queries and keys. Then the texts pass through
+    the model once for as many layers as 2 GiB hold the tokens of. Layers learn in ascending order,
+    each with the tensors carried by the one before.
+
+    Args:
+        model: in eval mode, on one device or several (``device_map``).
+        corpus: what to learn from.
+        calibration: of a method.
+        out: a folder, made if needed. An artifact of the same method in it is replaced.
+        name: of the model in the artifact; None for where it was loaded from.
+        progress: show progress bars and how long it will take, on stderr.
+
+    Returns:
+        the artifact, saved. It covers the layers with full attention.
+
+    Raises:
+        ValueError: a model that no cache can serve, whose RoPE can't be undone, or that is in
+            training mode, split over processes or on no device; longer sequences than it has
+            positions; the ``config.json`` of something else in ``out``; what the method refuses, as
+            too few tokens.
+        FileExistsError: ``out`` is a file.
+    """
+    folder = Path(out).expanduser()
+    check_no_foreign_artifact(folder, calibration.method)
+    if model.training:
+        raise ValueError("the model is in training mode, where dropout acts: call model.eval()")
+    check_model(model)
+    check_calibration(model)
+    check_positions(model, max(map(len, corpus.sequences)))
+    train_count = len(corpus.sequences) - corpus.held_out
+    calibration.check([len(ids) for ids in corpus.sequences[:train_count]])
+    # Layers that slide or are recurrent never retrieve.
+    ours = retrieval_layers(model.config)
+    ropes = {layer: rope for layer, rope in check_rope(model).items() if layer in ours}
+    width = max(shape.width for shape in retrieval_shapes(model.config).values())
+    nbytes = calibration.tensors_held * width * model.dtype.itemsize * corpus.tokens
+    layers_at_once = max(1, _MOST_HELD // nbytes)
+    identity = ModelIdentity.of(model, name)
+    findings: dict[int, LayerFindings] = {}
+    carried = None
+    for first in range(0, len(ropes), layers_at_once):
+        some = dict(list(ropes.items())[first : first + layers_at_once])
+        studies = _read(model, corpus, calibration, some, progress)
+        for layer in some:
+            study = studies.pop(layer)
+            with tqdm(total=study.work, desc=f"layer {layer}", disable=not progress) as bar:
+                result = study.finish(bar.update, carried)
+            # Its tokens are freed before the next one learns.
+            del study
+            carried, findings[layer] = result.carried, replace(result, carried=None)
+    artifact = _put_together(calibration, identity, corpus, findings)
+    artifact.save_pretrained(folder)
+    return artifact
+
+
+def _read(
+    model: PreTrainedModel,
+    corpus: Corpus,
+    calibration: Calibration,
+    ropes: Mapping[int, Rope],
+    progress: bool,
+) -> dict[int, LayerStudy]:
+    """One pass over all sequences; studies of the layers in ``ropes``."""
+    studies: dict[int, LayerStudy] = {}
+    train_count = len(corpus.sequences) - corpus.held_out
+    title = f"reading for layers {', '.join(map(str, ropes))}"
+    with tqdm(total=corpus.tokens, desc=title, unit="tok", disable=not progress) as bar:
+        for index, ids in enumerate(corpus.sequences):
+
+            def take(
+                layer: int, tokens: LayerTokens, held_out: bool = index >= train_count
+            ) -> None:
+                if layer not in ropes:
+                    return
+                if layer not in studies:
+                    # Weights may be elsewhere (offloading), so the tokens tell the device.
+                    studies[layer] = calibration.study(layer, ropes[layer], tokens.key.device)
+                studies[layer].add(tokens, held_out)
+
+            with torch.no_grad(), tap_attention(model, take):
+                decoder_of(model)(ids[None].to(input_device(model)), use_cache=False)
+            bar.update(len(ids))
+    return studies
+
+
+def _put_together(
+    calibration: Calibration,
+    identity: ModelIdentity,
+    corpus: Corpus,
+    layers: Mapping[int, LayerFindings],
+) -> CalibrationArtifact:
+    tensors: dict[str, torch.Tensor] = {}
+    for layer, findings in layers.items():
+        tensors |= {f"layers.{layer}.{name}": x for name, x in findings.tensors.items()}
+    settings = {str(layer): findings.settings for layer, findings in layers.items()}
+    quality = [{"layer": layer, **findings.quality} for layer, findings in layers.items()]
+    return CalibrationArtifact(
+        method=calibration.method,
+        model=identity,
+        tensors=tensors,
+        data=corpus.description,
+        options={**calibration.options(), "layers": settings},
+        quality=quality,
+    )

@@ -229,11 +229,12 @@ def _best(
     ``passes`` are keys ``[B, H, n, D]`` and their positions ``[B, n]``, twice.
     """
     ropes = {name: Rope.of(config, layer, name) for name in LAYOUTS}
-    errors = {}
+    # The other elements are the same whatever a layout does.
+    size, errors = ropes["half"].rotary_dim, {}
+    rotated = slice(-size, None) if ropes["half"].last else slice(size)
     for name, rope in ropes.items():
         near, far = (
-            _rotary(rope.unrotate(keys.float().cpu(), positions), ropes["half"])
-            for keys, positions in passes
+            rope.unrotate(keys.float().cpu(), positions)[..., rotated] for keys, positions in passes
         )
         errors[name] = _error(near, far, valid)
     best = min(errors, key=errors.__getitem__)
@@ -246,12 +247,6 @@ def _best(
             "not the one of its config: use a method that keeps rotated keys"
         )
     return ropes[best]
-
-
-def _rotary(keys: torch.Tensor, rope: Rope) -> torch.Tensor:
-    """The elements that ``rope`` rotates; the others are the same whatever it does."""
-    size = rope.rotary_dim
-    return keys[..., -size:] if rope.last else keys[..., :size]
 
 
 def _error(keys: torch.Tensor, others: torch.Tensor, valid: torch.Tensor) -> float:

@@ -10,8 +10,7 @@ from transformers import PreTrainedModel
 
 from hf_kvret.lab.calibrate.a2ats import A2ATSCalibration
 from hf_kvret.lab.calibrate.aqua import AquaCalibration
-from hf_kvret.lab.calibrate.runner import calibrate
-from hf_kvret.lab.calibrate.study import Calibration, Corpus
+from hf_kvret.lab.calibrate.study import Calibration, Corpus, calibrate
 
 _SEQUENCES, _LENGTH = 3, 200
 

@@ -28,13 +28,11 @@ def _example_model(folder: str) -> Path:
 
 
 REFERENCE_MODEL = _example_model("reference_llama")
-LATENT_MODEL = _example_model("reference_latent")
-BOOKS_MODEL = _example_model("reference_books")
 OUR_MODELS = {
     "needle": BUNDLED_MODEL,
     "reference": REFERENCE_MODEL,
-    "reference-latent": LATENT_MODEL,
-    "reference-books": BOOKS_MODEL,
+    "reference-latent": _example_model("reference_latent"),
+    "reference-books": _example_model("reference_books"),
 }
 """The folder of each, whether it is there or not."""
 

@@ -50,12 +50,16 @@ class CacheChoice:
             that it will hold, which only preallocating caches use.
         on_host: rows live in host memory whatever device their tensors name.
         options: of a retrieval cache.
+        is_exact: logits are those of full attention, for ours with a budget for everything.
+        needs_prompt: it acts on the prompt, so that random rows can't stand for one.
     """
 
     name: str
     make: Callable[[PreTrainedConfig, int], Cache]
     on_host: bool = False
     options: RetrievalConfig | None = None
+    is_exact: bool = True
+    needs_prompt: bool = False
 
     @property
     def method(self) -> str:
@@ -66,16 +70,6 @@ class CacheChoice:
     def lacks_artifact(self) -> bool:
         """Whether an artifact is needed and not named; the model's folder may have it."""
         return self.options is not None and self.options.lacks_artifact
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether logits are those of full attention, for ours with a budget for everything."""
-        return self.method != "quantized"
-
-    @property
-    def needs_prompt(self) -> bool:
-        """Whether it acts on the prompt, so that random rows can't stand for one."""
-        return False
 
     @contextmanager
     def open(self, model: PreTrainedModel, capacity: int) -> Iterator[Cache]:
@@ -113,28 +107,35 @@ class Stranger(CacheChoice):
     """
 
     make: Callable[[PreTrainedConfig, int], Cache] = _needs_model
+    is_exact: bool = False
+    needs_prompt: bool = True
     factory: str = ""
     given: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def is_exact(self) -> bool:
-        return False
-
-    @property
-    def needs_prompt(self) -> bool:
-        return True
+    def file(self) -> Path | None:
+        """The file of the factory; None where it is in a module."""
+        place = self.factory.rpartition(":")[0]
+        return Path(place).resolve() if place.endswith(".py") else None
 
     @contextmanager
     def open(self, model: PreTrainedModel, capacity: int) -> Iterator[Any]:
         """The factory's cache; keywords that its ``update`` does not take are dropped."""
         offered = {"config": model.config, "capacity": capacity, "device": model.device}
-        with _importable(_folder(self.factory)):
-            make = _loaded(self.factory)
-            taken = {name: x for name, x in offered.items() if _takes(make, name)}
+        with _importable(Path.cwd() if self.file is None else self.file.parent):
+            make = self._load()
+            arguments = inspect.signature(make).parameters
+            taken = {name: x for name, x in offered.items() if name in arguments}
             made = make(model, **{**taken, **self.given})
         is_context = isinstance(made, AbstractContextManager) and not hasattr(made, "update")
         with made if is_context else nullcontext(made) as opened:
             yield DynamicCache(config=model.config) if opened is None else _tolerant(opened)
+
+    def _load(self) -> Callable[..., Any]:
+        place, _, name = self.factory.rpartition(":")
+        if self.file is None:
+            return getattr(importlib.import_module(place), name)
+        return getattr(_run_file(self.file, sha256(self.file.read_bytes()).hexdigest()), name)
 
     def check(self, model: PreTrainedModel) -> None:
         """Nothing: it is tried in its cells."""
@@ -173,15 +174,6 @@ def _stranger(text: str) -> Stranger:
     return Stranger(":".join([name, *options]), factory=f"{place}:{function}", given=given)
 
 
-def _loaded(factory: str) -> Callable[..., Any]:
-    """The function that ``module:name`` or ``file.py:name`` names."""
-    place, _, name = factory.rpartition(":")
-    if not place.endswith(".py"):
-        return getattr(importlib.import_module(place), name)
-    path = Path(place).resolve()
-    return getattr(_run_file(path, sha256(path.read_bytes()).hexdigest()), name)
-
-
 @functools.cache
 def _run_file(path: Path, digest: str) -> ModuleType:
     """The module of a file, which runs once; again when its ``digest`` is another."""
@@ -199,12 +191,6 @@ def _run_file(path: Path, digest: str) -> ModuleType:
     return module
 
 
-def _folder(factory: str) -> Path:
-    """The folder in which modules of a factory may lie."""
-    place = factory.rpartition(":")[0]
-    return Path(place).resolve().parent if place.endswith(".py") else Path.cwd()
-
-
 @contextmanager
 def _importable(folder: Path) -> Iterator[None]:
     """Modules of ``folder`` can be imported, as with ``python file.py``."""
@@ -214,11 +200,6 @@ def _importable(folder: Path) -> Iterator[None]:
     finally:
         if str(folder) in sys.path:
             sys.path.remove(str(folder))
-
-
-def _takes(function: Callable[..., Any], name: str) -> bool:
-    """Whether a function has an argument of that name."""
-    return name in inspect.signature(function).parameters
 
 
 def _tolerant(cache: Any) -> Any:
@@ -293,7 +274,7 @@ def choose_cache(
     if name == "full":
         return CacheChoice(text, lambda config, capacity: DynamicCache(config=config))
     if name == "static":
-        return CacheChoice(text, lambda config, capacity: StaticCache(config, capacity))
+        return CacheChoice(text, StaticCache)
     if torch.device(device).type != "cuda":
         raise ValueError(
             "offloaded: transformers offloads from a CUDA device only, and the model is on "
@@ -322,8 +303,8 @@ def artifact_sha256(choice: CacheChoice, config: PreTrainedConfig) -> str | None
     Raises:
         OSError, ValueError: it needs one, and there is none.
     """
-    if isinstance(choice, Stranger) and choice.factory.rpartition(":")[0].endswith(".py"):
-        return sha256(Path(choice.factory.rpartition(":")[0]).read_bytes()).hexdigest()
+    if isinstance(choice, Stranger) and choice.file is not None:
+        return sha256(choice.file.read_bytes()).hexdigest()
     if not isinstance(choice.options, ArtifactConfig):
         return None
     # A cache knows where the artifact is, and where another model's would be refused.
@@ -336,7 +317,9 @@ def _quantized(text: str, options: dict[str, Any]) -> CacheChoice:
     if options["backend"] == "hqq":
         # Its own default, axis 0, rounds old rows again whenever new ones join them.
         options = {"axis_key": 1, "axis_value": 1, **options}
-    return CacheChoice(text, lambda config, capacity: QuantizedCache(config=config, **options))
+    return CacheChoice(
+        text, lambda config, capacity: QuantizedCache(config=config, **options), is_exact=False
+    )
 
 
 def _press(text: str) -> CacheChoice:

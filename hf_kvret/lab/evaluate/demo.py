@@ -14,13 +14,12 @@ import numpy as np
 import torch
 
 from hf_kvret.cache import RetrievalCache
-from hf_kvret.generate.attach import attach
-from hf_kvret.lab.evaluate.bundled import load_bundled_model
-from hf_kvret.lab.evaluate.caches import CacheChoice, artifact_sha256
-from hf_kvret.lab.evaluate.measurement import CacheMeasurement, Row
+from hf_kvret.lab.evaluate.caches import CacheChoice
+from hf_kvret.lab.evaluate.measurement import Row
 from hf_kvret.lab.evaluate.needles import NeedleLanguage
-from hf_kvret.lab.evaluate.reader import LayerRecall, Reader, UsageSum, mean_recall
-from hf_kvret.lab.program.arguments import DTYPES, length
+from hf_kvret.lab.evaluate.reader import LayerRecall, Reader, UsageSum, check_positions, mean_recall
+from hf_kvret.lab.evaluate.task import Task
+from hf_kvret.lab.program.arguments import length
 from hf_kvret.lab.program.options import count_option, option, with_default
 from hf_kvret.lab.program.progress import tqdm
 from hf_kvret.lab.report.plots import plot_groups
@@ -32,7 +31,7 @@ _CACHES = ("static", "flat", "paris", "lrqk", "ctkvr", "a2ats")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Demo(CacheMeasurement):
+class Demo(Task):
     """Ask the bundled model questions about one long document, and compare its caches.
 
     These are full attention and retrieval caches. It needs no network.
@@ -43,13 +42,15 @@ class Demo(CacheMeasurement):
     summary: ClassVar[str] = "ask questions about a long document, with the bundled model"
     examples: ClassVar[tuple[str, ...]] = ("hf-kvret demo --context 8K --caches static,paris",)
 
+    model: str = "needle"
+    device_map: str | None = None
     context: int = option(16_384, "document length in tokens, as 4096 or 4K", kind=length)
-    caches: str = option(
+    caches: str | None = option(
         ",".join(_CACHES), "comma-separated, options after colons as lrqk:rank=16:store=resident"
     )
     questions: int = count_option(128, "needles asked for")
-    store: str = with_default(CacheMeasurement, "store", "host")
-    seed: int = with_default(CacheMeasurement, "seed", 0)
+    store: str = with_default(Task, "store", "host")
+    seed: int = with_default(Task, "seed", 0)
     recall_questions: int = 16
     """How many questions are asked again with recall measured."""
 
@@ -69,17 +70,8 @@ class Demo(CacheMeasurement):
     def check(self) -> None:
         """Caches and context are refused before the document is read."""
         super().check()
-        config = self._model.config
-        if self._capacity > config.max_position_embeddings:
-            raise ValueError(
-                f"--context {self.context}: with a question {self._capacity} tokens, and the model "
-                f"knows {config.max_position_embeddings} positions; give a shorter one"
-            )
-        for choice in self.choices.values():
-            choice.check(self._model)
-
-    def artifact_sha256(self, cache: str) -> str | None:
-        return artifact_sha256(self.choices[cache], self._model.config)
+        check_positions(self.subject.model, self._capacity)
+        self.check_cells(self.cells())
 
     def plan(self, results: Results) -> Iterator[Sequence[Cell]]:
         """One by one, after a line that says what is done."""
@@ -96,24 +88,12 @@ class Demo(CacheMeasurement):
         keys = ("context", "questions", "top_k", "store", "recall_questions", "seed")
         return {key: getattr(self, key) for key in (*keys, "dtype", "device")}
 
-    def cells(self) -> list[Cell]:
-        return [{"cache": name} for name in self.choices]
-
-    def rows(self, group: Sequence[Cell]) -> list[Row]:
-        """A row for each cache: its answers, bytes and reads.
-
-        ``right_ratio`` is the share of questions answered with exactly the needle's value;
-        ``tokens_per_second`` new tokens over the median time of a question, its reading included;
-        ``read_ratio`` the share of the cold rows that decoding read, 1 for full attention;
-        ``recall`` the share of the exact top-k that was selected and ``mass`` that of the cold
-        attention on it, means over layers, None for caches that don't retrieve.
-        """
-        return [self._ask_all(self.choices[cell["cache"]]) for cell in group]
+    def cells_of(self, caches: Sequence[str]) -> list[Cell]:
+        return [{"cache": name} for name in caches]
 
     @cached_property
     def _model(self) -> Any:
-        model = load_bundled_model(DTYPES[self.dtype], self.device)
-        attach(model)
+        model = self.subject.model
         with torch.inference_mode():
             # The first forward pass pays for start-up; no cache should.
             model(torch.zeros(1, 512, dtype=torch.long, device=model.device))
@@ -135,7 +115,15 @@ class Demo(CacheMeasurement):
         language = NeedleLanguage()
         return self.context + language.question_len + language.value_len
 
-    def _ask_all(self, choice: CacheChoice) -> Row:
+    def run(self, cell: Cell, choice: CacheChoice) -> Row:
+        """Answers, bytes and reads of a cache.
+
+        ``right_ratio`` is the share of questions answered with exactly the needle's value;
+        ``tokens_per_second`` new tokens over the median time of a question, its reading included;
+        ``read_ratio`` the share of the cold rows that decoding read, 1 for full attention;
+        ``recall`` the share of the exact top-k that was selected and ``mass`` that of the cold
+        attention on it, means over layers, None for caches that don't retrieve.
+        """
         tokens, prompts, answers = self._document
         again = prompts[: self.recall_questions]
         reader = Reader(self._model, choice, self._capacity)
@@ -155,15 +143,18 @@ class Demo(CacheMeasurement):
             }
             seconds.append(turn.seconds)
             used.add(turn)
-        usage = reader.usage()
-        recall = mean_recall(_recall(reader, again, answers.shape[1]))
+        usage, recalls = reader.usage(), list[LayerRecall]()
+        if isinstance(reader.cache, RetrievalCache):
+            for prompt in tqdm(list(again), desc=f"{choice.name}: recall", leave=False):
+                turn = reader.branch()
+                turn.answer(turn.feed(prompt), answers.shape[1])
+                recalls += turn.recalls()
+        recall = mean_recall(recalls)
         return {
             "right_ratio": right / len(prompts),
             "prefill_seconds": reader.seconds,
             "tokens_per_second": answers.shape[1] / median(seconds),
-            "device_bytes": usage.device_bytes,
-            "host_bytes": usage.host_bytes,
-            "full_bytes": usage.full_bytes,
+            **usage.sizes,
             "read_ratio": used.usage.read_ratio or 0.0,
             "recall": recall["overlap"],
             "mass": recall["mass"],
@@ -192,17 +183,6 @@ class Demo(CacheMeasurement):
         }
         title = f"{results.setup['context']:,} tokens of context"
         plot_groups(path, caches, panels, title=title, y="share")
-
-
-def _recall(reader: Reader, prompts: torch.Tensor, count: int) -> list[LayerRecall]:
-    """The recall of each layer at each question; empty for other caches."""
-    recalls = []
-    if isinstance(reader.cache, RetrievalCache):
-        for prompt in tqdm(list(prompts), desc=f"{reader.choice.name}: recall", leave=False):
-            turn = reader.branch()
-            turn.answer(turn.feed(prompt), count)
-            recalls += turn.recalls()
-    return recalls
 
 
 def _example(results: Results) -> str:

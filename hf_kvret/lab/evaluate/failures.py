@@ -28,14 +28,18 @@ def attempt(work: Callable[[], Any]) -> tuple[Any, dict[str, Any]]:
     except (MemoryError, RuntimeError) as error:
         if not out_of_memory(error):
             raise
-        message = next(iter(str(error).strip().splitlines()), "no memory left")
-        why = {"out_of_memory": f"out of memory ({message})"}
+        why = {"out_of_memory": f"out of memory ({first_line(error)})"}
     # Outside the handler: its traceback would keep the tensors of the failed run. Collecting takes
     # long beside a small run, and matters where memory is scarce.
     if why or torch.cuda.is_available():
         gc.collect()
         torch.cuda.empty_cache()
     return result, why
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's text; of one without a text its type."""
+    return next(iter(str(error).strip().splitlines()), repr(error))
 
 
 def out_of_memory(error: Exception) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -23,14 +23,23 @@ from hf_kvret.lab.evaluate.failures import attempt
 from hf_kvret.lab.program import options as common
 from hf_kvret.lab.program.arguments import check_device, file_path, names
 from hf_kvret.lab.program.options import add_options, option, read_options
-from hf_kvret.lab.program.program import example_lines
+from hf_kvret.lab.program.program import Parser, example_lines, kept_results, run_program
 from hf_kvret.lab.program.progress import tqdm
-from hf_kvret.lab.report.environment import program
-from hf_kvret.lab.report.outputs import check_file, check_picture
 from hf_kvret.lab.report.plots import require_matplotlib
-from hf_kvret.lab.report.results import FAILED, Cell, Results, read_results
+from hf_kvret.lab.report.results import (
+    FAILED,
+    Cell,
+    Results,
+    check_file,
+    check_picture,
+    program,
+    read_results,
+)
 from hf_kvret.saved.identity import printable
+from hf_kvret.stores import DISK, store_names
 
+# A store in files needs a folder, so it is named with its cache.
+_STORES = [name for name in store_names().split(", ") if name != DISK]
 Row = dict[str, Any]
 """The numbers of a cell, as plain JSON values."""
 
@@ -158,7 +167,7 @@ class CacheMeasurement(Measurement):
 
     caches: str | None
     top_k: int | float = common.budget_option()
-    store: str = common.store_option()
+    store: str = option("device", "of caches that have it", choices=_STORES)
     dtype: str = common.dtype_option()
     device: str = common.device_option()
     seed: int = common.seed_option()
@@ -192,13 +201,13 @@ def measure(measurement: Measurement, results: Results) -> list[tuple[Cell, str]
         ValueError: the rows of a cache that is measured now are of another artifact.
     """
     failed: list[tuple[Cell, str]] = []
-    groups = measurement.plan(results)
+    groups, total = measurement.plan(results), measurement.count(results)
     # The first group is taken before there is a bar, as mistakes are named then.
     first = list(islice(groups, 1))
     if first:
         _check_artifacts(measurement, results)
     with tqdm(
-        total=measurement.count(results),
+        total=total,
         desc=measurement.name or measurement.command,
         unit="cell",
         disable=not first,
@@ -277,6 +286,19 @@ def add_measurement(
     fill_parser(parser, cls)
 
 
+def add_group(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+    name: str,
+    measurements: Iterable[type[Measurement]],
+    metavar: str,
+    **words: Any,
+) -> None:
+    """Add a command with a sub-command for each measurement; ``words`` are its help's."""
+    group = commands.add_parser(name, **words).add_subparsers(required=True, metavar=metavar)
+    for cls in measurements:
+        add_measurement(group, cls)
+
+
 def fill_parser(parser: argparse.ArgumentParser, cls: type[Measurement]) -> None:
     """Give a parser the options of a measurement, and what runs it."""
     add_options(parser, cls)
@@ -286,3 +308,25 @@ def fill_parser(parser: argparse.ArgumentParser, cls: type[Measurement]) -> None
 
 def _run(cls: type[Measurement], parsed: argparse.Namespace) -> int:
     return run_measurement(read_options(cls, parsed), read_options(Outputs, parsed))
+
+
+def script_parser(cls: type[Measurement]) -> argparse.ArgumentParser:
+    """The parser of a measurement that is a script in the ``examples`` of a checkout."""
+    module = sys.modules[cls.__module__]
+    epilog = example_lines(cls.examples) if hasattr(cls, "examples") else None
+    name = Path(module.__file__ or "").name
+    parser = Parser(prog=name, description=module.__doc__, epilog=epilog)
+    fill_parser(parser, cls)
+    parser.add_argument("--smallest", action="store_true", help=f"as {cls.smallest}")
+    return parser
+
+
+def run_script(cls: type[Measurement], arguments: Sequence[str] | None = None) -> int:
+    """Run a script; returns the exit status, see ``run_program``.
+
+    ``--smallest`` stands for ``cls.smallest``, the options of a run of seconds; others go on top.
+    """
+    words = sys.argv[1:] if arguments is None else arguments
+    if "--smallest" in words:
+        arguments = [*cls.smallest.split(), *words]
+    return run_program(script_parser(cls), arguments, kept_results)

@@ -12,7 +12,7 @@ retrieval cache may lose, one row among many thousands.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,8 @@ from hf_kvret.lab.evaluate.texts import encode, first_tokens, read_text
 
 # Fewer tokens of haystack are no haystack; a length that leaves less is refused.
 LEAST_HAYSTACK = 16
+# Tokens of a document to learn from for each needle in it, and of the shortest one.
+_NEEDLE_EVERY = 64
 
 _CLOSING = r"[.!?][\"'”’)\]]*"
 _SENTENCE_END = re.compile(_CLOSING + r"\s")
@@ -118,6 +120,29 @@ class NeedleLanguage:
         count = len(keys)
         head, tail = np.full((count, 1), self.question), np.full((count, 1), self.arrow)
         return np.concatenate([head, keys, tail], axis=1)
+
+
+def needle_documents(count: int, length: int, seed: int) -> Iterator[torch.Tensor]:
+    """Documents of the bundled model's language, with questions and answers at their end.
+
+    ``count`` tokens in all, at most ``length`` in each, in almost equal parts.
+
+    Raises:
+        ValueError: documents too short for a needle.
+    """
+    language, rng = NeedleLanguage(), np.random.default_rng(seed)
+    for part in np.array_split(np.arange(count), -(-count // length)):
+        size = len(part)
+        if size < _NEEDLE_EVERY:
+            raise ValueError(
+                f"documents of {size} tokens are too short for needles: give --tokens and --length "
+                f"of at least {2 * _NEEDLE_EVERY}"
+            )
+        keys, values = language.pairs(rng, size // _NEEDLE_EVERY)
+        questions = language.questions(keys[: max(1, len(keys) // 4)])
+        tail = np.concatenate([questions, values[: len(questions)]], axis=1).ravel()
+        document, _ = language.document(rng, size - len(tail), keys, values)
+        yield torch.from_numpy(np.concatenate([document, tail]))
 
 
 @dataclass(frozen=True)

@@ -56,12 +56,8 @@ class UsageSum:
 
     def row(self, seconds: str = "seconds") -> dict[str, Any]:
         """The numbers as a part of a row; ``seconds`` is the name of the time."""
-        sizes = ("device_bytes", "host_bytes", "full_bytes", "step_bytes")
-        return {
-            "read_ratio": self.usage.read_ratio,
-            **{name: getattr(self.usage, name) for name in sizes},
-            seconds: self.seconds,
-        }
+        ratio = self.usage.read_ratio
+        return {"read_ratio": ratio, **self.usage.sizes, seconds: self.seconds}
 
 
 class Reader:
@@ -236,8 +232,17 @@ class Reader:
         """
         if self.answers_alone:
             return self._generated(count, stop)
+        answer: list[int] = []
         with self.rounds():
-            return self._answer(logits, count, stop, done)
+            while len(answer) < count:
+                best = int(logits[-1].argmax())
+                if best in stop:
+                    break
+                answer.append(best)
+                if len(answer) == count or done(answer):
+                    break
+                logits = self.feed(torch.tensor([best]))
+        return answer
 
     @contextmanager
     def rounds(self) -> Iterator[None]:
@@ -262,24 +267,6 @@ class Reader:
         self.length += len(answer[:-1])
         end = next((index for index, token in enumerate(answer) if token in stop), len(answer))
         return answer[:end]
-
-    def _answer(
-        self,
-        logits: torch.Tensor,
-        count: int,
-        stop: Collection[int],
-        done: Callable[[list[int]], bool],
-    ) -> list[int]:
-        answer: list[int] = []
-        while len(answer) < count:
-            best = int(logits[-1].argmax())
-            if best in stop:
-                break
-            answer.append(best)
-            if len(answer) == count or done(answer):
-                break
-            logits = self.feed(torch.tensor([best]))
-        return answer
 
     def usage(self) -> Usage:
         """Bytes held and rows read so far; rows since the reader was made or forked."""

@@ -17,6 +17,7 @@ from transformers.utils import is_accelerate_available
 
 from hf_kvret.generate.attach import attach
 from hf_kvret.lab.evaluate.bundled import OUR_MODELS, SMOLLM2_MODEL, example_model, expand_smollm2
+from hf_kvret.lab.evaluate.failures import first_line
 from hf_kvret.saved.identity import facts_of, printable
 from hf_kvret.saved.plain_json import plain_bytes
 from hf_kvret.shelf.questions import plain_generation_config
@@ -137,7 +138,7 @@ def load_subject(
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, device_map=device_map)
     except _UNLOADABLE as error:
         raise ValueError(
-            f"--model {name}: can't be loaded ({_first_line(error)}). Give a folder with "
+            f"--model {name}: can't be loaded ({first_line(error)}). Give a folder with "
             f"config.json and weights, a hub id, or one of {', '.join(_KNOWN)}"
         ) from error
     tokenizer, reason = None, ""
@@ -146,14 +147,10 @@ def load_subject(
             tokenizer = AutoTokenizer.from_pretrained(path)
         except _UNLOADABLE as error:
             # Tasks that work on token ids go on without; the others ask need_tokenizer.
-            reason = _first_line(error)
+            reason = first_line(error)
     model = (model if device_map else model.to(device)).eval()
     attach(model)
     model.generation_config, dropped = plain_generation_config(model)
     if dropped:
         print(f"left out of its generation_config: {', '.join(dropped)}", file=sys.stderr)
     return Subject(name, model, tokenizer, reason)
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), repr(error))

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from hf_kvret.lab.evaluate.bundled import default_model
 from hf_kvret.lab.evaluate.caches import CacheChoice, artifact_sha256, known_caches
 from hf_kvret.lab.evaluate.measurement import CacheMeasurement, Row
+from hf_kvret.lab.evaluate.reader import check_positions
 from hf_kvret.lab.evaluate.subject import Subject, load_subject, model_folder
 from hf_kvret.lab.evaluate.texts import describe_file
 from hf_kvret.lab.program.arguments import DTYPES
@@ -53,7 +54,11 @@ class Task(CacheMeasurement):
         return load_subject(self.model, DTYPES[self.dtype], self.device, self.device_map)
 
     def cache_names(self) -> list[str]:
-        return super().cache_names() if self.caches else default_caches(self.model)
+        if self.caches:
+            return super().cache_names()
+        home, methods = model_folder(self.model), registered_methods().items()
+        learned = (name for name, cls in methods if cls.needs_artifact)
+        return [*_CACHES, *(name for name in learned if (home / name).is_dir())]
 
     def check(self) -> None:
         """Mistakes in caches and files are named before the model is loaded."""
@@ -95,15 +100,19 @@ class Task(CacheMeasurement):
         """The cells, in the order in which they are run. Each names its ``cache``."""
 
     def check_cells(self, cells: Sequence[Cell]) -> None:
-        """Look at what ``cells`` need before any of them is run: caches that serve the model.
-
-        Tasks add texts that are long enough, and lengths that the model has positions for.
+        """Look at what ``cells`` need before any of them is run: caches and lengths.
 
         Raises:
             ValueError: something of that can't be.
         """
         for name in dict.fromkeys(cell["cache"] for cell in cells):
             self.choices[name].check(self.subject.model)
+        for length in sorted({cell["length"] for cell in cells if "length" in cell}):
+            self.check_length(length)
+
+    def check_length(self, length: int) -> None:
+        """ValueError for a length that the model has no positions for, or no text."""
+        check_positions(self.subject.model, length)
 
     def artifact_sha256(self, cache: str) -> str | None:
         return artifact_sha256(self.choices[cache], self.subject.model.config)
@@ -123,15 +132,3 @@ class Task(CacheMeasurement):
     @abstractmethod
     def run(self, cell: Cell, choice: CacheChoice) -> Row:
         """The numbers of one cell, as plain JSON values. Long work shows a progress bar."""
-
-
-def default_caches(model: str) -> list[str]:
-    """The caches that are compared where ``--caches`` is not given, for a value of ``--model``."""
-    home = model_folder(model)
-    learned = [name for name, cls in registered_methods().items() if cls.needs_artifact]
-    return [*_CACHES, *(name for name in learned if (home / name).is_dir())]
-
-
-def lengths_of(cells: Sequence[Cell]) -> list[int]:
-    """The different lengths of cells, ascending; those of cells without one don't count."""
-    return sorted({cell["length"] for cell in cells if "length" in cell})

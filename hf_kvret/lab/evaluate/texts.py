@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+import uuid
 from hashlib import sha256
 from pathlib import Path
 
@@ -67,6 +69,27 @@ def text_windows(
             "--context, fewer new tokens or a longer text"
         )
     return list(ids[: count * length].view(count, length))
+
+
+def random_uuids(count: int, tokenizer: PreTrainedTokenizerBase, seed: int) -> torch.Tensor:
+    """At least ``count`` token ids of random UUIDs, one per line: unpredictable text."""
+    draw = random.Random(seed)
+    # Some tokenizers merge two or three digits; none makes fewer than eight tokens of a UUID.
+    lines = (str(uuid.UUID(int=draw.getrandbits(128), version=4)) for _ in range(count // 8 + 1))
+    return token_ids(tokenizer, "\n".join(lines))
+
+
+def cut(ids: torch.Tensor, length: int, count: int, option: str) -> list[torch.Tensor]:
+    """The first ``count`` tokens in sequences of at most ``length``, almost equal in size.
+
+    Raises:
+        ValueError: there are fewer; the message names the ``option`` that asked for them.
+    """
+    if len(ids) < count:
+        raise ValueError(
+            f"{option} {count}: the text has {len(ids)} tokens; give more text, or a smaller number"
+        )
+    return list(ids[:count].tensor_split(-(-count // length)))
 
 
 def describe_file(option: str, path: Path | None) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -121,11 +122,7 @@ def largest_context(
 
 def _largest(fits: Callable[[int], bool], most: int) -> int:
     """The largest count up to ``most`` that ``fits``, if all smaller ones do; 0 for none."""
-    low, high = 0, most + 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+    return bisect_left(range(most), True, key=lambda count: not fits(count + 1))
 
 
 _CACHES = "full,flat,paris,lrqk,ctkvr,aqua:predictor=none:bits=4"

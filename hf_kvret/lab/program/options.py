@@ -8,27 +8,20 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterable
 from dataclasses import MISSING, Field, field, fields
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from hf_kvret.lab.program import arguments
-from hf_kvret.stores import DISK, store_names
 from hf_kvret_kernels.host_library import PROCESSORS
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+# Of a field: the option's name, where it is not the field's, and argparse's keywords.
 _KEY = "hf_kvret option"
 
 _Options = TypeVar("_Options", bound="DataclassInstance")
-
-
-class _Declaration(NamedTuple):
-    """The name of an option, where it is not the field's, and argparse's keywords."""
-
-    name: str | None
-    keywords: dict[str, Any]
 
 
 def option(
@@ -58,7 +51,7 @@ def option(
         number = int if isinstance(default, int) else None
         keywords |= {"metavar": metavar, "type": kind or number}
         keywords["choices"] = None if choices is None else tuple(choices)
-    return field(default=default, metadata={_KEY: _Declaration(name, keywords)})
+    return field(default=default, metadata={_KEY: (name, keywords)})
 
 
 def with_default(cls: type[Any], name: str, default: Any) -> Any:
@@ -89,18 +82,9 @@ def _options(cls: type[DataclassInstance]) -> list[Field[Any]]:
     return [one for one in fields(cls) if _KEY in one.metadata]
 
 
-# A store in files needs a folder, so it is named with its cache.
-_STORES = [name for name in store_names().split(", ") if name != DISK]
-
-
 def budget_option(usual: int | float = 256) -> Any:
     """``--top-k`` of retrieval caches that name none."""
     return option(usual, "of retrieval caches: a count, or a share as 0.04", kind=arguments.budget)
-
-
-def store_option() -> Any:
-    """``--store`` of retrieval caches that name none."""
-    return option("device", "of caches that have it", choices=_STORES)
 
 
 def dtype_option(usual: str = "float32") -> Any:
@@ -145,11 +129,6 @@ def count_option(usual: int, of: str) -> Any:
     return option(usual, of, kind=arguments.whole_number(1))
 
 
-def batch_option(usual: tuple[int, ...] = (1,)) -> Any:
-    """``--batch``, numbers of sequences."""
-    return option(usual, "as 1,8", kind=arguments.lengths)
-
-
 def threads_option(usual: int | None, of: str) -> Any:
     """``--threads``, at most the processors of this process."""
     return option(usual, of, kind=arguments.whole_number(1, PROCESSORS))
@@ -167,16 +146,6 @@ def questions_option() -> Any:
         "read with the text, or fed after it",
         kind=arguments.one_or_both("inside", "after"),
         metavar="{inside,after,both}",
-    )
-
-
-def essays_option() -> Any:
-    """``--essays``, a file to make haystacks of."""
-    return option(
-        None,
-        "haystack: plain text or a JSON list of texts; RULER's noise without it",
-        kind=arguments.file_path,
-        metavar="FILE",
     )
 
 

@@ -46,12 +46,10 @@ class HelpFormatter(argparse.HelpFormatter):
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text, default = action.help or "", action.default
-        if action.nargs == 0 or not action.option_strings or "default" in text:
+        has_none = action.nargs == 0 or not action.option_strings or "default" in text
+        if has_none or default in (None, argparse.SUPPRESS):
             return text
-        if default is None or default is argparse.SUPPRESS:
-            return text
-        shown = shown_default(default).replace("%", "%%")
-        return f"{text} (default: {shown})"
+        return f"{text} (default: {shown_default(default).replace('%', '%%')})"
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         if "\n" in text:

@@ -20,14 +20,6 @@ def require_matplotlib() -> None:
         raise ModuleNotFoundError("pictures need matplotlib: pip install matplotlib") from error
 
 
-def part_pictures(path: Path, parts: Iterable[str]) -> dict[str, Path]:
-    """A picture for each part: ``path`` for the first one, ``NAME-PART`` beside it for others."""
-    return {
-        part: path.with_name(f"{path.stem}-{part}{path.suffix}") if number else path
-        for number, part in enumerate(parts)
-    }
-
-
 def plot_lines(
     path: Path,
     lines: Mapping[str, tuple[Sequence[float], Sequence[float]]],

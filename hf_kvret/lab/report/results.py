@@ -1,20 +1,31 @@
-"""Results that survive an interruption: one JSON file, one entry a finished cell."""
+"""Results that survive an interruption: one JSON file, one entry a finished cell.
+
+Where they are written is tried before the work; each run that adds some says where it ran.
+"""
 
 from __future__ import annotations
 
 import json
+import platform
+import shlex
+import sys
+import tempfile
 from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Self
 
-from hf_kvret.lab.report.environment import describe_environment
+import torch
+
 from hf_kvret.saved.folder import replace_file
+from hf_kvret.version import __version__
 
 FORMAT = 1
 FAILED = "check_failed"
 """An entry of a row without numbers, which is measured again."""
 # One of these says why another row has none.
 _REASONS = ("out_of_memory", "failed", "skipped")
+_PICTURES = (".png", ".svg", ".pdf")
 
 # The name of a cell, for instance {"cache": "paris", "length": 4096, "task": "vt"}.
 Cell = dict[str, Any]
@@ -155,3 +166,73 @@ def _bytes_of(path: Path) -> bytes | None:
 
 def _key(cell: Cell) -> str:
     return json.dumps(cell, sort_keys=True)
+
+
+def check_picture(path: Path) -> None:
+    """ValueError where no picture can be written at ``path``; its folder is made."""
+    if path.suffix.lower() not in _PICTURES:
+        raise ValueError(f"--plot {path}: its name must end in {', '.join(_PICTURES)}")
+    check_file("--plot", path)
+
+
+def check_file(option: str, path: Path) -> None:
+    """ValueError where no file can be written at ``path``; its folder is made."""
+    if path.is_dir():
+        raise ValueError(f"{option} {path} is a folder: give a file in it")
+    check_folder(option, path.parent)
+
+
+def check_folder(option: str, path: Path) -> None:
+    """Make a folder; ValueError where that fails, or where no file can be written to it."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path, prefix=".unfinished-"):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"{option}: no file can be written to {path} ({error.strerror or error}): give another "
+            "place"
+        ) from error
+
+
+def describe_environment() -> dict[str, Any]:
+    """Command, machine and versions, for the JSON beside every table."""
+    # Of an absolute path its name: results are shared, and folders are of a machine.
+    words = (Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:])
+    return {
+        "command": shlex.join([*program().split(), *words]),
+        "processor": _processor(),
+        "threads": torch.get_num_threads(),
+        "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "python": platform.python_version(),
+        "versions": {
+            "hf-kvret": __version__,
+            **{name: _version(name) for name in ("torch", "transformers", "triton")},
+        },
+    }
+
+
+def program() -> str:
+    """The program that runs: ``hf-kvret``, or ``python`` and a script's path."""
+    path = Path(sys.argv[0])
+    if path.parent.parent.name == "examples":
+        return f"python examples/{path.parent.name}/{path.name}"
+    return "hf-kvret" if path.name == "cli.py" else path.name
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo") as file:
+            for line in file:
+                if line.startswith("model name"):
+                    return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

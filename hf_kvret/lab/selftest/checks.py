@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from transformers import PreTrainedModel
@@ -35,7 +36,7 @@ from hf_kvret.testing.conformance import (
     run_case,
 )
 from hf_kvret.testing.indexed_models import known_indexed
-from hf_kvret.testing.modes import MODES
+from hf_kvret.testing.modes import MODES, Mode
 from hf_kvret.testing.scenario import Outcome, Scenario, prompt
 from hf_kvret_kernels import host_library
 from hf_kvret_kernels._dispatch import prefer
@@ -86,14 +87,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a check.
-
-    Attributes:
-        group, name, remedy: of the check.
-        status: ``PASSED``, ``FAILED`` or ``SKIPPED``.
-        detail: the error, the reason, or what was found.
-        seconds: that it took.
-    """
+    """What became of a check: ``PASSED``, ``FAILED`` or ``SKIPPED``, and why or what was found."""
 
     group: str
     name: str
@@ -153,15 +147,11 @@ def kernel_checks(device: torch.device) -> Iterator[Check]:
                 label = f"{operation.name}, {name}" + (f", {path}" if path else "")
                 remedy = _REMEDIES.get(group, "cache_implementation='dynamic'")
                 if path is not None:
-                    remedy = f"{host_library.ISA_VARIABLE}={_other(path, paths)}"
+                    others = [each for each in reversed(paths) if each != path]
+                    remedy = f"{host_library.ISA_VARIABLE}={(*others, 'portable')[0]}"
                 yield Check(
                     "kernels", label, partial(_beside_naive, operation, dtype, device, path), remedy
                 )
-
-
-def _other(path: str | None, paths: list[Any]) -> str:
-    """An instruction set that is not this one, or the way without the library."""
-    return next((each for each in reversed(paths) if each != path), "portable")
 
 
 @torch.inference_mode()
@@ -173,11 +163,17 @@ def _beside_naive(
         reason = host_library.why_not() if operation.compiled else None
         raise Skip(reason or "plain torch does this on a CPU")
     call = operation.prepare(KernelShape(dtype=dtype, **_SIZES), Draw(device, 0))
-    with _instructions(path):
+    # The compiled library takes the code of that instruction set.
+    variables = {} if path is None else {host_library.ISA_VARIABLE: path}
+    with patch.dict(os.environ, variables):
         own = call.run(operation.backends(device)[0])
-    error = call.error(own, call.run("naive"))
-    if not error <= call.tolerance:
-        raise AssertionError(f"error {error:.2g}, at most {call.tolerance:.2g} is rounding")
+    return _rounding(call.error(own, call.run("naive")), call.tolerance)
+
+
+def _rounding(error: float, most: float) -> str:
+    """An error in words; AssertionError where it is more than rounding."""
+    if not error <= most:
+        raise AssertionError(f"error {error:.2g}, at most {most:.2g} is rounding")
     return f"error {error:.1g}"
 
 
@@ -187,21 +183,6 @@ def check_dtype(dtype: torch.dtype, device: torch.device) -> None:
         major, _ = torch.cuda.get_device_capability(device)
         if major < 8:
             raise Skip("this GPU has no bf16: load models in fp16 or fp32")
-
-
-@contextmanager
-def _instructions(path: str | None) -> Iterator[None]:
-    """Have the compiled library take the code of an instruction set."""
-    before = os.environ.get(host_library.ISA_VARIABLE)
-    if path is not None:
-        os.environ[host_library.ISA_VARIABLE] = path
-    try:
-        yield
-    finally:
-        if path is not None:
-            os.environ.pop(host_library.ISA_VARIABLE)
-            if before is not None:
-                os.environ[host_library.ISA_VARIABLE] = before
 
 
 def host_row_checks(device: torch.device) -> Iterator[Check]:
@@ -229,9 +210,7 @@ def _attend_host_rows(device: torch.device, length: int) -> str:
     rows = PagedRows(chunks, same.table, same.key_dim)
     own = gather_attention(query, rows, ids, scale=shape.scale)
     error = distance(own, gather_attention(query, same, ids, scale=shape.scale, backend="naive"))
-    if not error <= ATTENTION_ERRORS[shape.dtype]:
-        raise AssertionError(f"error {error:.2g}, at most {ATTENTION_ERRORS[shape.dtype]:.2g}")
-    return f"error {error:.1g}"
+    return _rounding(error, ATTENTION_ERRORS[shape.dtype])
 
 
 METHODS = ("flat", "paris", "lrqk", "ctkvr", "a2ats", "h2o", "aqua")
@@ -275,6 +254,9 @@ def saved(scenario: Scenario) -> None:
     scenario.feed(more[:, 6:], cached, "after", mask)
 
 
+_PLAYED = {**MODES, "saved": Mode("saved", saved, direct=True)}
+
+
 class Bundled:
     """The bundled model on a device, and what transformers' own cache gives with it.
 
@@ -311,17 +293,14 @@ class Bundled:
         """With a budget for all and rows in full: values of full attention in a mode of use."""
         coded = {"bits": 16} if method == "aqua" or store.startswith("higgs") else {}
         make = partial(self.new_cache, method, store, **COVERING_OPTIONS, **coded)
-        reference = self._reference(mode)
+        if mode not in self._references:
+            self._references[mode] = _PLAYED[mode].reference(self.model)
+        reference = self._references[mode]
         if isinstance(reference, str):
             raise AssertionError(reference)
         proof = no_proof if method == "aqua" else reads_cold_rows
-        check(self.model, _modes()[mode], make, baseline=reference, atol=_TOLERANCE, proof=proof)
+        check(self.model, _PLAYED[mode], make, baseline=reference, atol=_TOLERANCE, proof=proof)
         return mode
-
-    def _reference(self, mode: str) -> Outcome | str:
-        if mode not in self._references:
-            self._references[mode] = _modes()[mode].reference(self.model)
-        return self._references[mode]
 
     @torch.inference_mode()
     def decode(
@@ -349,12 +328,6 @@ def _load(device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
     model = load_bundled_model(dtype, device)
     attach(model)
     return model
-
-
-@cache
-def _modes() -> dict[str, Any]:
-    own = type(MODES["loop"])(saved.__name__, saved, True)
-    return {**MODES, saved.__name__: own}
 
 
 def step_checks(bundled: Bundled) -> Iterator[Check]:

@@ -19,26 +19,10 @@ from hf_kvret.lab.program.arguments import check_device, file_path, known_names
 from hf_kvret.lab.program.options import device_option, option
 from hf_kvret.lab.program.program import add_command
 from hf_kvret.lab.program.progress import tqdm
-from hf_kvret.lab.report.environment import describe_environment
-from hf_kvret.lab.report.outputs import check_file
+from hf_kvret.lab.report.results import check_file, describe_environment
 from hf_kvret.lab.report.tables import markdown_table
-from hf_kvret.lab.selftest.checks import (
-    FAILED,
-    GROUPS,
-    PASSED,
-    SKIPPED,
-    Bundled,
-    Check,
-    Verdict,
-    cache_checks,
-    host_row_checks,
-    kernel_checks,
-    quietly,
-    run_check,
-    step_checks,
-    stream_checks,
-    without_folders,
-)
+from hf_kvret.lab.selftest import checks
+from hf_kvret.lab.selftest.checks import FAILED, GROUPS, PASSED, SKIPPED, Check, Verdict
 from hf_kvret.saved.folder import replace_file
 from hf_kvret_kernels import host_library
 
@@ -53,7 +37,7 @@ class SelfTest:
 
     device: str = device_option()
     only: tuple[str, ...] = option(
-        tuple(GROUPS), f"of {', '.join(GROUPS)}", kind=known_names(tuple(GROUPS))
+        tuple(GROUPS), f"of {', '.join(GROUPS)}", kind=known_names(GROUPS)
     )
     report: Path | None = option(
         None, "write what a bug report needs, as markdown", kind=file_path, metavar="FILE"
@@ -102,13 +86,13 @@ def run_selftest(options: SelfTest) -> int:
 
 def every_check(device: torch.device, groups: Sequence[str] = tuple(GROUPS)) -> Iterator[Check]:
     """Every check of these groups for a device, in the order of ``GROUPS``."""
-    bundled = Bundled(device)
+    bundled = checks.Bundled(device)
     every = itertools.chain(
-        kernel_checks(device),
-        step_checks(bundled),
-        host_row_checks(device),
-        stream_checks(bundled),
-        cache_checks(bundled),
+        checks.kernel_checks(device),
+        checks.step_checks(bundled),
+        checks.host_row_checks(device),
+        checks.stream_checks(bundled),
+        checks.cache_checks(bundled),
     )
     return (check for check in every if check.group in groups)
 
@@ -118,7 +102,7 @@ def run_checks(some: Sequence[Check], device: torch.device) -> list[Verdict]:
     verdicts: list[Verdict] = []
     broken = ""
     # More threads take longer for so little work.
-    with quietly(), few_threads(), tqdm(some, unit="check", leave=False) as bar:
+    with checks.quietly(), few_threads(), tqdm(some, unit="check", leave=False) as bar:
         for check in bar:
             bar.set_postfix_str(check.name, refresh=False)
             if broken:
@@ -126,8 +110,8 @@ def run_checks(some: Sequence[Check], device: torch.device) -> list[Verdict]:
                     Verdict(check.group, check.name, SKIPPED, broken, check.remedy, 0.0)
                 )
                 continue
-            verdicts.append(run_check(check))
-            fault = _fault(device)
+            verdicts.append(checks.run_check(check))
+            fault = device_fault(device)
             if fault is not None:
                 # The check may have ended before the GPU came to the fault.
                 verdicts[-1] = replace(verdicts[-1], status=FAILED, detail=fault)
@@ -146,14 +130,14 @@ def few_threads() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _fault(device: torch.device) -> str | None:
+def device_fault(device: torch.device) -> str | None:
     """The error of a device that can't finish its work; it ends all work of the process."""
     if device.type != "cuda":
         return None
     try:
         torch.cuda.synchronize(device)
     except RuntimeError as error:
-        return without_folders(f"{type(error).__name__}: {error}")
+        return checks.without_folders(f"{type(error).__name__}: {error}")
     return None
 
 
@@ -173,9 +157,10 @@ def describe(device: torch.device) -> dict[str, Any]:
         "device": str(device),
         "gpu": gpu,
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "cpu_kernels": without_folders(host_library.why_not()) or ", ".join(host_library.paths()),
+        "cpu_kernels": checks.without_folders(host_library.why_not())
+        or ", ".join(host_library.paths()),
         "variables": {
-            name: without_folders(value)
+            name: checks.without_folders(value)
             for name, value in sorted(os.environ.items())
             if name.startswith(_VARIABLES)
         },

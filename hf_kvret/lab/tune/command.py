@@ -17,36 +17,14 @@ from hf_kvret.lab.evaluate.reader import check_positions
 from hf_kvret.lab.evaluate.subject import Subject, load_subject
 from hf_kvret.lab.evaluate.texts import describe_file, read_text, token_ids
 from hf_kvret.lab.program import arguments
+from hf_kvret.lab.program import options as common
 from hf_kvret.lab.program.arguments import DTYPES, check_device, names, several
-from hf_kvret.lab.program.options import (
-    count_option,
-    device_map_option,
-    device_option,
-    dtype_option,
-    option,
-    seed_option,
-    text_option,
-)
+from hf_kvret.lab.program.options import option
 from hf_kvret.lab.program.progress import tqdm
-from hf_kvret.lab.report.outputs import check_file
-from hf_kvret.lab.report.results import Cell, Results
-from hf_kvret.lab.tune.selection import (
-    FULL,
-    complete,
-    draw_tuning,
-    standing,
-    tuning_text,
-    write_choice,
-)
-from hf_kvret.lab.tune.variants import (
-    Variant,
-    Walker,
-    check_method,
-    cut_windows,
-    ladder,
-    make_variants,
-    needle_windows,
-)
+from hf_kvret.lab.report.results import Cell, Results, check_file
+from hf_kvret.lab.tune import selection
+from hf_kvret.lab.tune import variants as trials
+from hf_kvret.lab.tune.selection import FULL
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +49,7 @@ class Tune(Measurement):
     model: str = option(
         help="a folder, a hub id, or a model of ours: reference, reference-latent, needle"
     )
-    text: Path | None = text_option(
+    text: Path | None = common.text_option(
         "contexts are cut from it; with --model needle none, it makes its own", required=False
     )
     context: int = option(8192, "tokens of a context, as 8192 or 8K", kind=arguments.length)
@@ -91,15 +69,15 @@ class Tune(Measurement):
         "to a half, and 3/4",
         kind=several(arguments.budget),
     )
-    tokens: int = count_option(1024, "measured for a variant, over all windows")
-    windows: int = count_option(8, "contexts, at different places of the text")
+    tokens: int = common.count_option(1024, "measured for a variant, over all windows")
+    windows: int = common.count_option(8, "contexts, at different places of the text")
     out: Path | None = option(
         None, "write the chosen configuration as JSON", kind=arguments.file_path, metavar="FILE"
     )
-    dtype: str = dtype_option()
-    device: str = device_option()
-    device_map: str | None = device_map_option()
-    seed: int = seed_option()
+    dtype: str = common.dtype_option()
+    device: str = common.device_option()
+    device_map: str | None = common.device_map_option()
+    seed: int = common.seed_option()
 
     def __post_init__(self) -> None:
         if (self.text is None) != (self.model == "needle"):
@@ -115,7 +93,7 @@ class Tune(Measurement):
         return load_subject(self.model, DTYPES[self.dtype], self.device, self.device_map)
 
     @cached_property
-    def variants(self) -> dict[str, Variant]:
+    def variants(self) -> dict[str, trials.Variant]:
         """The variants to try, by name.
 
         Raises:
@@ -125,8 +103,9 @@ class Tune(Measurement):
         if not methods:
             raise ValueError("--methods: none is named")
         for text in methods:
-            check_method(text, self.model)
-        return make_variants(methods, self.top_k or ladder(self.context), self.context)
+            trials.check_method(text, self.model)
+        budgets = self.top_k or trials.ladder(self.context)
+        return trials.make_variants(methods, budgets, self.context)
 
     def check(self) -> None:
         """Whatever can be said without the model."""
@@ -137,15 +116,11 @@ class Tune(Measurement):
         _ = self.variants
 
     def setup(self) -> dict[str, Any]:
-        keys = (
-            *("device", "seed", "context", "tokens", "windows", "agreement"),
-            *("methods", "top_k"),
-        )
-        text = describe_file("--text", self.text)
-        search = {"text": text, "variants": len(self.variants)}
+        keys = ("seed", "context", "tokens", "windows", "agreement", "methods", "top_k")
         settings = {key: getattr(self, key) for key in keys}
-        settings |= {"device": self.device_map or self.device}
-        return self.subject.describe() | search | settings
+        place = {"device": self.device_map or self.device, "variants": len(self.variants)}
+        text = {"text": describe_file("--text", self.text)}
+        return self.subject.describe() | text | place | settings
 
     def cells(self) -> list[Cell]:
         """Every variant on every window; many are left out after the first ones."""
@@ -157,7 +132,7 @@ class Tune(Measurement):
 
     def count(self, results: Results) -> int:
         """Cells to measure if no further variant is left out."""
-        window, running = standing(results, list(self.variants))
+        window, running = selection.standing(results, list(self.variants))
         cells = [
             {"cache": name, "window": number}
             for number in range(window, self.windows)
@@ -176,17 +151,17 @@ class Tune(Measurement):
             base.check(self.subject.model)
         check_positions(self.subject.model, self.context + self._new)
         _ = self._walker
-        window, running = standing(results, list(self.variants))
+        window, running = selection.standing(results, list(self.variants))
         while window < self.windows:
             for name in (FULL, *running):
                 cell = {"cache": name, "window": window}
                 if results.find(cell) is None:
                     yield [cell]
-                if name == FULL and not complete(results, [FULL], window + 1):
+                if name == FULL and not selection.complete(results, [FULL], window + 1):
                     # Full attention did not fit, and nothing can be compared with it.
                     return
-            window, running = standing(results, list(self.variants))
-        if self.out is not None and write_choice(self.out, results):
+            window, running = selection.standing(results, list(self.variants))
+        if self.out is not None and selection.write_choice(self.out, results):
             tqdm.write(f"wrote {self.out}")
 
     def artifact_sha256(self, cache: str) -> str | None:
@@ -219,15 +194,15 @@ class Tune(Measurement):
         return -(-self.tokens // self.windows)
 
     @cached_property
-    def _walker(self) -> Walker:
-        return Walker(self.subject, self._cut(), self._new)
+    def _walker(self) -> trials.Walker:
+        return trials.Walker(self.subject, self._cut(), self._new)
 
     def _cut(self) -> list[torch.Tensor]:
         if self.text is None:
-            return needle_windows(self.context, self._new, self.windows, self.seed)
+            return trials.needle_windows(self.context, self._new, self.windows, self.seed)
         tokenizer = self.subject.need_tokenizer("tune")
         ids, bos = token_ids(tokenizer, read_text(self.text)), tokenizer.bos_token_id
-        return cut_windows(
+        return trials.cut_windows(
             ids if bos is None else ids[1:],
             self.context,
             self._new,
@@ -239,9 +214,9 @@ class Tune(Measurement):
     @classmethod
     def table(cls, results: Results) -> str:
         """The front and the choice."""
-        return tuning_text(results)
+        return selection.tuning_text(results)
 
     @classmethod
     def plot(cls, path: Path, results: Results) -> None:
         """Agreement against bytes a step."""
-        draw_tuning(path, results)
+        selection.draw_tuning(path, results)

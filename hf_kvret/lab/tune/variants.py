@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_kvret.lab.calibrate.sources import needle_documents
 from hf_kvret.lab.evaluate.caches import CacheChoice, Stranger, choose_cache, is_stranger
 from hf_kvret.lab.evaluate.measurement import Row
+from hf_kvret.lab.evaluate.needles import needle_documents
 from hf_kvret.lab.evaluate.reader import Reader, divergence
 from hf_kvret.lab.evaluate.subject import Subject, model_folder
 from hf_kvret.lab.program.progress import tqdm
@@ -227,15 +227,6 @@ def needle_windows(context: int, new: int, count: int, seed: int) -> list[torch.
     return list(needle_documents(count * size, size, seed))
 
 
-@dataclass(frozen=True, eq=False)
-class _Reference:
-    """Full attention on a window: its logits ``[n, vocab]`` fp32 on the CPU, and its row."""
-
-    window: int
-    logits: torch.Tensor
-    row: Row
-
-
 class Walker:
     """Takes variants through windows of a text, one token a step.
 
@@ -250,12 +241,13 @@ class Walker:
 
     def __init__(self, subject: Subject, windows: Sequence[torch.Tensor], new: int) -> None:
         self._model, self._windows, self._new = subject.model, windows, new
-        self._reference: _Reference | None = None
+        # Full attention on a window: its number, its row, and logits ``[n, vocab]`` on the CPU.
+        self._reference: tuple[int, Row, torch.Tensor] | None = None
         self._filled: tuple[str, int, Reader] | None = None
 
     def full(self, window: int) -> Row:
         """The row of full attention, which agrees with itself."""
-        return self._full(window).row
+        return self._full(window)[0]
 
     def row(self, variant: Variant, window: int) -> Row:
         """The row of a variant on one window.
@@ -265,17 +257,16 @@ class Walker:
         ``device_bytes``, ``host_bytes`` and ``full_bytes`` as in ``Usage``,
         after the last step; ``ms``, the median step.
         """
-        reference = self._full(window).logits
+        _, reference = self._full(window)
         reader = self._base(variant, window).fork(**variant.changes)
         return self._walk(reader, window, reference)[0]
 
-    def _full(self, window: int) -> _Reference:
-        if self._reference is None or self._reference.window != window:
+    def _full(self, window: int) -> tuple[Row, torch.Tensor]:
+        if self._reference is None or self._reference[0] != window:
             # The memory of the last window is freed first.
             self._reference = self._filled = None
-            row, logits = self._walk(self._fill(choose_cache(FULL), window), window)
-            self._reference = _Reference(window, logits, row)
-        return self._reference
+            self._reference = window, *self._walk(self._fill(choose_cache(FULL), window), window)
+        return self._reference[1:]
 
     def _base(self, variant: Variant, window: int) -> Reader:
         name = variant.base.name
@@ -306,12 +297,11 @@ class Walker:
         own = torch.cat(logits)
         reference = own if reference is None else reference
         kl, usage = divergence(reference, own), reader.usage()
-        sizes = ("step_bytes", "device_bytes", "host_bytes", "full_bytes")
         row = {
             "tokens": len(own),
             "equal": int((own.argmax(-1) == reference.argmax(-1)).sum()),
             "kl": float(kl.sum()),
-            **{name: getattr(usage, name) for name in sizes},
+            **usage.sizes,
             "ms": median(times),
         }
         return row, own

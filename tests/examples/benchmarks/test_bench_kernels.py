@@ -13,7 +13,7 @@ from bench_kernels import OPS, Kernels, choose_ops
 from kernel_clock import time_calls
 from kernel_work import NEEDS, count, method_shape
 
-from hf_kvret.lab.program.scripts import run_script
+from hf_kvret.lab.evaluate.measurement import run_script
 from hf_kvret.lab.report.results import Results
 from hf_kvret_kernels.catalog import Call, Draw, KernelOp
 from hf_kvret_kernels.host_library import why_not

@@ -10,24 +10,23 @@ from typing import Any
 import pytest
 from ablation import needle_tokens
 
-from hf_kvret.lab.program.scripts import (
-    SCRIPTS,
-    command_line,
-    load_measurement,
-    script_parser,
-)
+from hf_kvret.lab.evaluate.measurement import script_parser
 
+from ...docs.pages import site_tool
+
+report = site_tool("report")
+load_measurement = report.load_measurement
 ROOT = Path(__file__).parents[3]
 RESULTS = ROOT / "docs" / "results"
 PAGES = {"eval assumptions": "assumptions"}
 
 
-@pytest.mark.parametrize("title", SCRIPTS)
+@pytest.mark.parametrize("title", report.SCRIPTS)
 def test_every_script_describes_itself_and_has_a_smallest_run(title: str) -> None:
     study = load_measurement(title)
     assert study.title() == title
     text = sys.modules[study.__module__].__doc__
-    assert text and f"{command_line(title)} " in text
+    assert text and f"{report.command_line(title)} " in text
     parser = script_parser(study)
     for action in parser._actions:
         assert action.help, action.option_strings

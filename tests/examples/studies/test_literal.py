@@ -19,8 +19,7 @@ from transformers import AttentionInterface
 from hf_kvret.artifacts.shared import shared_artifact
 from hf_kvret.lab.calibrate.a2ats import A2ATSCalibration, k_means, query_metric
 from hf_kvret.lab.calibrate.aqua import Rows, fit_linear
-from hf_kvret.lab.calibrate.runner import calibrate
-from hf_kvret.lab.calibrate.study import Corpus
+from hf_kvret.lab.calibrate.study import Corpus, calibrate
 from hf_kvret.lab.calibrate.taps import LayerTokens, before_rope, tap_attention
 from hf_kvret.lab.evaluate.bundled import BUNDLED_MODEL
 from hf_kvret.lab.evaluate.subject import load_subject

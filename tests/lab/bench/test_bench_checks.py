@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -90,7 +91,7 @@ def swapped(values: torch.Tensor) -> torch.Tensor:
 def test_dense_caches_are_checked_and_those_inexact_by_design_are_finite() -> None:
     with pytest.raises(CheckFailed, match="mine: logits differ"):
         checker().check(with_values("mine", swapped), 128, 1, "prefill")
-    coded = with_values("quantized", swapped)
+    coded = replace(with_values("quantized", swapped), is_exact=False)
     assert checker().check(coded, 128, 1, "prefill") == "finite; not exact by design"
     with pytest.raises(CheckFailed, match="quantized: logits are not finite"):
         checker().check(with_values(coded.name, lambda values: values / 0), 128, 1, "prefill")

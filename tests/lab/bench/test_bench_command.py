@@ -13,7 +13,6 @@ from transformers import AutoConfig, PreTrainedModel
 
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.lab.bench import model_measurement, passes
-from hf_kvret.lab.bench import turns as turns_of
 from hf_kvret.lab.bench.checks import Checker
 from hf_kvret.lab.bench.filling import Turn
 from hf_kvret.lab.bench.opponents import CAPTURED, PreallocatedCache, choose_bench_cache
@@ -122,8 +121,8 @@ def test_turns_read_what_is_new_where_a_cache_goes_back(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(turns_of, "_ANSWER", 4)
-    monkeypatch.setattr(turns_of, "_THOUGHT", 3)
+    monkeypatch.setattr(passes, "_ANSWER", 4)
+    monkeypatch.setattr(passes, "_THOUGHT", 3)
     MODELS["lfm2"].build().config.save_pretrained(tmp_path)
     small = f"{SMALL}:max_draft=6"
     caches = f"full,flat:{small},flat:{small}:snapshots=0"

@@ -17,8 +17,7 @@ from hf_kvret.artifacts import CalibrationArtifact
 from hf_kvret.lab.calibrate.a2ats import A2ATSCalibration, CodebookStudy
 from hf_kvret.lab.calibrate.aqua import AquaCalibration
 from hf_kvret.lab.calibrate.command import A2ATSOptions, AquaOptions, make_corpus
-from hf_kvret.lab.calibrate.runner import calibrate
-from hf_kvret.lab.calibrate.study import Corpus
+from hf_kvret.lab.calibrate.study import Corpus, calibrate
 from hf_kvret.lab.evaluate.subject import load_subject
 from hf_kvret.lab.program.options import add_options, read_options
 from hf_kvret.lab.program.program import Parser
@@ -62,7 +61,8 @@ def sources(model_dir: Path, text: Path, tmp_path: Path) -> list[Any]:
 def parsed(cls: type[Any], *arguments: str) -> Any:
     parser = Parser()
     add_options(parser, cls)
-    return read_options(cls, parser.parse_args(["--model", "m", "--out", "o", *arguments]))
+    words = ["--model", "m", "--text", __file__, "--out", "o", *arguments]
+    return read_options(cls, parser.parse_args(words))
 
 
 def test_a_command_makes_the_codebooks_of_the_model(
@@ -219,7 +219,7 @@ NO_MODEL = "calibrate a2ats --model NONE --out OUT"
         ("SOURCES --tokens 1M", r"--tokens 1048576: the text has \d+ tokens; give more text"),
         (
             "SOURCES --length 2K --uuid-tokens 2K --held-out 0",
-            "2048 tokens, but the model has",
+            "2048 tokens, but the model knows",
         ),
         ("AQUA --group 64", "group=64 does not divide the 32 numbers of keys"),
         ("AQUA --sinks 100", "sinks=100 of sequences of at most 100 tokens: .* --sinks"),

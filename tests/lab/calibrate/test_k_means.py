@@ -66,7 +66,7 @@ def test_empty_clusters_are_given_the_farthest_points(monkeypatch: pytest.Monkey
     points = draw(2, 400, 5, seed=6)
 
     def first_point(points: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
-        return points[:, :1].repeat(1, draws.shape[1], 1)
+        return points[:1].repeat(len(draws), 1)
 
     monkeypatch.setattr(module, "_seed", first_point)
     nearest = torch.cdist(points, k_means(points, 20, seed=0)).argmin(-1)
@@ -97,13 +97,13 @@ def test_one_seed_gives_one_codebook(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_means_are_of_their_points_whatever_their_sizes() -> None:
-    points = draw(1, 3000, 6, seed=12) * torch.logspace(-3, 3, 3000).view(1, -1, 1)
-    codes = torch.randint(0, 5, (1, 3000), generator=torch.Generator().manual_seed(14))
-    means, empty = module._means(points, codes, torch.zeros(1, 6, 6))
-    assert empty.tolist() == [[False] * 5 + [True]] and not means[0, 5].any()
+    points = draw(3000, 6, seed=12) * torch.logspace(-3, 3, 3000).view(-1, 1)
+    codes = torch.randint(0, 5, (3000,), generator=torch.Generator().manual_seed(14))
+    means, empty = module._means(points, codes, torch.zeros(6, 6))
+    assert empty.tolist() == [5] and not means[5].any()
     for word in range(5):
-        expected = points[0, codes[0] == word].double().mean(0)
-        assert torch.allclose(means[0, word].double(), expected, rtol=1e-6)
+        expected = points[codes == word].double().mean(0)
+        assert torch.allclose(means[word].double(), expected, rtol=1e-6)
 
 
 def test_seeds_are_drawn_from_a_sample_of_many_points(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,5 +119,5 @@ def test_seeds_are_drawn_from_a_sample_of_many_points(monkeypatch: pytest.Monkey
     monkeypatch.setattr(module, "_SAMPLE", 100)
     monkeypatch.setattr(module, "_seed", watched)
     sampled = k_means(points, 40, seed=0)
-    assert shapes == [(1, 160, 6)]
+    assert shapes == [(160, 6)]
     assert errors_of(points, sampled) <= 1.03 * errors_of(points, whole)

@@ -23,7 +23,7 @@ def rows(n: int = 400, inputs: int = 16, outputs: int = 8, noise: float = 0.1) -
 
 
 def whole(given: Rows) -> tuple[torch.Tensor, torch.Tensor]:
-    x, y = given.at(slice(None))
+    _, x, y = next(given.blocks())
     return x.double(), y.double()
 
 
@@ -46,7 +46,7 @@ def test_rounded_predictors_have_no_mean_error_whatever_the_offsets() -> None:
     plain = rows()
     # Inputs a thousand spreads from 0: a weight's rounding would shift the prediction.
     given = Rows([x + 300.0 for x in plain.inputs], plain.targets, CPU)
-    x, y = given.at(slice(None))
+    _, x, y = next(given.blocks())
     # Products of fp32 numbers of 300 and weights of about 1 are off by 1e-4.
     assert (y - predict(fit_linear(given, ridge=1e-3), x)).mean(0).abs().max() < 2e-3
 

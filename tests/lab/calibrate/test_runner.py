@@ -11,9 +11,7 @@ import pytest
 import torch
 
 from hf_kvret.artifacts import CalibrationArtifact
-from hf_kvret.lab.calibrate import runner
 from hf_kvret.lab.calibrate.a2ats import A2ATSCalibration
-from hf_kvret.lab.calibrate.runner import calibrate
 from hf_kvret.lab.calibrate.study import (
     Calibration,
     Carried,
@@ -21,6 +19,7 @@ from hf_kvret.lab.calibrate.study import (
     LayerFindings,
     LayerStudy,
     Progress,
+    calibrate,
 )
 from hf_kvret.lab.calibrate.taps import LayerTokens
 from hf_kvret.testing import MODELS
@@ -118,7 +117,7 @@ def test_as_many_layers_are_read_at_once_as_fit(
     held: int, readings: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Keys and values of two heads of 16 numbers in fp32, for 50 tokens."""
-    monkeypatch.setattr(runner, "_MOST_HELD", held)
+    monkeypatch.setattr("hf_kvret.lab.calibrate.study._MOST_HELD", held)
     model, lengths = MODELS["smollm3"].build(), list[int]()
 
     def count(module: Any, args: tuple[torch.Tensor, ...], kwargs: dict[str, Any]) -> None:
@@ -155,7 +154,7 @@ def test_layers_may_be_on_several_devices(tmp_path: Path) -> None:
         ("falcon", "computes attention by itself"),
         ("t5", "encoder-decoder"),
         ("mamba", "no full-attention layer"),
-        ("llama", r"sequences of 2049 tokens, but the model has 2048 positions: give shorter ones"),
+        ("llama", r"2049 tokens, but the model knows 2048 positions"),
     ],
 )
 def test_models_and_texts_that_do_not_go_are_refused_before_any_reading(

@@ -9,9 +9,9 @@ import torch
 from transformers import AutoTokenizer
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from hf_kvret.lab.calibrate.sources import cut, needle_documents, random_uuids
 from hf_kvret.lab.evaluate.bundled import REFERENCE_MODEL
-from hf_kvret.lab.evaluate.needles import NeedleLanguage
+from hf_kvret.lab.evaluate.needles import NeedleLanguage, needle_documents
+from hf_kvret.lab.evaluate.texts import cut, random_uuids
 
 
 @pytest.fixture(scope="module")

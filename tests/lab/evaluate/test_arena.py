@@ -12,8 +12,8 @@ import transformers
 
 from hf_kvret.cli import main
 from hf_kvret.lab import opponents
-from hf_kvret.lab.evaluate.held import attention_keys, step_bytes
 from hf_kvret.lab.evaluate.subject import Subject
+from hf_kvret.lab.evaluate.usage import attention_keys, step_bytes
 from hf_kvret.lab.report.results import Results
 
 STRANGERS = '''

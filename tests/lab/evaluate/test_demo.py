@@ -89,7 +89,7 @@ def test_paris_with_a_host_store_keeps_little_on_the_device() -> None:
     [
         (["--caches", "full,parris"], "unknown cache 'parris': choose among full,"),
         (["--context", "100"], "--context 100: 128 needles take at least 769 tokens"),
-        (["--context", "1M"], "--context 1048576: with a question 1048582 tokens"),
+        (["--context", "1M"], "1048582 tokens, but the model knows 131072 positions"),
         (["--top-k", "1.5"], "--top-k: 1.5: a count from 1 (256), or a share above 0"),
         (["--store", "disk"], "argument --store: invalid choice: 'disk'"),
     ],

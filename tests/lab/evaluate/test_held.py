@@ -11,9 +11,9 @@ import torch
 from transformers import DynamicCache
 
 from hf_kvret.lab.evaluate.caches import choose_cache
-from hf_kvret.lab.evaluate.held import held_bytes
 from hf_kvret.lab.evaluate.reader import Reader
 from hf_kvret.lab.evaluate.subject import Subject
+from hf_kvret.lab.evaluate.usage import held_bytes
 
 # Keys and values of 100 tokens: two layers, two heads of 64 numbers in fp32.
 TOKENS, FULL = 100, 100 * 2 * 2 * 2 * 64 * 4

@@ -9,9 +9,15 @@ from typing import Any
 import pytest
 
 from hf_kvret.lab.report import plots
-from hf_kvret.lab.report.outputs import check_file, check_folder, check_picture
 from hf_kvret.lab.report.plots import count_label, plot_heat_maps, plot_lines
-from hf_kvret.lab.report.results import Results, is_results, read_results
+from hf_kvret.lab.report.results import (
+    Results,
+    check_file,
+    check_folder,
+    check_picture,
+    is_results,
+    read_results,
+)
 
 from ...docs.pages import site_tool
 

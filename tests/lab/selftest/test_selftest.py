@@ -193,7 +193,7 @@ def test_nothing_runs_on_a_gpu_that_broke(monkeypatch: pytest.MonkeyPatch) -> No
     some = [
         Check("kernels", name, lambda name=name: ran.append(name) or name, "") for name in "abc"
     ]
-    monkeypatch.setattr(command, "_fault", lambda device: "misaligned" if len(ran) > 1 else None)
+    monkeypatch.setattr(command, "device_fault", lambda device: "misaligned" if ran[1:] else None)
     verdicts = run_checks(some, torch.device("cuda"))
     assert ran == ["a", "b"]
     assert [one.status for one in verdicts] == [PASSED, FAILED, SKIPPED]

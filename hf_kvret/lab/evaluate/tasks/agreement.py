@@ -15,12 +15,11 @@ from hf_kvret.lab.evaluate.caches import CacheChoice, choose_cache
 from hf_kvret.lab.evaluate.reader import (
     Reader,
     UsageSum,
-    check_positions,
     divergence,
     mean_by_layer,
     mean_recall,
 )
-from hf_kvret.lab.evaluate.task import Task, lengths_of
+from hf_kvret.lab.evaluate.task import Task
 from hf_kvret.lab.evaluate.texts import text_windows
 from hf_kvret.lab.program.options import context_option, count_option, text_option
 from hf_kvret.lab.program.progress import tqdm
@@ -56,11 +55,9 @@ class Agreement(Task):
     def cells_of(self, caches: Sequence[str]) -> list[Cell]:
         return [{"cache": cache, "length": n} for n in self.context for cache in caches]
 
-    def check_cells(self, cells: Sequence[Cell]) -> None:
-        super().check_cells(cells)
-        for length in lengths_of(cells):
-            self.contexts(length)
-            check_positions(self.subject.model, length + self.new_tokens)
+    def check_length(self, length: int) -> None:
+        self.contexts(length)
+        super().check_length(length + self.new_tokens)
 
     def run(self, cell: Cell, choice: CacheChoice) -> dict[str, Any]:
         forced, free, firsts, kls, recalls, accepted = 0, 0, [], [], [], []
@@ -211,15 +208,12 @@ def _layer_table(results: Results) -> str:
     }
     if not columns:
         return ""
-    rows = []
-    for number in sorted({number for layers in columns.values() for number in layers}):
-        row = [str(number)]
-        for layers in columns.values():
-            layer = layers.get(number)
-            row.append(
-                "-"
-                if layer is None
-                else f"{layer['overlap']:.3f}, {layer['mass']:.3f} of {layer['best_mass']:.3f}"
-            )
-        rows.append(row)
+
+    def figures(layer: dict[str, Any] | None) -> str:
+        if layer is None:
+            return "-"
+        return f"{layer['overlap']:.3f}, {layer['mass']:.3f} of {layer['best_mass']:.3f}"
+
+    numbers = sorted({number for layers in columns.values() for number in layers})
+    rows = [[str(n), *(figures(layers.get(n)) for layers in columns.values())] for n in numbers]
     return markdown_table(["layer: recall, mass of best", *columns], rows)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -15,11 +14,10 @@ import torch
 import transformers
 
 from hf_kvret.lab.evaluate.caches import CacheChoice
-from hf_kvret.lab.evaluate.held import Held, attention_keys, held_blocks, held_bytes, step_bytes
 from hf_kvret.lab.evaluate.needles import Document, Wording, choose_wording, contains
 from hf_kvret.lab.evaluate.reader import Reader, begin, check_positions, divergence
-from hf_kvret.lab.evaluate.task import lengths_of
 from hf_kvret.lab.evaluate.tasks.agreement import Agreement, in_turn
+from hf_kvret.lab.evaluate.usage import Held, attention_keys, held_blocks, held_bytes, step_bytes
 from hf_kvret.lab.program.arguments import percent, several, whole_number
 from hf_kvret.lab.program.options import answer_tokens_option, option, with_default
 from hf_kvret.lab.program.progress import tqdm
@@ -75,11 +73,10 @@ class Arena(Agreement):
     )
     answer_tokens: int = answer_tokens_option()
 
-    def check_cells(self, cells: Sequence[Cell]) -> None:
-        super().check_cells(cells)
-        for length in lengths_of(cells):
-            check_positions(self.subject.model, length + self.new_tokens + _EXTRA)
-            self._document(length, 0.0)
+    def check_length(self, length: int) -> None:
+        super().check_length(length)
+        check_positions(self.subject.model, length + self.new_tokens + _EXTRA)
+        self._document(length, 0.0)
 
     def details(self) -> dict[str, Any]:
         return super().details() | {"depths": list(self.depths)}

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -12,27 +12,22 @@ import numpy as np
 import torch
 
 from hf_kvret.lab.evaluate.caches import CacheChoice
-from hf_kvret.lab.evaluate.needles import (
-    Document,
-    Wording,
-    choose_wording,
-    contains,
-)
-from hf_kvret.lab.evaluate.reader import Reader, UsageSum, check_positions
-from hf_kvret.lab.evaluate.task import Task, lengths_of
+from hf_kvret.lab.evaluate.needles import Document, contains
+from hf_kvret.lab.evaluate.reader import Reader, UsageSum
+from hf_kvret.lab.evaluate.tasks.niah import NeedleTask
 from hf_kvret.lab.program import options as common
 from hf_kvret.lab.program.arguments import one_or_both
 from hf_kvret.lab.program.options import option
 from hf_kvret.lab.program.progress import tqdm
 from hf_kvret.lab.report.plots import plot_lines
 from hf_kvret.lab.report.results import Cell, Results
-from hf_kvret.lab.report.tables import held, or_dash, over_full, table_of
+from hf_kvret.lab.report.tables import Columns, held, or_dash, over_full, table_of
 
 MODES = ("turns", "forks")
 
 
 @dataclass(frozen=True, kw_only=True)
-class MultiTurn(Task):
+class MultiTurn(NeedleTask):
     """One context with a needle for each turn, read once without any question; then the questions.
 
     Mode "turns" asks them one after the other on the same cache. Earlier answers in it are the
@@ -59,8 +54,6 @@ class MultiTurn(Task):
         metavar="{turns,forks,both}",
         name="--mode",
     )
-    essays: Path | None = common.essays_option()
-    answer_tokens: int = common.answer_tokens_option()
 
     def cells_of(self, caches: Sequence[str]) -> list[Cell]:
         return [
@@ -70,14 +63,12 @@ class MultiTurn(Task):
             for cache in caches
         ]
 
-    def check_cells(self, cells: Sequence[Cell]) -> None:
-        super().check_cells(cells)
-        for length in lengths_of(cells):
-            check_positions(self.subject.model, length)
-            self._document(length, 0)
+    def check_length(self, length: int) -> None:
+        super().check_length(length)
+        self._document(length, 0)
 
     def run(self, cell: Cell, choice: CacheChoice) -> dict[str, Any]:
-        wording = self._wording
+        wording = self.wording
         right = np.zeros((self.samples, self.turns))
         used, answers = UsageSum(), []
         for sample in tqdm(range(self.samples), leave=False, desc=choice.name, unit="context"):
@@ -113,33 +104,28 @@ class MultiTurn(Task):
             **used.row(),
         }
 
-    @cached_property
-    def _wording(self) -> Wording:
-        return choose_wording(self.subject, self.name, self.essays, self.answer_tokens)
-
     def _document(self, length: int, sample: int) -> Document:
         # The same document for every cache and mode. Depths are drawn, so turns don't follow the
         # text's order.
         rng = np.random.default_rng([self.seed, length, sample])
         depths = (100 * rng.random(self.turns)).tolist()
         start = sample / self.samples
-        return self._wording.document(rng, length, depths, self.turns, start)
+        return self.wording.document(rng, length, depths, self.turns, start)
 
     @classmethod
     def table(cls, results: Results) -> str:
-        columns: dict[str, Callable[[Cell, dict[str, Any]], str]] = {
+        columns: Columns = {
             "cache": lambda cell, row: cell["cache"],
             "mode": lambda cell, row: cell["mode"],
             "length": lambda cell, row: str(cell["length"]),
+            **{f"turn {n + 1}": partial(_right, n) for n in range(results.setup["turns"])},
+            "mean": lambda cell, row: f"{100 * row['mean']:.1f}",
+            "over full": lambda cell, row: or_dash(
+                over_full(results, cell, row, "mean"), "+.1f", 100
+            ),
+            "cold rows read, %": lambda cell, row: or_dash(row["read_ratio"], ".2f", 100),
+            "held / full K,V": lambda cell, row: held(row),
         }
-        for turn in range(results.setup["turns"]):
-            columns[f"turn {turn + 1}"] = partial(_right, turn)
-        columns["mean"] = lambda cell, row: f"{100 * row['mean']:.1f}"
-        columns["over full"] = lambda cell, row: or_dash(
-            over_full(results, cell, row, "mean"), "+.1f", 100
-        )
-        columns["cold rows read, %"] = lambda cell, row: or_dash(row["read_ratio"], ".2f", 100)
-        columns["held / full K,V"] = lambda cell, row: held(row)
         return table_of(results, columns)
 
     @classmethod
@@ -154,15 +140,8 @@ class MultiTurn(Task):
             name: (turns, (100 * np.mean(some, axis=0)).tolist()) for name, some in shares.items()
         }
         lengths = ", ".join(str(length) for length in sorted({c["length"] for c, _ in results}))
-        plot_lines(
-            path,
-            lines,
-            title=f"questions in turn on one cache, contexts of {lengths} tokens",
-            x="turn",
-            y="right answers, %",
-            low=-3,
-            high=103,
-        )
+        title = f"questions in turn on one cache, contexts of {lengths} tokens"
+        plot_lines(path, lines, title=title, x="turn", y="right answers, %", low=-3, high=103)
 
 
 def _right(turn: int, cell: Cell, row: dict[str, Any]) -> str:

@@ -18,10 +18,10 @@ from hf_kvret.lab.evaluate.needles import (
     choose_wording,
     contains,
 )
-from hf_kvret.lab.evaluate.reader import UsageSum, begin, check_positions
-from hf_kvret.lab.evaluate.task import Task, lengths_of
+from hf_kvret.lab.evaluate.reader import UsageSum, begin
+from hf_kvret.lab.evaluate.task import Task
 from hf_kvret.lab.program import options as common
-from hf_kvret.lab.program.arguments import percent, several, whole_number
+from hf_kvret.lab.program.arguments import file_path, percent, several, whole_number
 from hf_kvret.lab.program.options import option
 from hf_kvret.lab.program.progress import tqdm
 from hf_kvret.lab.report.plots import count_label, plot_heat_maps
@@ -30,7 +30,25 @@ from hf_kvret.lab.report.tables import held, markdown_table, mean_or_dash, over_
 
 
 @dataclass(frozen=True, kw_only=True)
-class NeedleInHaystack(Task):
+class NeedleTask(Task):
+    """A task of needles in documents."""
+
+    essays: Path | None = option(
+        None,
+        "haystack: plain text or a JSON list of texts; RULER's noise without it",
+        kind=file_path,
+        metavar="FILE",
+    )
+    answer_tokens: int = common.answer_tokens_option()
+
+    @cached_property
+    def wording(self) -> Wording:
+        """How documents and questions are worded."""
+        return choose_wording(self.subject, self.name, self.essays, self.answer_tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NeedleInHaystack(NeedleTask):
     """A needle in a haystack, at every depth of every length: a heat map for each cache.
 
     The wording is RULER's, with a random key and number, which small models can answer; the
@@ -57,8 +75,6 @@ class NeedleInHaystack(Task):
     samples: int = common.count_option(3, "documents in each cell")
     distractors: int = option(0, "more needles, with other keys, anywhere", kind=whole_number(0))
     questions: tuple[str, ...] = common.questions_option()
-    essays: Path | None = common.essays_option()
-    answer_tokens: int = common.answer_tokens_option()
 
     def cells_of(self, caches: Sequence[str]) -> list[Cell]:
         return [
@@ -69,14 +85,12 @@ class NeedleInHaystack(Task):
             for cache in caches
         ]
 
-    def check_cells(self, cells: Sequence[Cell]) -> None:
-        super().check_cells(cells)
-        for length in lengths_of(cells):
-            check_positions(self.subject.model, length)
-            self._document(length, 0.0, 0)
+    def check_length(self, length: int) -> None:
+        super().check_length(length)
+        self._document(length, 0.0, 0)
 
     def run(self, cell: Cell, choice: CacheChoice) -> dict[str, Any]:
-        wording = self._wording
+        wording = self.wording
         replies: list[dict[str, str]] = []
         right, used = 0, UsageSum()
         for sample in tqdm(range(self.samples), leave=False, desc=choice.name, unit="document"):
@@ -95,16 +109,12 @@ class NeedleInHaystack(Task):
             used.add(reader)
         return {"score": right / self.samples, "answers": replies, **used.row()}
 
-    @cached_property
-    def _wording(self) -> Wording:
-        return choose_wording(self.subject, self.name, self.essays, self.answer_tokens)
-
     def _document(self, length: int, depth: float, sample: int) -> Document:
         # The same document for every cache and both set-ups; each sample starts elsewhere in the
         # text, the first one at its beginning.
         rng = np.random.default_rng([self.seed, length, round(1000 * depth), sample])
         depths = [depth, *(100 * rng.random(self.distractors))]
-        return self._wording.document(rng, length, depths, 1, start=sample / self.samples)
+        return self.wording.document(rng, length, depths, 1, start=sample / self.samples)
 
     @classmethod
     def table(cls, results: Results) -> str:

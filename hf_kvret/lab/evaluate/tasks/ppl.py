@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 import torch
 
 from hf_kvret.lab.evaluate.caches import CacheChoice
-from hf_kvret.lab.evaluate.reader import Reader, UsageSum, check_positions
-from hf_kvret.lab.evaluate.task import Task, lengths_of
+from hf_kvret.lab.evaluate.reader import Reader, UsageSum
+from hf_kvret.lab.evaluate.task import Task
 from hf_kvret.lab.evaluate.texts import text_windows
 from hf_kvret.lab.program.arguments import share
 from hf_kvret.lab.program.options import context_option, count_option, option, text_option
@@ -55,11 +55,12 @@ class Perplexity(Task):
 
     def check_cells(self, cells: Sequence[Cell]) -> None:
         super().check_cells(cells)
-        for length in lengths_of(cells):
-            self._windows(length)
-            check_positions(self.subject.model, length)
         for choice in self.choices.values():
             Reader(self.subject.model, choice, 0).check_step(self.step)
+
+    def check_length(self, length: int) -> None:
+        self._windows(length)
+        super().check_length(length)
 
     def run(self, cell: Cell, choice: CacheChoice) -> dict[str, Any]:
         windows = self._windows(cell["length"])

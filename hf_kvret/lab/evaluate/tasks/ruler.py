@@ -12,9 +12,9 @@ import torch
 
 from hf_kvret.lab.evaluate.caches import CacheChoice
 from hf_kvret.lab.evaluate.needles import end_tokens
-from hf_kvret.lab.evaluate.reader import Reader, UsageSum, begin, check_positions
+from hf_kvret.lab.evaluate.reader import Reader, UsageSum, begin
 from hf_kvret.lab.evaluate.ruler.prompts import TASKS, Sample, generate, sample_score
-from hf_kvret.lab.evaluate.task import Task, lengths_of
+from hf_kvret.lab.evaluate.task import Task
 from hf_kvret.lab.evaluate.texts import encode, token_ids
 from hf_kvret.lab.program.arguments import file_path, known_names
 from hf_kvret.lab.program.options import context_option, count_option, option, questions_option
@@ -68,11 +68,8 @@ class Ruler(Task):
 
     def check_cells(self, cells: Sequence[Cell]) -> None:
         super().check_cells(cells)
-        lengths = lengths_of(cells)
-        if lengths:
-            check_positions(self.subject.model, lengths[-1])
         for task in dict.fromkeys(cell["task"] for cell in cells):
-            self._samples(task, lengths[0], 1)
+            self._samples(task, min(cell["length"] for cell in cells), 1)
 
     def run(self, cell: Cell, choice: CacheChoice) -> dict[str, Any]:
         task = cell["task"]
