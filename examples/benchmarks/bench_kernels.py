@@ -167,10 +167,7 @@ class Kernels(TimedTogether):
         written = sum(one.nbytes for one in once[ways[0]][0])
         bandwidth, rates = self._rates
         # Bytes may move while products are computed, so the higher one is the floor.
-        floors = {
-            "bytes": (read + written) / bandwidth,
-            "products": products / max(rates.values()),
-        }
+        floors = {"bytes": (read + written) / bandwidth, "products": products / max(rates.values())}
         bound = max(floors, key=floors.__getitem__)
         return [
             (row := calls_row(seconds[way]))

@@ -27,16 +27,7 @@ import literal_a2ats as a2ats
 import literal_aqua as aqua
 import torch
 import torch.nn.functional as F
-from ablation import (
-    Ablation,
-    CellResults,
-    Plot,
-    layers_of,
-    lines_of,
-    made,
-    not_here,
-    parts_option,
-)
+from ablation import Ablation, CellResults, Plot, layers_of, lines_of, made, not_here, parts_option
 from tqdm import tqdm
 from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 

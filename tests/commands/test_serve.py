@@ -28,12 +28,7 @@ from hf_kvret.testing.scenario import prompt
 pytest.importorskip("fastapi")
 
 from hf_kvret.commands import serve_requests
-from hf_kvret.commands.serve_requests import (
-    Client,
-    NewestConversation,
-    ServedCache,
-    answering_with,
-)
+from hf_kvret.commands.serve_requests import Client, NewestConversation, ServedCache, answering_with
 
 SMALL = {"dense_below": 0, "sink": 4, "recent": 16, "flush": 16, "top_k": 16}
 POSITIONS = 3000

@@ -12,17 +12,12 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from hf_kvret.cache import RetrievalCache
-from hf_kvret.lab.bench.filling import (
-    LayerRows,
-    feed,
-    fill_randomly,
-    random_tokens,
-    serving,
-)
+from hf_kvret.lab.bench.filling import LayerRows, fill_randomly, random_tokens, serving
 from hf_kvret.lab.bench.opponents import attention_of
 from hf_kvret.lab.bench.stepping import make_steps
 from hf_kvret.lab.evaluate.caches import CacheChoice
 from hf_kvret.lab.evaluate.failures import CheckFailed
+from hf_kvret.lab.evaluate.reader import feed
 
 LONGEST_CHECK = 1024
 # The third step of a replayed cache is captured, so that three replays follow it.

@@ -23,12 +23,12 @@ from hf_kvret.lab.calibrate.aqua import AquaCalibration
 from hf_kvret.lab.calibrate.study import Calibration, Corpus, calibrate
 from hf_kvret.lab.evaluate.caches import CacheChoice
 from hf_kvret.lab.evaluate.failures import CheckFailed
+from hf_kvret.lab.evaluate.reader import feed
 from hf_kvret.lab.evaluate.usage import Usage, usage_of
 from hf_kvret.layer.indexed import IndexedLayer
 from hf_kvret.layer.layer import RetrievalLayer
 from hf_kvret.layer.queries import AttentionCall
 from hf_kvret.models.compatibility import is_indexed, layer_shape
-from hf_kvret.models.versions import as_argument
 
 FILLS = ("auto", "prefill", "random")
 # Beyond this many tokens "auto" writes random rows on an accelerator.
@@ -85,24 +85,6 @@ def random_tokens(model: PreTrainedModel, batch: int, length: int, seed: int) ->
     generator = torch.Generator().manual_seed(seed)
     vocabulary = model.config.vocab_size
     return torch.randint(vocabulary, (batch, length), generator=generator).to(model.device)
-
-
-@torch.inference_mode()
-def feed(model: PreTrainedModel, cache: Cache, tokens: torch.Tensor, start: int) -> torch.Tensor:
-    """Logits ``[B, 1, V]`` after ``tokens [B, n]``, which the cache holds afterwards.
-
-    The first of them is at position ``start``.
-    """
-    positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
-    return model(
-        tokens,
-        **as_argument(cache),
-        position_ids=positions[None],
-        # kvpress reads it; transformers takes it as a spare keyword.
-        cache_position=positions,
-        use_cache=True,
-        logits_to_keep=1,
-    ).logits
 
 
 @dataclass(frozen=True)
@@ -286,10 +268,7 @@ class Turn:
 
 
 # Artifacts have the methods' own sizes and are made quickly: their values change no times.
-_SIZES: dict[str, Calibration] = {
-    "a2ats": A2ATSCalibration(rounds=0),
-    "aqua": AquaCalibration(),
-}
+_SIZES: dict[str, Calibration] = {"a2ats": A2ATSCalibration(rounds=0), "aqua": AquaCalibration()}
 # "a2ats" has fewer codewords than these tokens, and most models have positions for the length.
 _TOKENS, _LENGTH = 5120, 2560
 

@@ -73,11 +73,7 @@ class ModelMeasurement(CacheMeasurement):
     shape: str = option(
         "tiny", f"{', '.join(shapes.SHAPES)}, or a folder or hub id with config.json"
     )
-    layers: int | None = option(
-        None,
-        "build this many of the model's layers",
-        kind=whole_number(1),
-    )
+    layers: int | None = option(None, "build this many of the model's layers", kind=whole_number(1))
     part: str = option(
         "whole",
         "attention: with MLPs and a vocabulary that take next to no time and memory",
@@ -97,11 +93,7 @@ class ModelMeasurement(CacheMeasurement):
         "scale; auto: random beyond 16K tokens on a GPU",
         choices=filling.FILLS,
     )
-    steps: int = option(
-        32,
-        "timed steps (prompts, for prefill) of a round",
-        kind=whole_number(1),
-    )
+    steps: int = option(32, "timed steps (prompts, for prefill) of a round", kind=whole_number(1))
     warmup: int = option(8, "as --steps, untimed", kind=whole_number(0))
     rounds: int = common.count_option(3, "how often all caches take turns")
     limit: float = common.limit_option(

@@ -15,12 +15,13 @@ from transformers.cache_utils import Cache
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.generate.chunks import prompt_chunk
 from hf_kvret.lab.bench import timing
-from hf_kvret.lab.bench.filling import Turn, feed, random_tokens, serving
+from hf_kvret.lab.bench.filling import Turn, random_tokens, serving
 from hf_kvret.lab.bench.model_measurement import ModelMeasurement, TimedSample
 from hf_kvret.lab.bench.opponents import CAPTURED
 from hf_kvret.lab.bench.stepping import LosslessRounds, Steps, make_steps
 from hf_kvret.lab.evaluate.failures import CheckFailed
 from hf_kvret.lab.evaluate.measurement import Row
+from hf_kvret.lab.evaluate.reader import feed
 from hf_kvret.lab.program.options import with_default
 from hf_kvret.lab.report.results import Cell
 

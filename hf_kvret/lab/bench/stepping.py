@@ -10,10 +10,10 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from hf_kvret.cache import RetrievalCache
-from hf_kvret.lab.bench.filling import feed
 from hf_kvret.lab.bench.opponents import CAPTURED, PreallocatedCache
 from hf_kvret.lab.bench.timing import StepClock
 from hf_kvret.lab.evaluate.caches import CacheChoice
+from hf_kvret.lab.evaluate.reader import feed
 from hf_kvret.lossless.pace import GivenPace
 from hf_kvret.lossless.steps import LosslessSteps
 from hf_kvret.models.versions import as_argument

@@ -9,12 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from transformers.cache_utils import (
-    Cache,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    StaticLayer,
-)
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
 
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.lab.bench.opponents import PreallocatedLayer

@@ -17,13 +17,7 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 
-from hf_kvret.lab.calibrate.study import (
-    Calibration,
-    Carried,
-    LayerFindings,
-    LayerStudy,
-    Progress,
-)
+from hf_kvret.lab.calibrate.study import Calibration, Carried, LayerFindings, LayerStudy, Progress
 from hf_kvret.lab.calibrate.taps import LayerTokens, before_rope
 from hf_kvret.methods.aqua.coding import NOT_CODED, default_group, make_codec
 from hf_kvret.methods.aqua.learned import PredictorOptions

@@ -98,7 +98,6 @@ class Reader:
         with self.choice.open(self.model, self.capacity) as self.cache:
             return self.feed(tokens)
 
-    @torch.inference_mode()
     def feed(self, tokens: torch.Tensor, keep: int = 1) -> torch.Tensor:
         """Logits ``[keep, vocab]`` after the last ``keep`` of ``tokens [n]``, which are now held.
 
@@ -116,17 +115,8 @@ class Reader:
         if self.answers_alone:
             self.length += count
             return torch.empty(keep, 0)
-        positions = torch.arange(self.length, self.length + count, device=device)
         started = time.perf_counter()
-        logits = self._call(
-            input_ids=tokens.to(device)[None],
-            **as_argument(self.cache),
-            position_ids=positions[None],
-            # kvpress reads it; transformers takes it as a spare keyword.
-            cache_position=positions,
-            use_cache=True,
-            logits_to_keep=keep,
-        ).logits[0]
+        logits = feed(self._call, self.cache, tokens.to(device)[None], self.length, keep)[0]
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         self.seconds += time.perf_counter() - started
@@ -271,6 +261,26 @@ class Reader:
     def usage(self) -> Usage:
         """Bytes held and rows read so far; rows since the reader was made or forked."""
         return usage_of(self.cache, self.model, self.length, on_host=self.choice.on_host)
+
+
+@torch.inference_mode()
+def feed(
+    model: Callable[..., Any], cache: Cache, tokens: torch.Tensor, start: int, keep: int = 1
+) -> torch.Tensor:
+    """Logits ``[B, keep, V]`` after ``tokens [B, n]``, which the cache holds afterwards.
+
+    The first of them is at position ``start``.
+    """
+    positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
+    return model(
+        input_ids=tokens,
+        **as_argument(cache),
+        position_ids=positions[None],
+        # kvpress reads it; transformers takes it as a spare keyword.
+        cache_position=positions,
+        use_cache=True,
+        logits_to_keep=keep,
+    ).logits
 
 
 def begin(

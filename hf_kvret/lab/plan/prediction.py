@@ -10,12 +10,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig
-from transformers.cache_utils import (
-    Cache,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    StaticLayer,
-)
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
 
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.lab.bench.filling import attend, update_indexer

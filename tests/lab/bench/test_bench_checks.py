@@ -15,7 +15,6 @@ from hf_kvret import A2ATSCache, FlatKVCache, NativeKVCache
 from hf_kvret.lab.bench.checks import Checker
 from hf_kvret.lab.bench.filling import (
     choose_fill,
-    feed,
     fill_randomly,
     measure_rows,
     random_tokens,
@@ -26,6 +25,7 @@ from hf_kvret.lab.bench.shapes import load_shape, random_model
 from hf_kvret.lab.evaluate.bundled import load_bundled_model
 from hf_kvret.lab.evaluate.caches import CacheChoice
 from hf_kvret.lab.evaluate.failures import CheckFailed
+from hf_kvret.lab.evaluate.reader import feed
 from hf_kvret.testing import INDEXED_MODELS, held_tokens
 from hf_kvret.testing.indexed_models import known_indexed
 

@@ -9,7 +9,7 @@ import pytest
 from transformers import DynamicCache, PreTrainedModel, StaticCache, cache_utils
 
 from hf_kvret import CTkvrCache, FlatKVCache
-from hf_kvret.lab.bench.filling import feed, random_tokens, serving
+from hf_kvret.lab.bench.filling import random_tokens, serving
 from hf_kvret.lab.bench.opponents import PreallocatedCache, choose_bench_cache
 from hf_kvret.lab.bench.shapes import WeightBytes
 from hf_kvret.lab.bench.timing import (
@@ -21,6 +21,7 @@ from hf_kvret.lab.bench.timing import (
     round_floor,
     selections,
 )
+from hf_kvret.lab.evaluate.reader import feed
 from hf_kvret.lab.evaluate.usage import Usage
 from hf_kvret.methods.ctkvr import CTkvrIndex
 
@@ -57,9 +58,7 @@ def step(model: PreTrainedModel, cache: Any, length: int = TOKENS, count: int = 
     return selections(cache).since(before, count)
 
 
-def test_dense_caches_read_the_rows_of_all_tokens_and_no_spare_room(
-    model: PreTrainedModel,
-) -> None:
+def test_dense_caches_read_the_rows_of_all_tokens_and_no_spare_room(model: PreTrainedModel) -> None:
     tokens = random_tokens(model, BATCH, TOKENS, seed=0)
     caches = (
         DynamicCache(config=model.config),

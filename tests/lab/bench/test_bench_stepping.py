@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 from transformers import PreTrainedModel
 
 from hf_kvret.lab.bench import stepping
-from hf_kvret.lab.bench.filling import feed, random_tokens, serving
+from hf_kvret.lab.bench.filling import random_tokens, serving
 from hf_kvret.lab.bench.opponents import PreallocatedCache, attend_to_all, choose_bench_cache
 from hf_kvret.lab.bench.stepping import (
     DenseCompiledSteps,
@@ -24,6 +24,7 @@ from hf_kvret.lab.bench.stepping import (
     make_steps,
 )
 from hf_kvret.lab.evaluate.caches import CacheChoice
+from hf_kvret.lab.evaluate.reader import feed
 from hf_kvret.lab.report.results import Results
 from hf_kvret.replay import compiled_layers
 
@@ -42,11 +43,7 @@ def make(model: PreTrainedModel, text: str) -> tuple[CacheChoice, Any, torch.Ten
 
 @pytest.mark.parametrize(
     ("text", "cls"),
-    [
-        (f"paris:{SMALL}", ReplayedSteps),
-        (f"paris:{SMALL}:graph=false", Steps),
-        ("dense", Steps),
-    ],
+    [(f"paris:{SMALL}", ReplayedSteps), (f"paris:{SMALL}:graph=false", Steps), ("dense", Steps)],
 )
 def test_retrieval_caches_are_replayed_unless_their_option_says_no(
     text: str, cls: type[Steps], model: PreTrainedModel

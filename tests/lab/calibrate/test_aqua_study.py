@@ -94,11 +94,7 @@ def share(error: torch.Tensor, of: torch.Tensor) -> float:
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {},
-        {"bits": 3, "first_bits": 2, "group": 8, "seed": 5},
-        {"anchor_mean": True},
-    ],
+    [{}, {"bits": 3, "first_bits": 2, "group": 8, "seed": 5}, {"anchor_mean": True}],
     ids=str,
 )
 def test_what_is_carried_follows_from_the_artifact(options: dict[str, Any]) -> None:

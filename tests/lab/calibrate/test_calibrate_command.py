@@ -217,10 +217,7 @@ NO_MODEL = "calibrate a2ats --model NONE --out OUT"
         (f"{NO_MODEL} --text FILE --device cuda:99", "no CUDA device here|the last CUDA device"),
         (f"{NO_MODEL} --text FILE", "can't be loaded"),
         ("SOURCES --tokens 1M", r"--tokens 1048576: the text has \d+ tokens; give more text"),
-        (
-            "SOURCES --length 2K --uuid-tokens 2K --held-out 0",
-            "2048 tokens, but the model knows",
-        ),
+        ("SOURCES --length 2K --uuid-tokens 2K --held-out 0", "2048 tokens, but the model knows"),
         ("AQUA --group 64", "group=64 does not divide the 32 numbers of keys"),
         ("AQUA --sinks 100", "sinks=100 of sequences of at most 100 tokens: .* --sinks"),
     ],

@@ -63,11 +63,7 @@ def item(number: int) -> dict[str, Any]:
         [f"Title {number + j}", [passage(number + 5 * j, 2), " " + passage(j, 1 + j % 3)]]
         for j in range(10)
     ]
-    return {
-        "question": f"Which of {number}?",
-        "answer": f"number {number}",
-        "context": documents,
-    }
+    return {"question": f"Which of {number}?", "answer": f"number {number}", "context": documents}
 
 
 @pytest.fixture(scope="module")

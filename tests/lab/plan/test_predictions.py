@@ -10,10 +10,11 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_kvret import RetrievalCache
-from hf_kvret.lab.bench.filling import LayerRows, feed, fill_randomly, random_tokens, serving
+from hf_kvret.lab.bench.filling import LayerRows, fill_randomly, random_tokens, serving
 from hf_kvret.lab.bench.shapes import load_shape, random_model
 from hf_kvret.lab.calibrate.tiny import tiny_artifact
 from hf_kvret.lab.evaluate.caches import choose_cache
+from hf_kvret.lab.evaluate.reader import feed
 from hf_kvret.lab.plan.prediction import Predictor
 from hf_kvret.testing import LATENT_MODELS, MODELS
 

@@ -12,13 +12,7 @@ from typing import Any, ClassVar
 import torch
 
 from hf_kvret.lab.evaluate.caches import CacheChoice, choose_cache
-from hf_kvret.lab.evaluate.reader import (
-    Reader,
-    UsageSum,
-    divergence,
-    mean_by_layer,
-    mean_recall,
-)
+from hf_kvret.lab.evaluate.reader import Reader, UsageSum, divergence, mean_by_layer, mean_recall
 from hf_kvret.lab.evaluate.task import Task
 from hf_kvret.lab.evaluate.texts import text_windows
 from hf_kvret.lab.program.options import context_option, count_option, text_option

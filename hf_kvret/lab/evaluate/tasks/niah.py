@@ -12,12 +12,7 @@ import numpy as np
 import torch
 
 from hf_kvret.lab.evaluate.caches import CacheChoice
-from hf_kvret.lab.evaluate.needles import (
-    Document,
-    Wording,
-    choose_wording,
-    contains,
-)
+from hf_kvret.lab.evaluate.needles import Document, Wording, choose_wording, contains
 from hf_kvret.lab.evaluate.reader import UsageSum, begin
 from hf_kvret.lab.evaluate.task import Task
 from hf_kvret.lab.program import options as common
