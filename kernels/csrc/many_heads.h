@@ -36,7 +36,7 @@ inline int64_t many_heads_floats(const hfk_request &request) {
 
 template <class I, class T> class ManyHeads {
     typedef typename I::V V;
-    // Queries and keys are multiplied in this type.
+    // Numbers are multiplied in this type. In bf16 the weights of values are rounded to it.
     typedef std::conditional_t<I::template multiplies<T>, T, float> M;
     static constexpr int64_t kInSlot = sizeof(float) / sizeof(M);
 
@@ -74,6 +74,7 @@ template <class I, class T> class ManyHeads {
                 float *scores = scores_ + first * kBlock;
                 P::update_softmax(scores, block.count, top_ + first, sum_ + first,
                                   out_ + first * value_dim_, value_dim_);
+                if constexpr (kInSlot != 1) P::pair_weights(scores, block.count);
             });
             for (int64_t d = 0; d < value_dim_; d += kColumns) add_values(block, d);
         }
@@ -172,17 +173,37 @@ template <class I, class T> class ManyHeads {
         const int64_t columns = std::min(kColumns, value_dim_ - d);
         const int64_t count = std::min(kColumns, request_.value_dim - d);
         const int64_t bytes = count * static_cast<int64_t>(sizeof(T));
-        std::memset(strip_, 0, block.count * kColumns * sizeof *strip_);
+        const int64_t slots = (block.count + kInSlot - 1) / kInSlot;
+        std::memset(strip_, 0, slots * kColumns * sizeof *strip_);
         for (int r = 0; r < block.count; ++r) {
             const char *ahead = block.values_ahead[r] + d * static_cast<int64_t>(sizeof(T));
             for (int64_t line = 0; line < bytes; line += kLine) ask_for(ahead + line);
-            to_float(reinterpret_cast<const T *>(block.values[r]) + d, count, strip_ + r * kColumns);
+            const T *from = reinterpret_cast<const T *>(block.values[r]) + d;
+            float *to = strip_ + r / kInSlot * kColumns;
+            if constexpr (kInSlot == 1) {
+                to_float(from, count, to);
+            } else {
+                put_halves(from, count, to, r % kInSlot);
+            }
         }
         for_panels([&](auto panel, int64_t first) {
-            typedef decltype(panel) P;
-            P::template multiply<false>(strip_, kColumns, scores_ + first * kBlock, block.count,
-                                        out_ + first * value_dim_ + d * P::kQueries, columns);
+            constexpr int64_t kQueries = decltype(panel)::kQueries;
+            Panel<I, M, kQueries / I::lanes>::template multiply<false>(
+                strip_, kColumns, scores_ + first * kBlock, slots,
+                out_ + first * value_dim_ + d * kQueries, columns);
         });
+    }
+
+    // The first or second halves of slots, in which the others are zeros or were put before.
+    static void put_halves(const T *from, int64_t count, float *to, int half) {
+        for (int64_t i = 0; i < count; ++i) {
+            uint32_t slot;
+            uint16_t bits;
+            std::memcpy(&slot, to + i, sizeof slot);
+            std::memcpy(&bits, from + i, sizeof bits);
+            slot |= static_cast<uint32_t>(bits) << 16 * half;
+            std::memcpy(to + i, &slot, sizeof slot);
+        }
     }
 
     const hfk_request &request_;

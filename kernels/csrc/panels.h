@@ -69,6 +69,17 @@ template <class I, class M, int kVectors> struct Panel {
         }
     }
 
+    // Rounds weights [count, kQueries] to bf16, those of two rows to one slot; an odd one has a 0.
+    static void pair_weights(float *weights, int64_t count) {
+        for (int64_t j = 0; j < count; j += 2) {
+            for (int64_t c = 0; c < kQueries; c += I::lanes) {
+                const float *from = weights + j * kQueries + c;
+                const V next = j + 1 < count ? I::load(from + kQueries) : I::set1(0.0f);
+                I::store(weights + j / 2 * kQueries + c, I::rounded_pair(I::load(from), next));
+            }
+        }
+    }
+
     // Writes a b to c [rows, kQueries], or adds it, b [depth, kQueries]. With `Scores` the rows of a
     // are rows of c, which is written; else a's columns are, and c is added to. Within its callers
     // the compiler keeps the addresses of rows in memory, and not in registers: so it is never

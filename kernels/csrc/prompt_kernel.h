@@ -72,7 +72,7 @@ template <class I, class M = float, int kVectors = 3> class PromptWork {
                 score(row, start, count);
                 P::update_softmax(scores_, kKeys, top_ + row, sum_ + row, out_ + row * value_dim_,
                                   value_dim_);
-                if constexpr (kInSlot != 1) pair_weights();
+                if constexpr (kInSlot != 1) P::pair_weights(scores_, kKeys);
                 P::template multiply<false>(values_, value_row_, scores_, slots(kKeys), out_ + row * value_dim_,
                                 value_dim_);
             }
@@ -268,17 +268,6 @@ template <class I, class M = float, int kVectors = 3> class PromptWork {
                 float *scores = scores_ + j * kPanel + c;
                 const V masked = I::where_less(key, I::load(seen_ + c), I::load(scores), none);
                 I::store(scores, valid_[j] ? masked : none);
-            }
-        }
-    }
-
-    // Rounds weights to bf16; those of two tokens go to one slot.
-    void pair_weights() {
-        for (int64_t j = 0; j < kKeys; j += 2) {
-            for (int64_t c = 0; c < kPanel; c += I::lanes) {
-                const float *from = scores_ + j * kPanel + c;
-                I::store(scores_ + j / 2 * kPanel + c,
-                         I::rounded_pair(I::load(from), I::load(from + kPanel)));
             }
         }
     }

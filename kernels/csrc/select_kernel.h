@@ -83,18 +83,19 @@ template <class I>
 void best(float *relevance, int64_t n, const int32_t *ids, int64_t k, int32_t *out) {
     const int64_t end = padded(n);
     std::fill(relevance + n, relevance + end, kNone);
-    float smallest = std::numeric_limits<float>::infinity(), largest = kNone;
-    int64_t known = 0;
-    for (int64_t i = 0; i < n; ++i) {
-        const float x = relevance[i];
-        if (!(x > kNone)) {
-            relevance[i] = kNone; // NaN, too
-            continue;
-        }
-        smallest = std::min(smallest, x);
-        largest = std::max(largest, x);
-        ++known;
+    using V = typename I::V;
+    const V none = I::set1(kNone), zero = I::set1(0.0f);
+    V top = none, lowest = none; // the largest of all numbers, and of all with their signs changed
+    for (int64_t i = 0; i < end; i += I::lanes) {
+        const V given = I::load(relevance + i);
+        const V x = I::where_less(none, given, given, none); // NaN is no number
+        I::store(relevance + i, x);
+        top = I::max(top, x);
+        lowest = I::max(lowest, I::where_less(none, x, zero - x, none));
     }
+    const float largest = I::largest(top), smallest = -I::largest(lowest);
+    const int64_t known =
+        count_at_least<I>(relevance, end, std::numeric_limits<float>::lowest());
     // Chosen are all above `high`, and of those at `low`, the ordinal before it, the first ones.
     int64_t low = ordinal(smallest), high = low, above = known, left = 0;
     if (known > k) {
