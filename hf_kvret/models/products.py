@@ -65,7 +65,7 @@ def speed_up_graph(graph: torch.fx.GraphModule) -> None:
 def may_be_quicker(weight: torch.Tensor, plain: tuple[type, ...] = _PLAIN) -> bool:
     """Whether ``linear`` is quicker than torch with few tokens and ``weight``, here."""
     is_whole = type(weight) in plain and weight.is_cpu and weight.is_contiguous()
-    is_quicker = is_whole and weight.dtype in _HALVES and most_tokens(weight.dtype) > 0
+    is_quicker = is_whole and most_tokens(weight.dtype) > 0
     return is_quicker and preferred() is None and not host_library.why_not()
 
 
@@ -78,7 +78,7 @@ def fits(
     """Whether ``linear`` takes these, of which ``weight`` was one that ``may_be_quicker``."""
     given = (x, weight) if bias is None else (x, weight, bias)
     alike = all(type(one) in plain and one.is_cpu and one.dtype == x.dtype for one in given)
-    if not alike or x.dtype not in _HALVES or weight.ndim != 2:
+    if not alike or weight.ndim != 2:
         return False
     outputs, depth = weight.shape
     whole = weight.is_contiguous() and (bias is None or bias.shape == (outputs,))
@@ -87,15 +87,11 @@ def fits(
 
 @functools.cache
 def most_tokens(dtype: torch.dtype) -> int:
-    """With how many tokens ``linear`` is quicker than torch on this processor; 0: with none.
-
-    Zen 4 was measured, and processors without bf16. Others than x86 are left to torch.
-    """
+    """With how many tokens ``linear`` is quicker than torch here; 0: with none, or not measured."""
     cpu = torch.cpu
-    if not cpu._is_avx2_supported():
+    if dtype not in _HALVES or not cpu._is_avx2_supported():
         return 0
-    has_amx = cpu._is_amx_tile_supported()
-    if dtype == torch.float16:
-        # Those with AMX multiply fp16, too.
-        return 0 if has_amx else _MOST
-    return _FEW if has_amx or cpu._is_avx512_bf16_supported() else _MOST
+    if dtype == torch.bfloat16:
+        return _FEW if cpu._is_avx512_bf16_supported() or cpu._is_amx_tile_supported() else _MOST
+    # Processors with AMX multiply fp16, too.
+    return 0 if cpu._is_amx_tile_supported() else _MOST

@@ -38,7 +38,8 @@ template <class I, class T> class ManyHeads {
     typedef typename I::V V;
     // Numbers are multiplied in this type. In bf16 the weights of values are rounded to it.
     typedef std::conditional_t<I::template multiplies<T>, T, float> M;
-    static constexpr int64_t kInSlot = sizeof(float) / sizeof(M);
+    typedef Panel<I, M, 1> P;
+    static constexpr int64_t kInSlot = P::kInSlot;
 
   public:
     ManyHeads(const hfk_request &request, const Span &span, float *scratch)
@@ -58,7 +59,7 @@ template <class I, class T> class ManyHeads {
         for_panels([&](auto panel, int64_t first) {
             constexpr int64_t kQueries = decltype(panel)::kQueries;
             for (int64_t g = first; g < std::min(first + kQueries, heads_); ++g) {
-                read_key(given + g * request_.queries * request_.key_dim, strip_);
+                P::put_row(given + g * request_.queries * request_.key_dim, request_.key_dim, strip_);
                 float *column = query_ + first * key_slots_ + g - first;
                 for (int64_t d = 0; d < key_slots_; ++d) column[d * kQueries] = strip_[d];
             }
@@ -70,11 +71,10 @@ template <class I, class T> class ManyHeads {
         for (stream.take(block); block.count > 0; stream.take(block)) {
             score(block);
             for_panels([&](auto panel, int64_t first) {
-                typedef decltype(panel) P;
                 float *scores = scores_ + first * kBlock;
-                P::update_softmax(scores, block.count, top_ + first, sum_ + first,
-                                  out_ + first * value_dim_, value_dim_);
-                if constexpr (kInSlot != 1) P::pair_weights(scores, block.count);
+                panel.update_softmax(scores, block.count, top_ + first, sum_ + first,
+                                     out_ + first * value_dim_, value_dim_);
+                if constexpr (kInSlot != 1) panel.pair_weights(scores, block.count);
             });
             for (int64_t d = 0; d < value_dim_; d += kColumns) add_values(block, d);
         }
@@ -123,22 +123,6 @@ template <class I, class T> class ManyHeads {
         }
     }
 
-    static void to_float(const T *from, int64_t count, float *to) {
-        int64_t i = 0;
-        for (; i + I::lanes <= count; i += I::lanes) I::store(to + i, I::load(from + i));
-        if (i < count) I::store(to + i, I::load_some(from + i, static_cast<int>(count - i)));
-    }
-
-    // A key or query as products read it.
-    void read_key(const T *from, float *to) const {
-        if constexpr (kInSlot == 1) {
-            to_float(from, request_.key_dim, to);
-        } else {
-            to[key_slots_ - 1] = 0.0f; // an odd count leaves half a slot
-            std::memcpy(to, from, request_.key_dim * sizeof(T));
-        }
-    }
-
     // Scores of a block, scaled and capped.
     void score(const Block &block) {
         for (int r = 0; r < block.count; r += kKeyRows) multiply_keys(block, r);
@@ -158,7 +142,8 @@ template <class I, class T> class ManyHeads {
             for (int64_t line = kLine; line < bytes; line += kLine) {
                 ask_for(block.keys_ahead[row] + line);
             }
-            read_key(reinterpret_cast<const T *>(block.keys[row]), strip_ + i * key_row_);
+            P::put_row(reinterpret_cast<const T *>(block.keys[row]), request_.key_dim,
+                       strip_ + i * key_row_);
         }
         for_panels([&](auto panel, int64_t first) {
             constexpr int64_t kQueries = decltype(panel)::kQueries;
@@ -181,9 +166,9 @@ template <class I, class T> class ManyHeads {
             const T *from = reinterpret_cast<const T *>(block.values[r]) + d;
             float *to = strip_ + r / kInSlot * kColumns;
             if constexpr (kInSlot == 1) {
-                to_float(from, count, to);
+                P::put_row(from, count, to);
             } else {
-                put_halves(from, count, to, r % kInSlot);
+                P::put_halves(from, count, to, r % kInSlot);
             }
         }
         for_panels([&](auto panel, int64_t first) {
@@ -192,18 +177,6 @@ template <class I, class T> class ManyHeads {
                 strip_, kColumns, scores_ + first * kBlock, slots,
                 out_ + first * value_dim_ + d * kQueries, columns);
         });
-    }
-
-    // The first or second halves of slots, in which the others are zeros or were put before.
-    static void put_halves(const T *from, int64_t count, float *to, int half) {
-        for (int64_t i = 0; i < count; ++i) {
-            uint32_t slot;
-            uint16_t bits;
-            std::memcpy(&slot, to + i, sizeof slot);
-            std::memcpy(&bits, from + i, sizeof bits);
-            slot |= static_cast<uint32_t>(bits) << 16 * half;
-            std::memcpy(to + i, &slot, sizeof slot);
-        }
     }
 
     const hfk_request &request_;

@@ -69,6 +69,28 @@ template <class I, class M, int kVectors> struct Panel {
         }
     }
 
+    // A key or query as products read it, in whole slots: an odd number of halves has a 0 behind it.
+    template <class T> static void put_row(const T *from, int64_t count, float *to) {
+        if constexpr (kInSlot == 1) {
+            int64_t i = 0;
+            for (; i + I::lanes <= count; i += I::lanes) I::store(to + i, I::load(from + i));
+            if (i < count) I::store(to + i, I::load_some(from + i, static_cast<int>(count - i)));
+        } else {
+            to[(count - 1) / 2] = 0.0f;
+            __builtin_memcpy(to, from, count * sizeof(T));
+        }
+    }
+
+    // Puts numbers into first or second halves of slots: the others are zeros, or were put before.
+    static void put_halves(const M *from, int64_t count, float *to, int half) {
+        for (int64_t i = 0; i < count; ++i) {
+            uint32_t slot;
+            __builtin_memcpy(&slot, to + i, sizeof slot);
+            slot |= static_cast<uint32_t>(from[i].bits) << 16 * half;
+            __builtin_memcpy(to + i, &slot, sizeof slot);
+        }
+    }
+
     // Rounds weights [count, kQueries] to bf16, those of two rows to one slot; an odd one has a 0.
     static void pair_weights(float *weights, int64_t count) {
         for (int64_t j = 0; j < count; j += 2) {

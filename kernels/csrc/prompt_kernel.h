@@ -135,31 +135,13 @@ template <class I, class M = float, int kVectors = 3> class PromptWork {
 
     static int64_t slots(int64_t numbers) { return (numbers + kInSlot - 1) / kInSlot; }
 
-    // Converts `count` elements to fp32, with zeros behind them up to a whole vector.
-    void to_float(const void *from, int64_t first, int64_t count, float *to) const {
-        switch (request_.dtype) {
-        case HFK_FLOAT32:
-            return to_float(static_cast<const float *>(from) + first, count, to);
-        case HFK_FLOAT16:
-            return to_float(static_cast<const Half *>(from) + first, count, to);
-        default:
-            return to_float(static_cast<const Bf16 *>(from) + first, count, to);
-        }
-    }
-
-    template <class T> static void to_float(const T *from, int64_t count, float *to) {
-        int64_t i = 0;
-        for (; i + I::lanes <= count; i += I::lanes) I::store(to + i, I::load(from + i));
-        if (i < count) I::store(to + i, I::load_some(from + i, static_cast<int>(count - i)));
-    }
-
-    // A row as products read it, in whole slots.
-    void to_slots(const void *from, int64_t first, int64_t count, float *to) const {
-        if constexpr (kInSlot == 1) {
-            to_float(from, first, count, to);
-        } else {
-            to[slots(count) - 1] = 0.0f; // an odd count leaves half a slot
-            std::memcpy(to, static_cast<const M *>(from) + first, count * sizeof(M));
+    void put_row(const void *from, int64_t first, int64_t count, float *to) const {
+        if (request_.dtype == HFK_BFLOAT16) {
+            P::put_row(static_cast<const Bf16 *>(from) + first, count, to);
+        } else if constexpr (kInSlot == 1) {
+            const auto *halves = static_cast<const Half *>(from) + first;
+            if (request_.dtype == HFK_FLOAT16) return P::put_row(halves, count, to);
+            P::put_row(static_cast<const float *>(from) + first, count, to);
         }
     }
 
@@ -170,7 +152,7 @@ template <class I, class M = float, int kVectors = 3> class PromptWork {
         for (int64_t row = 0; row < heads_ * queries_; ++row) {
             const int64_t head = tile_.kv_head * heads_ + row / queries_;
             const int64_t query = tile_.first + row % queries_;
-            to_slots(request_.query,
+            put_row(request_.query,
                      tile_.batch * request_.query_batch + head * request_.query_head +
                          query * request_.query_row,
                      request_.key_dim, line_);
@@ -198,7 +180,7 @@ template <class I, class M = float, int kVectors = 3> class PromptWork {
         for (int64_t j = 0; j < kKeys; ++j) {
             float *to = keys_ + j * key_row_;
             if (valid_[j]) {
-                to_slots(request_.keys, head + (start + j) * request_.key_row, request_.key_dim, to);
+                put_row(request_.keys, head + (start + j) * request_.key_row, request_.key_dim, to);
             } else {
                 std::fill(to, to + key_slots_, 0.0f);
             }
@@ -209,19 +191,16 @@ template <class I, class M = float, int kVectors = 3> class PromptWork {
     // Neighbours of a slot are the values of two tokens.
     void read_values(int64_t start) {
         const int64_t head = tile_.batch * request_.value_batch + tile_.kv_head * request_.value_head;
+        std::fill(values_, values_ + slots(kKeys) * value_row_, 0.0f);
         for (int64_t j = 0; j < kKeys; ++j) {
-            float *row = values_ + j / kInSlot * value_row_;
-            float *to = kInSlot == 1 ? row : line_;
-            std::fill(to, to + value_dim_, 0.0f);
-            if (valid_[j]) {
-                to_slots(request_.values, head + (start + j) * request_.value_row,
-                         request_.value_dim, to);
-            }
-            if constexpr (kInSlot != 1) {
-                for (int64_t d = 0; d < value_dim_; ++d) {
-                    std::memcpy(reinterpret_cast<M *>(row + d) + j % kInSlot,
-                                reinterpret_cast<const M *>(line_) + d, sizeof(M));
-                }
+            if (!valid_[j]) continue;
+            const int64_t first = head + (start + j) * request_.value_row;
+            float *to = values_ + j / kInSlot * value_row_;
+            if constexpr (kInSlot == 1) {
+                put_row(request_.values, first, request_.value_dim, to);
+            } else {
+                P::put_halves(static_cast<const M *>(request_.values) + first, request_.value_dim,
+                              to, j % kInSlot);
             }
         }
     }

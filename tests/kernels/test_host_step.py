@@ -69,8 +69,7 @@ def test_a_step_attends_to_window_and_choice(
     for own, mask in zip(ids, valid, strict=True):
         assert mask[own[own >= 0].long()].all()
     # Queries in bf16 are exact products too: only sums are rounded, and weights of many heads.
-    rounds = name == "many heads" and path == "avx512_bf16"
-    error = 2.0**-8 if rounds else FP32_ERROR
+    error = 2.0**-8 if (name, path) == ("many heads", "avx512_bf16") else FP32_ERROR
     check_attention(out, query, keys, values, ids, window, error=error, **options)
     if method == "flat":
         scores = query.double() @ keys.double().repeat_interleave(shape.group, 1).mT * scale
