@@ -19,10 +19,9 @@ from transformers.cache_utils import Cache, DynamicLayer
 from hf_kvret.contracts.index import Index
 from hf_kvret.contracts.state import State
 from hf_kvret.contracts.store import FirstRows
-from hf_kvret.layer.going_back import CantGoBackError, drop_tokens
 from hf_kvret.layer.hybrid import new_layer
 from hf_kvret.layer.layer import LayerInfo, RetrievalLayer
-from hf_kvret.layer.snapshots import Snapshots
+from hf_kvret.layer.snapshots import CantGoBackError, Snapshots, drop_tokens
 from hf_kvret.models.compatibility import (
     check_config,
     check_options,

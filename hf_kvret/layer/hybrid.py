@@ -95,31 +95,9 @@ def stop_recording(layers: Sequence[Any], but: Sequence[Any]) -> None:
         layer.record_past = False
 
 
-def records_past(layer: Any) -> bool:
-    """Whether a layer with a state keeps the past that it can go back in, as it does for drafts."""
-    return bool(getattr(layer, "record_past", False)) and layer.is_croppable
-
-
 def is_recurrent(layer: Any) -> bool:
     """Whether a layer has a state that no recorded past brings back."""
     return isinstance(layer, LinearAttentionCacheLayerMixin) and not layer.is_croppable
-
-
-def window_obstacle(layer: Any, length: int) -> str | None:
-    """Why ``layer`` can't go back to ``length`` tokens; None where it can, or has no window.
-
-    transformers, which keeps some rows before a window while it drafts, would cut one short without
-    a word.
-    """
-    if not isinstance(layer, DynamicSlidingWindowLayer) or layer.keys is None:
-        return None
-    count, left = layer.get_seq_length() - length, min(layer.sliding_window - 1, length)
-    if count <= 0 or layer.keys.shape[-2] >= left + count:
-        return None
-    return (
-        f"a sliding window of {layer.sliding_window} does not track past states for {count} "
-        "tokens, so it can't go back"
-    )
 
 
 def new_layer(stock: Any, *arguments: Any) -> RetrievalLayer:
