@@ -13,8 +13,7 @@ from hf_kvret.attention.choice import CHOICES, chosen_tokens, passed_choice
 from hf_kvret.attention.masks import base_mask, mask_info, token_validity, with_indices
 from hf_kvret.contracts.block import check_dtypes
 from hf_kvret.contracts.index import Scoring
-from hf_kvret.layer.exact_attention import merge
-from hf_kvret.layer.flash import attend_flash, fits
+from hf_kvret.layer.exact_attention import attend_flash, fits, merge
 from hf_kvret.layer.latent import LatentCall, LatentLayer, ModuleHeads
 from hf_kvret.layer.layer import HANDLE, RetrievalLayer
 from hf_kvret.layer.queries import AttentionCall

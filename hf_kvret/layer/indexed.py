@@ -19,7 +19,7 @@ from hf_kvret.layer.exact_attention import merge
 from hf_kvret.layer.latent import LatentLayer
 from hf_kvret.layer.layer import RetrievalLayer
 from hf_kvret.layer.layer_kv import LayerKV, keeps_tensors
-from hf_kvret.layer.queries import AttentionCall
+from hf_kvret.layer.queries import AttentionCall, NewTokens
 from hf_kvret.layer.step import StepRecord
 from hf_kvret_kernels.relevance import count_ids
 from hf_kvret_kernels.soft_cap import soft_cap_
@@ -91,36 +91,12 @@ class IndexedLayer(RetrievalLayer):
         self.indexer.keys.put(indexer_key_states[:, None], self.get_seq_length())
         return self.indexer.keys.rows[:, 0]
 
-    def _attend_few(
-        self,
-        kv: LayerKV,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        call: AttentionCall,
-    ) -> torch.Tensor:
-        return self._attend_indexed(kv, query, key, value, call, is_prompt=False)
-
     def _attend_many(
-        self,
-        kv: LayerKV,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        past: int,
-        call: AttentionCall,
+        self, kv: LayerKV, new: NewTokens, past: int, call: AttentionCall
     ) -> torch.Tensor:
-        return self._attend_indexed(kv, query, key, value, call, is_prompt=True)
-
-    def _attend_indexed(
-        self,
-        kv: LayerKV,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        call: AttentionCall,
-        is_prompt: bool,
-    ) -> torch.Tensor:
+        """Each query attends to the tokens that the indexer names."""
+        query, key, value = new
+        is_prompt = not past or key.shape[2] > self.config.max_draft
         indices = call.indices
         if indices is None:
             raise ValueError(
@@ -142,6 +118,8 @@ class IndexedLayer(RetrievalLayer):
                 subscriber(record)
         out = out.to(query.dtype)
         return call.from_rows(out) if call.makes_rows else out
+
+    _attend_few = _attend_many
 
     @keeps_tensors
     def crop(self, tokens_to_remove: int | torch.Tensor) -> None:

@@ -17,19 +17,16 @@ from hf_kvret.contracts.block import check_dtypes
 from hf_kvret.contracts.index import Index, Scoring
 from hf_kvret.contracts.state import Tensors
 from hf_kvret.contracts.store import FirstRows, Store
-from hf_kvret.layer.borrowed_index import BorrowedIndex, Lender
 from hf_kvret.layer.cached_rows import CachedRows
-from hf_kvret.layer.draft_round import DraftRound
 from hf_kvret.layer.exact_attention import attend_exactly
-from hf_kvret.layer.layer_kv import LayerKV, MakeStore
+from hf_kvret.layer.layer_kv import DraftRound, LayerKV, MakeStore
 from hf_kvret.layer.prompt_groups import PromptPass
-from hf_kvret.layer.queries import AttentionCall
-from hf_kvret.layer.step import Subscriber, attend_step
+from hf_kvret.layer.queries import AttentionCall, NewTokens
+from hf_kvret.layer.step import BorrowedIndex, Lender, Subscriber, attend_step
 from hf_kvret.models.compatibility import AttentionShape
 from hf_kvret.models.compiled import not_compiled
 from hf_kvret.models.ranks import WHOLE, Part
 from hf_kvret.options.config import RetrievalConfig
-from hf_kvret.options.prompt import PromptRecipe
 
 HANDLE = "hf_kvret_layer"
 
@@ -293,28 +290,24 @@ class RetrievalLayer(CacheLayerMixin):
         if window.capture is not None:
             # The call's mask is of this step alone; that of ``capture`` is filled for each.
             call = dataclasses.replace(call, scoring=call.scoring.of(window.capture.slots))
-        rows = self.rows_of(key, value)
+        tokens = NewTokens(query, *self.rows_of(key, value))
         new = key.shape[2]
         past = window.start + window.length - (0 if self.pending_attention else new)
         if self.pending_attention:
             self.past_len = past
         exact = self.config.lossless and not kv.drafts and kv.cold_len > 0
         if past and new <= self.config.max_draft and not exact:
-            out = self._attend_few(kv, query, *rows, call)
+            out = self._attend_few(kv, tokens, past, call)
         else:
-            out = self._attend_many(kv, query, *rows, past, call)
+            out = self._attend_many(kv, tokens, past, call)
         self.pending_attention = False
         return out
 
     def _attend_few(
-        self,
-        kv: LayerKV,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        call: AttentionCall,
+        self, kv: LayerKV, new: NewTokens, past: int, call: AttentionCall
     ) -> torch.Tensor:
         """Each query retrieves."""
+        query, key, value = new
         row_query = call.to_rows(query) if call.makes_rows else query
         if self.pending_attention:
             if not kv.built:
@@ -330,18 +323,13 @@ class RetrievalLayer(CacheLayerMixin):
         return call.from_rows(out) if call.makes_rows else out
 
     def _attend_many(
-        self,
-        kv: LayerKV,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        past: int,
-        call: AttentionCall,
+        self, kv: LayerKV, new: NewTokens, past: int, call: AttentionCall
     ) -> torch.Tensor:
         """Every query attends to all ``past`` tokens and, causally, to the new ones."""
+        query, key, value = new
         recipe, end = self.config.prompt_recipe, max(self.prompt_end, past + key.shape[2])
         if recipe is not None and end > recipe.above:
-            return self._attend_in_groups(kv, query, key, value, past, call, recipe, end)
+            return self._attend_in_groups(kv, new, past, call, end)
         as_it_is = not past or call.expands(query.shape[2])
         watched = self.pending_attention and kv.watches
         row_query = call.to_rows(query) if watched or not as_it_is else query
@@ -368,17 +356,11 @@ class RetrievalLayer(CacheLayerMixin):
         return call.from_rows(out.to(query.dtype))
 
     def _attend_in_groups(
-        self,
-        kv: LayerKV,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        past: int,
-        call: AttentionCall,
-        recipe: PromptRecipe,
-        end: int,
+        self, kv: LayerKV, new: NewTokens, past: int, call: AttentionCall, end: int
     ) -> torch.Tensor:
         """Groups of queries attend to what their probes choose of the tokens before them."""
+        (query, key, value), recipe = new, self.config.prompt_recipe
+        assert recipe is not None, "it says that there are groups"
         if not call.is_causal():
             # Nothing was stored yet.
             self.pending_attention = False

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 
 from hf_kvret.contracts.index import Scoring
+
+
+class NewTokens(NamedTuple):
+    """Queries ``[B, Hq, Q, *]`` of a call, and the rows ``[B, Hkv, n, D]`` of its new tokens."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
 
 
 @dataclass(frozen=True, eq=False)

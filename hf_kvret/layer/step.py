@@ -4,6 +4,9 @@ The index names the cold tokens that matter to each query; the store attends to 
 lie, the window to the newest ones and the attention sinks, and both are merged exactly. On a CPU
 the compiled library does all of it in one call; elsewhere each of it is an operation. Subscribers,
 who count and watch, get a ``StepRecord`` after the step.
+
+With ``select_every=k`` the first layer of each k selects; the others take its token indices of the
+same step, and attend to their own rows of these.
 """
 
 from __future__ import annotations
@@ -14,7 +17,8 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from hf_kvret.contracts.index import ColdTokens, Index, blamed_on
+from hf_kvret.contracts.block import TokenBlock
+from hf_kvret.contracts.index import CapturableIndex, ColdTokens, Index, SearchCost, blamed_on
 from hf_kvret.contracts.store import AttentionResult
 from hf_kvret.layer.exact_attention import attend_cold, merge
 from hf_kvret.layer.layer_kv import LayerKV
@@ -220,3 +224,47 @@ def _window_arguments(kv: LayerKV, query: torch.Tensor, call: AttentionCall) -> 
         "valid": window.validity(scoring.valid),
         "softcap": scoring.softcap,
     }
+
+
+class Lender(Subscriber):
+    """A subscriber of a layer that selects: it keeps the tokens for the layers that borrow them.
+
+    Attributes:
+        number: of the layer in the model.
+        ids: ``[B, H, Q, K]`` int32 of the newest step, as ``Index.search`` returns them; None: no
+            step was taken.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.ids: torch.Tensor | None = None
+
+    def __call__(self, record: StepRecord) -> None:
+        self.ids = record.ids
+
+    def reset(self) -> None:
+        self.ids = None
+
+
+class BorrowedIndex(CapturableIndex, Index):
+    """Names what the layer of ``lender`` selected in the same step, and holds nothing itself."""
+
+    def __init__(self, lender: Lender) -> None:
+        self.lender = lender
+
+    def add(self, block: TokenBlock) -> None:
+        """Nothing: the lender's layer has an index of the same tokens."""
+
+    def search(self, query: torch.Tensor, cold: ColdTokens) -> torch.Tensor:
+        ids = self.lender.ids
+        assert ids is not None, "the lender's layer stands below, and has the same tokens"
+        # Layers may lie on several devices.
+        return ids.to(query.device)
+
+    def cost(self, n: int, budget: int) -> SearchCost:
+        """Nothing is scored, and nothing read."""
+        return SearchCost(0, 0)
+
+    def stats(self) -> dict[str, Any]:
+        """The number of the layer that selects."""
+        return {"selected_by": self.lender.number}

@@ -13,9 +13,8 @@ from typing import Any, TypeVar
 import torch
 from transformers.cache_utils import Cache
 
-from hf_kvret.layer.borrowed_index import Lender
 from hf_kvret.layer.layer import RetrievalLayer
-from hf_kvret.layer.step import StepRecord, Subscriber
+from hf_kvret.layer.step import Lender, StepRecord, Subscriber
 from hf_kvret.observe.recall import RecallMeter
 from hf_kvret.options.config import RetrievalConfig
 from hf_kvret_kernels import host_library

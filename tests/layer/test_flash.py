@@ -16,7 +16,7 @@ from hf_kvret import FlatKVCache
 from hf_kvret.attention import attention
 from hf_kvret.attention.base import record_base
 from hf_kvret.contracts.index import Scoring
-from hf_kvret.layer import exact_attention, flash
+from hf_kvret.layer import exact_attention
 from hf_kvret.layer.exact_attention import attend_dense
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
 
@@ -35,7 +35,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     def fits(query: Any, key: Any, value: Any) -> bool:
         return query.shape[3] == key.shape[3] == value.shape[3] and query.shape[2] > 1
 
-    monkeypatch.setattr(flash, "flash_attn", lambda: flash_stand_in)
+    monkeypatch.setattr(exact_attention, "flash_attn", lambda: flash_stand_in)
     monkeypatch.setattr(exact_attention, "fits", fits)
     monkeypatch.setattr(attention, "fits", fits)
     flash_stand_in.calls.clear()
@@ -69,7 +69,7 @@ def test_it_gives_what_our_own_attention_gives(
             x.masked_fill(~valid[:, None, :, None], float("nan")) for x in (keys, values)
         )
     scoring = Scoring(valid, 0.3, softcap)
-    out, lse = flash.attend_flash(query, keys, values, scoring, offset)
+    out, lse = exact_attention.attend_flash(query, keys, values, scoring, offset)
     wanted, wanted_lse = attend_dense(query, keys, values, scoring, offset)
     assert calls == [("varlen" if padded else "dense") + ("" if offset is None else " causal")]
     assert out.shape == wanted.shape and out.dtype == torch.bfloat16
@@ -156,12 +156,12 @@ def _tensor(dim: int = 64, queries: int = 8, **changes: Any) -> Any:
 def test_it_fits_tensors_that_its_kernels_take(monkeypatch: pytest.MonkeyPatch) -> None:
     installed: list[Any] = [flash_stand_in]
     capability = [(8, 0)]
-    monkeypatch.setattr(flash, "flash_attn", lambda: installed[0])
+    monkeypatch.setattr(exact_attention, "flash_attn", lambda: installed[0])
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability[0])
 
     def fits(value_dim: int | None = None, **changes: Any) -> bool:
         one = _tensor(**changes)
-        return flash.fits(one, one, one if value_dim is None else _tensor(value_dim))
+        return exact_attention.fits(one, one, one if value_dim is None else _tensor(value_dim))
 
     assert fits() and fits(dim=256) and fits(dtype=torch.float16)
     assert not fits(dtype=torch.float32) and not fits(dim=264) and not fits(queries=1)
@@ -195,8 +195,8 @@ def test_the_package_is_found_and_a_broken_or_old_one_is_logged(
     monkeypatch.syspath_prepend(str(tmp_path))
     for name in ("flash_attn", "flash_attn.flash_attn_interface"):
         monkeypatch.delitem(sys.modules, name, raising=False)
-    flash.flash_attn.cache_clear()
-    package = flash.flash_attn()
-    flash.flash_attn.cache_clear()
+    exact_attention.flash_attn.cache_clear()
+    package = exact_attention.flash_attn()
+    exact_attention.flash_attn.cache_clear()
     assert (package is None) == bool(logged)
     assert logged in caplog.text
