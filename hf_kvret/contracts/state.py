@@ -89,10 +89,14 @@ class Field:
     Args:
         key: its name in ``state_dict``; the attribute's without leading underscores by default.
         saved: whether ``state_dict`` has it.
+        dims: of a saved tensor, see ``Schema``; None: any.
+        dtype: of a saved tensor with ``dims``; None for that of keys.
     """
 
     key: str = _NAME
     saved: bool = True
+    dims: str | None = None
+    dtype: DTypes = None
 
     def __set_name__(self, owner: type, name: str) -> None:
         if self.key == _NAME:
@@ -126,6 +130,8 @@ class Field:
 
     def check(self, value: Any, state: Tensors, schema: Schema) -> None:
         """ValueError for a tensor of ``state`` with other dims; ``value`` is of a new state."""
+        if self.dims is not None and self.is_in(state):
+            schema.check(self.key, state[self.key], self.dims, self.dtype)
 
     def to_save(self, value: Any) -> Tensors:
         """Tensors of the value, by name."""
@@ -144,19 +150,11 @@ class TensorField(Field):
         optional: it may be missing where other fields were saved.
         batched: its first dimension is the batch.
         shared: it is never written in place, so that forks need no copy.
-        dims: of a saved one, see ``Schema``; None: any.
-        dtype: of a saved one with ``dims``; None for that of keys.
     """
 
     optional: bool = False
     batched: bool = True
     shared: bool = False
-    dims: str | None = None
-    dtype: DTypes = None
-
-    def check(self, value: Any, state: Tensors, schema: Schema) -> None:
-        if self.dims is not None and self.is_in(state):
-            schema.check(self.key, state[self.key], self.dims, self.dtype)
 
     def reordered(self, value: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor | None:
         if value is None or not self.batched:
@@ -217,6 +215,28 @@ class TransientField(Field):
 
     def forked(self, value: Any) -> None:
         return None
+
+
+@dataclass(eq=False)
+class ListField(Field):
+    """A list, of which each fork has its own; a state that saves it does so by itself.
+
+    Args:
+        end: the number of tokens that an element needs. A crop to fewer drops it.
+    """
+
+    end: Callable[[Any], int]
+    _: KW_ONLY
+    saved: bool = False
+
+    def initial(self) -> list[Any]:
+        return []
+
+    def crop(self, value: list[Any], length: int) -> None:
+        value[:] = [one for one in value if self.end(one) <= length]
+
+    def forked(self, value: list[Any]) -> list[Any]:
+        return list(value)
 
 
 @dataclass(eq=False)
@@ -334,8 +354,9 @@ tensor: Callable[..., Any] = TensorField
 number: Callable[..., Any] = NumberField
 transient: Callable[..., Any] = TransientField
 part: Callable[..., Any] = PartField
+listed: Callable[..., Any] = ListField
 
-__all__ = ["State", "Tensors", "number", "part", "tensor", "transient"]
+__all__ = ["State", "Tensors", "listed", "number", "part", "tensor", "transient"]
 
 
 class State(ABC):  # noqa: B024 - contracts that derive from it have abstract methods

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
 
-from hf_kvret.contracts.state import DTypes, PartField, Schema, State, Tensors, is_mapped
+from hf_kvret.contracts.state import Field, PartField, State, Tensors, is_mapped
 
 # Dropped rows at the front that may stay before the others are moved.
 _SLACK = 256
@@ -169,20 +169,12 @@ class TokensField(PartField):
     Args:
         make: makes an empty one.
         may_be_empty: it may never have held rows where other fields were saved.
-        dims, dtype: as of ``TensorField``.
     """
 
     make: Callable[[], TokenBuffer] = TokenBuffer
-    _: KW_ONLY
-    dims: str | None = None
-    dtype: DTypes = None
 
-    def check(self, value: Any, state: Tensors, schema: Schema) -> None:
-        if self.dims is not None and self.is_in(state):
-            schema.check(self.key, state[self.key], self.dims, self.dtype)
-
-    def is_in(self, state: Tensors) -> bool:
-        return self.key in state
+    check = Field.check
+    is_in = Field.is_in
 
     def to_save(self, value: Any) -> Tensors:
         return {self.key: value.rows.contiguous()} if value.is_allocated else {}

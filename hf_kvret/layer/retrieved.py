@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Self
+from typing import Any
 
 import torch
 
-from hf_kvret.contracts.state import State, Tensors
+from hf_kvret.contracts.state import State, Tensors, listed
 from hf_kvret.options.config import RetrievalConfig
 
 
@@ -18,16 +18,7 @@ class RetrievedTokens(State):
         spans: first token and the one behind the last of each run of them, in order.
     """
 
-    def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        self.spans: list[tuple[int, int]] = []
-
-    def fork(self) -> Self:
-        twin = super().fork()
-        twin.spans = list(self.spans)
-        return twin
+    spans: list[tuple[int, int]] = listed(lambda span: span[1])
 
     def __len__(self) -> int:
         return sum(end - first for first, end in self.spans)

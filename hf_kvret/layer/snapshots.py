@@ -8,12 +8,12 @@ snapshot, and reads again what lies behind it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 from transformers.cache_utils import DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
 
-from hf_kvret.contracts.state import State, Tensors
+from hf_kvret.contracts.state import State, Tensors, listed, transient
 from hf_kvret.layer.foreign_layers import is_known, layer_state, restore
 from hf_kvret.layer.hybrid import foreign_layers_of
 from hf_kvret.layer.layer import RetrievalLayer, check_count
@@ -50,19 +50,15 @@ class Snapshot(NamedTuple):
 
 
 class Snapshots(State):
-    """The snapshots of a cache.
+    """The snapshots of a cache, which are never written to.
 
     Attributes:
         held: in host memory, the shortest first.
         pinned: one on the device, which a round of drafts begins with; None outside of one.
     """
 
-    def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        self.held: list[Snapshot] = []
-        self.pinned: Snapshot | None = None
+    held: list[Snapshot] = listed(lambda one: one.length)
+    pinned: Snapshot | None = transient()
 
     @property
     def lengths(self) -> list[int]:
@@ -78,10 +74,6 @@ class Snapshots(State):
     def pin(self, length: int, foreign: Mapping[int, Any]) -> None:
         """Have a snapshot on the device of what the layers ``foreign`` hold, which are known."""
         self.pinned = Snapshot(length, _copies(foreign))
-
-    def unpin(self) -> None:
-        """Drop the one on the device, if any."""
-        self.pinned = None
 
     def take(self, length: int, foreign: Mapping[int, Any], most: int) -> None:
         """Copy what the layers ``foreign`` hold of a text of ``length`` tokens.
@@ -106,9 +98,9 @@ class Snapshots(State):
         return min(older, key=lambda i: lengths[min(i + 2, len(lengths) - 1)] - lengths[i])
 
     def crop(self, length: int) -> None:
-        self.held = [one for one in self.held if one.length <= length]
+        super().crop(length)
         if self.pinned is not None and self.pinned.length > length:
-            self.unpin()
+            self.pinned = None
 
     def reorder(self, rows: torch.Tensor) -> None:
         # Beams do so at each step, and hardly ever go back.
@@ -116,12 +108,6 @@ class Snapshots(State):
             one._replace(rows=rows if one.rows is None else one.rows[rows.to(one.rows.device)])
             for one in self.held
         ]
-
-    def fork(self) -> Self:
-        twin = super().fork()
-        # Snapshots themselves are never written to.
-        twin.held = list(self.held)
-        return twin
 
     def nbytes(self) -> int:
         states = (tensors for one in self.held for tensors, _ in one.layers.values())

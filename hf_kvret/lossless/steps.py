@@ -125,7 +125,7 @@ class LosslessSteps:
         surplus = len(ended.tokens) - ended.used
         if surplus:
             self._go_back(ended, surplus)
-        self._cache.snapshots.unpin()
+        self._cache.snapshots.pinned = None
         stop_recording(self._cache.layers, but=self._recording)
         for layer in self._cache.retrieval_layers:
             layer.end_round(ended.used)
@@ -250,7 +250,7 @@ class LosslessSteps:
         with contextlib.suppress(RuntimeError):
             self._cache.drop_newest(0)
             self._cache.drop_newest(start - self._cache.get_seq_length())
-        self._cache.snapshots.unpin()
+        self._cache.snapshots.pinned = None
         stop_recording(self._cache.layers, but=self._recording)
 
     def _edits(self) -> int:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
 import torch
 
 from hf_kvret.contracts.signals import SIGNALS_WAIT
-from hf_kvret.contracts.state import Field, State, Tensors
+from hf_kvret.contracts.state import State, Tensors, listed
 from hf_kvret.contracts.token_buffer import TokenBuffer, TokensField
 
 UNKNOWN = -1
@@ -58,22 +57,6 @@ class InputDigest(NamedTuple):
         return cls(start, end, digest.hexdigest())
 
 
-@dataclass(eq=False, kw_only=True)
-class _DigestsField(Field):
-    """Digests of passes, in their order; a crop forgets those of passes that had its tokens."""
-
-    saved: bool = False
-
-    def initial(self) -> list[InputDigest]:
-        return []
-
-    def crop(self, value: list[InputDigest], length: int) -> None:
-        value[:] = [one for one in value if one.end <= length]
-
-    def forked(self, value: list[InputDigest]) -> list[InputDigest]:
-        return list(value)
-
-
 class _IdsField(TokensField):
     """A ``TokenBuffer`` of ids ``[B, 1, n]``, as buffers have heads, saved as ``[B, n]``."""
 
@@ -88,7 +71,6 @@ class _IdsField(TokensField):
         return value
 
 
-_digests: Callable[..., Any] = _DigestsField
 _token_ids: Callable[..., Any] = _IdsField
 
 
@@ -109,7 +91,7 @@ class TokenRecord(State):
     """
 
     _ids: TokenBuffer = _token_ids()
-    passes: list[InputDigest] = _digests()
+    passes: list[InputDigest] = listed(lambda one: one.end)
 
     def __init__(self) -> None:
         self.pending: list[tuple[int, torch.Tensor | None]] = []
