@@ -15,7 +15,7 @@ from hf_kvret.lab.program.arguments import whole_number
 from hf_kvret.lab.program.options import add_options, option, read_options
 from hf_kvret.lab.program.program import example_lines
 from hf_kvret.shelf import Shelf
-from hf_kvret.stores.disk import check_folder
+from hf_kvret.stores.memory import check_folder
 
 _OURS = ("--method", "--shelf", "--max-size", "--max-prompt")
 _REFUSED = {

@@ -8,9 +8,8 @@ import torch
 
 from hf_kvret.contracts.store import FirstRows, Store
 from hf_kvret.options.config import RetrievalConfig
-from hf_kvret.stores.cpu import CpuStore
-from hf_kvret.stores.disk import DiskStore, check_folder
-from hf_kvret.stores.memory import DeviceMemory, HostMemory, PageMemory
+from hf_kvret.stores.cpu import CpuStore, DiskStore
+from hf_kvret.stores.memory import DeviceMemory, HostMemory, PageMemory, check_folder
 from hf_kvret.stores.paged import PagedStore
 from hf_kvret.stores.placement import UNCODED, choose
 from hf_kvret.stores.quantized import QuantizedStore

@@ -1,4 +1,4 @@
-"""CpuStore: rows in host memory, attended to by the CPU."""
+"""CpuStore, DiskStore: rows in host memory or in files, attended to by the CPU."""
 
 from __future__ import annotations
 
@@ -11,19 +11,30 @@ import torch
 
 from hf_kvret.contracts.state import Tensors
 from hf_kvret.contracts.store import AttentionResult
-from hf_kvret.stores.memory import CPU, HostMemory, PageMemory
+from hf_kvret.stores.memory import CPU, DiskMemory, HostMemory, PageMemory
 from hf_kvret.stores.paged import PagedStore, WrappedStore
 from hf_kvret_kernels.gather_attention import gather_attention, gather_scores
 from hf_kvret_kernels.paged import PagedRows
 from hf_kvret_kernels.relevance import host_rank
 
 _attention = partial(gather_attention, backend="host")
-_scores = partial(gather_scores, backend="host")
-# Results, on the CPU, of a function of (queries, ids).
+# Results, on the CPU, of a function of (queries, rows, ids).
 Result = TypeVar("Result", bound=tuple[torch.Tensor, ...])
 
 # One worker for all stores: layers run one after the other, and the kernel is multi-threaded.
 _worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hf_kvret-host-attention")
+
+
+def _scores(
+    query: torch.Tensor, rows: PagedRows, ids: torch.Tensor, **scoring: Any
+) -> tuple[torch.Tensor]:
+    return (gather_scores(query, rows, ids, backend="host", **scoring),)
+
+
+def _best(
+    query: torch.Tensor, rows: PagedRows, ids: torch.Tensor, count: int, **scoring: Any
+) -> tuple[torch.Tensor]:
+    return (host_rank(*_scores(query, rows, ids, **scoring), ids, count),)
 
 
 class CpuStore(WrappedStore):
@@ -56,12 +67,7 @@ class CpuStore(WrappedStore):
     def begin(
         self, query: torch.Tensor, ids: torch.Tensor, scale: float, softcap: float | None = None
     ) -> Callable[[], AttentionResult]:
-        rows = self.rows.paged_rows()
-
-        def work(query: torch.Tensor, ids: torch.Tensor) -> AttentionResult:
-            return _attention(query, rows, ids, scale=scale, softcap=softcap)
-
-        return self._start("attend", work, query, ids)
+        return self._start("attend", partial(_attention, scale=scale, softcap=softcap), query, ids)
 
     def host_rows(self) -> PagedRows | None:
         return self.rows.host_rows()
@@ -69,11 +75,7 @@ class CpuStore(WrappedStore):
     def scores(
         self, query: torch.Tensor, ids: torch.Tensor, scale: float, softcap: float | None = None
     ) -> torch.Tensor:
-        rows = self.rows.paged_rows()
-
-        def work(query: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor]:
-            return (_scores(query, rows, ids, scale=scale, softcap=softcap),)
-
+        work = partial(_scores, scale=scale, softcap=softcap)
         return self._start("scores", work, query, ids)()[0]
 
     def best(
@@ -85,12 +87,7 @@ class CpuStore(WrappedStore):
         softcap: float | None = None,
     ) -> torch.Tensor:
         """As for every store; the CPU scores and ranks, and only the best ids are copied back."""
-        rows = self.rows.paged_rows()
-
-        def work(query: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor]:
-            scores = _scores(query, rows, ids, scale=scale, softcap=softcap)
-            return (host_rank(scores, ids, count),)
-
+        work = partial(_best, count=count, scale=scale, softcap=softcap)
         return self._start("best", work, query, ids)()[0]
 
     def _start(
@@ -100,8 +97,9 @@ class CpuStore(WrappedStore):
 
         ``purpose`` names the staging memory, which keeps the shapes of its last use.
         """
+        rows = self.rows.paged_rows()
         if query.device.type == "cpu":
-            return lambda: work(query, ids)
+            return lambda: work(query, rows, ids)
         if purpose not in self._staging:
             self._staging[purpose] = _Staging(query.device)
         staging = self._staging[purpose]
@@ -109,7 +107,7 @@ class CpuStore(WrappedStore):
 
         def turn() -> None:
             arrival.synchronize()
-            staging.send_back(work(staging.query, staging.ids))
+            staging.send_back(work(staging.query, rows, staging.ids))
 
         future = _worker.submit(turn)
 
@@ -157,6 +155,24 @@ class CpuStore(WrappedStore):
     @property
     def capture_obstacle(self) -> str | None:
         return f"store={self.name!r} attends on the CPU, whose work a CUDA graph can't replay"
+
+
+class DiskStore(CpuStore):
+    """Rows in files; the CPU attends to those that are selected, where they are mapped.
+
+    While the process reads from its disks, the compiled library asks for all rows that a head
+    selects before it reads the first, so that a disk has many requests at once. Else a step is
+    that of the ``CpuStore``.
+
+    Args:
+        device: where queries are.
+        folder: for the files.
+    """
+
+    name = "disk"
+
+    def __init__(self, device: torch.device, folder: str) -> None:
+        super().__init__(device, DiskMemory(folder))
 
 
 class _Staging:
