@@ -142,11 +142,7 @@ class RetrievalCache(Cache):
     @property
     def states(self) -> dict[str, State]:
         """What the cache holds of a conversation beside its layers, by the attribute's name."""
-        return {
-            "tokens": self.tokens,
-            "model_state": self.model_state,
-            "snapshots": self.snapshots,
-        }
+        return {"tokens": self.tokens, "model_state": self.model_state, "snapshots": self.snapshots}
 
     @property
     def retrieval_layers(self) -> list[RetrievalLayer]:
@@ -390,10 +386,7 @@ class RetrievalCache(Cache):
         return options.replace(store="host", disk=None) if options.store == DISK else options
 
     def save_pretrained(
-        self,
-        directory: str | os.PathLike[str],
-        *,
-        model: PreTrainedModel | None = None,
+        self, directory: str | os.PathLike[str], *, model: PreTrainedModel | None = None
     ) -> None:
         """Write the filled cache to ``directory``: ``cache.json``, and shards that it names.
 

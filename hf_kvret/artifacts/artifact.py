@@ -146,11 +146,7 @@ class CalibrationArtifact:
         )
 
     def push_to_hub(
-        self,
-        repo_id: str,
-        *,
-        private: bool | None = None,
-        revision: str | None = None,
+        self, repo_id: str, *, private: bool | None = None, revision: str | None = None
     ) -> str:
         """Upload the artifact in one commit; returns the commit's URL.
 

@@ -380,11 +380,7 @@ def _whole_mask(
 
 
 def token_validity(
-    mask: torch.Tensor | None,
-    new: int,
-    total: int,
-    device: torch.device,
-    may_choose: bool = False,
+    mask: torch.Tensor | None, new: int, total: int, device: torch.device, may_choose: bool = False
 ) -> torch.Tensor | None:
     """``[B, total]`` bool validity of all tokens, from the mask passed to a retrieval layer.
 

@@ -79,11 +79,7 @@ class Store(State):
 
     @abstractmethod
     def begin(
-        self,
-        query: torch.Tensor,
-        ids: torch.Tensor,
-        scale: float,
-        softcap: float | None = None,
+        self, query: torch.Tensor, ids: torch.Tensor, scale: float, softcap: float | None = None
     ) -> Callable[[], AttentionResult]:
         """Start exact attention of each query over the tokens that its ids name.
 
@@ -109,11 +105,7 @@ class Store(State):
         return None
 
     def scores(
-        self,
-        query: torch.Tensor,
-        ids: torch.Tensor,
-        scale: float,
-        softcap: float | None = None,
+        self, query: torch.Tensor, ids: torch.Tensor, scale: float, softcap: float | None = None
     ) -> torch.Tensor:
         """Attention logits ``[B, Hq, Q, k]`` fp32 of the keys that ids name, -inf for -1.
 
@@ -229,9 +221,7 @@ def rows_of_pages(state: Tensors) -> Tensors:
 
 
 def all_of(
-    store: Store,
-    chunks: Iterator[tuple[int, torch.Tensor, torch.Tensor]],
-    stop: int | None = None,
+    store: Store, chunks: Iterator[tuple[int, torch.Tensor, torch.Tensor]], stop: int | None = None
 ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
     """``chunks``, which ``store.chunks(..., stop)`` gave; none is held while the next one is made.
 

@@ -100,11 +100,7 @@ class CudaRecorder:
             with torch.cuda.device(self._device):
                 captured.pool = torch.cuda.MemPool()
         graph = torch.cuda.CUDAGraph()
-        with (
-            torch.cuda.device(self._device),
-            _no_garbage_collection(),
-            _on_stream(self._stream),
-        ):
+        with torch.cuda.device(self._device), _no_garbage_collection(), _on_stream(self._stream):
             # Other threads may use the device meanwhile.
             graph.capture_begin(pool=captured.pool.id, capture_error_mode="thread_local")
             try:

@@ -22,13 +22,7 @@ from hf_kvret.layer.hybrid import foreign_layers_of
 from hf_kvret.layer.layer import RetrievalLayer
 from hf_kvret.models.ranks import part_of
 from hf_kvret.options.config import RetrievalConfig, check_load, with_companions
-from hf_kvret.saved.description import (
-    DESCRIPTION,
-    STEM,
-    Description,
-    check_replaceable,
-    encoded,
-)
+from hf_kvret.saved.description import DESCRIPTION, STEM, Description, check_replaceable, encoded
 from hf_kvret.saved.folder import Replacement, replacing
 from hf_kvret.saved.identity import CacheIdentity, facts_difference
 from hf_kvret.saved.shards import SavedTensors, ShardWriter

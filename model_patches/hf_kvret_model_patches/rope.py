@@ -149,10 +149,7 @@ class Rope:
             first, second = turned.chunk(2, dim=-1)
         else:
             first, second = turned[..., 0::2], turned[..., 1::2]
-        pair = (
-            (first * cos).addcmul_(second, sin, value=-1),
-            (second * cos).addcmul_(first, sin),
-        )
+        pair = ((first * cos).addcmul_(second, sin, value=-1), (second * cos).addcmul_(first, sin))
         turned = torch.cat(pair, -1) if self.layout == "half" else torch.stack(pair, -1).flatten(-2)
         others = halves[not self.last].to(dtype)
         if not others.shape[-1]:

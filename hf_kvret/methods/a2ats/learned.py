@@ -11,11 +11,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from hf_kvret.artifacts import CalibrationArtifact
-from hf_kvret.artifacts.checks import (
-    calibration_options,
-    check_positions_known,
-    learned_rope,
-)
+from hf_kvret.artifacts.checks import calibration_options, check_positions_known, learned_rope
 from hf_kvret.artifacts.shared import made_once
 from hf_kvret.options.declare import OneOf, check_options, integer, option, real
 from hf_kvret_kernels import codebook

@@ -113,21 +113,13 @@ class AquaStore(Store):
             self._encode(self._coder, block)
 
     def begin(
-        self,
-        query: torch.Tensor,
-        ids: torch.Tensor,
-        scale: float,
-        softcap: float | None = None,
+        self, query: torch.Tensor, ids: torch.Tensor, scale: float, softcap: float | None = None
     ) -> Callable[[], AttentionResult]:
         rows, ids = self._dense(ids)
         return rows.begin(query, ids, scale, softcap)
 
     def scores(
-        self,
-        query: torch.Tensor,
-        ids: torch.Tensor,
-        scale: float,
-        softcap: float | None = None,
+        self, query: torch.Tensor, ids: torch.Tensor, scale: float, softcap: float | None = None
     ) -> torch.Tensor:
         rows, ids = self._dense(ids)
         return rows.scores(query, ids, scale, softcap)

@@ -13,12 +13,7 @@ from hf_kvret.contracts.block import TokenBlock
 from hf_kvret.contracts.index import ColdTokens, Index, SearchCost
 from hf_kvret.contracts.state import number, part, transient
 from hf_kvret.methods.ctkvr.config import CTkvrConfig
-from hf_kvret.methods.ctkvr.inverted_file import (
-    MOST_TOKENS,
-    CentroidQueue,
-    Centroids,
-    InvertedFile,
-)
+from hf_kvret.methods.ctkvr.inverted_file import MOST_TOKENS, CentroidQueue, Centroids, InvertedFile
 from hf_kvret.methods.ctkvr.sampler import CentroidSampler, MixedSampler
 from hf_kvret.options.config import RetrievalConfig
 from hf_kvret_kernels import centroid

@@ -375,12 +375,7 @@ def _best_keys(cold: ColdTokens, centroids: Centroids, width: int) -> Iterator[t
 
     start = 0
     for ids in centroid.key_lists(
-        queries,
-        key_chunks,
-        width,
-        valid=cold.valid,
-        scale=cold.scale,
-        softcap=cold.softcap,
+        queries, key_chunks, width, valid=cold.valid, scale=cold.scale, softcap=cold.softcap
     ):
         padding = slots[:, start : start + ids.shape[2]] < 0
         start += ids.shape[2]

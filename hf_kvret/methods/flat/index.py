@@ -41,12 +41,7 @@ class FlatIndex(CapturableIndex, Index):
         if keys.shape[3] <= proxy.MOST_RANK:
             scaled = query.float() * cold.scale
             return proxy.top_indices(
-                scaled,
-                keys,
-                keys.shape[1],
-                cold.budget,
-                valid=cold.valid,
-                softcap=cold.softcap,
+                scaled, keys, keys.shape[1], cold.budget, valid=cold.valid, softcap=cold.softcap
             )
         scores = exact_scores(query, keys, cold.scale, cold.softcap)
         scores = scores.masked_fill(~cold.valid[:, None, None], float("-inf"))

@@ -20,12 +20,7 @@ from hf_kvret_kernels.host_step import HostSearch, ProxySearch
 
 _FP32 = torch.float32
 _small = partial(TokenBuffer, 64)
-_BASIS: dict[str, Any] = {
-    "optional": True,
-    "shared": True,
-    "dims": "B Q r D",
-    "dtype": _FP32,
-}
+_BASIS: dict[str, Any] = {"optional": True, "shared": True, "dims": "B Q r D", "dtype": _FP32}
 
 
 @dataclass(frozen=True, eq=False)
@@ -212,11 +207,7 @@ class Bases:
 
 
 def _solve_proxy(
-    own: torch.Tensor,
-    right: torch.Tensor,
-    other: torch.Tensor,
-    penalty: float,
-    dots: torch.Tensor,
+    own: torch.Tensor, right: torch.Tensor, other: torch.Tensor, penalty: float, dots: torch.Tensor
 ) -> torch.Tensor:
     """(right + penalty (q.k) other)(own + penalty other^T other)^-1, ``[B, Hq, 1, r]``."""
     matrix = own + penalty * other.mT @ other
