@@ -30,7 +30,7 @@ from hf_kvret.artifacts.files import (
 )
 from hf_kvret.artifacts.hub import find_folder
 from hf_kvret.artifacts.identity import ModelIdentity, compare_weights
-from hf_kvret.saved.plain_json import plain_bytes
+from hf_kvret.saved.folder import plain_bytes
 from hf_kvret.version import __version__
 
 if TYPE_CHECKING:

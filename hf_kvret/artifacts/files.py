@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from safetensors.torch import load, save
 
-from hf_kvret.saved.folder import VERSION_LEN, replacing
-from hf_kvret.saved.plain_json import digest_of_json
+from hf_kvret.saved.folder import VERSION_LEN, digest_of_json, replacing
 
 FORMAT_VERSION = 1
 DESCRIPTION, CARD = "config.json", "README.md"

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from hf_kvret.saved.folder import plain_bytes
 from hf_kvret.saved.identity import (
     SAMPLED_NUMBERS,
     SAMPLED_PARAMETERS,
@@ -24,7 +25,6 @@ from hf_kvret.saved.identity import (
     model_name,
     sample,
 )
-from hf_kvret.saved.plain_json import plain_bytes
 from hf_kvret_model_patches.decoders import decoder_of
 
 if TYPE_CHECKING:

@@ -349,11 +349,6 @@ def check_load(changes: dict[str, Any], has_artifact: bool) -> None:
     _check(changes, LOAD_OPTIONS | (_MOVABLE_OPTIONS if has_artifact else set()))
 
 
-def with_companions(changes: dict[str, Any]) -> dict[str, Any]:
-    """``changes`` with the revision of an artifact that they replace."""
-    return {"revision": None, **changes} if "artifact" in changes else changes
-
-
 def _check(changes: dict[str, Any], free: Set[str]) -> None:
     unchangeable = sorted(set(changes) - free)
     if unchangeable:

@@ -6,15 +6,13 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 import transformers
 
-from hf_kvret.saved.folder import SUFFIX, VERSION_LEN
-from hf_kvret.saved.plain_json import digest_of_json
+from hf_kvret.saved.folder import SUFFIX, VERSION_LEN, digest_of_json
 from hf_kvret.saved.shards import SavedTensors
 from hf_kvret.version import __version__
 
@@ -26,42 +24,28 @@ _AGAIN = "save the cache again"
 _FILE = re.compile(rf"{STEM}-[0-9a-f]{{{VERSION_LEN}}}{re.escape(SUFFIX)}")
 
 
-@dataclass(frozen=True)
-class Description:
-    """The content of ``cache.json`` by name, see docs/formats.md, compared with its checksum."""
+def read_description(directory: Path) -> dict[str, Any]:
+    """``cache.json`` of the cache saved in ``directory``, compared with its checksum.
 
-    content: Mapping[str, Any]
-
-    @classmethod
-    def read(cls, directory: Path) -> Self:
-        """That of the cache saved in ``directory``.
-
-        Raises:
-            FileNotFoundError: there is none.
-            ValueError: it is damaged, or of another format.
-        """
-        path = directory / DESCRIPTION
-        if not path.is_file():
-            raise FileNotFoundError(f"no saved cache in {directory}: {DESCRIPTION} is missing")
-        content = _read(path)
-        if content["format_version"] != FORMAT_VERSION:
-            raise ValueError(
-                f"{path} has format version {content['format_version']}, this hf_kvret reads "
-                f"{FORMAT_VERSION}: {_AGAIN}"
-            )
-        if content.get("checksum") != checksum(content):
-            raise ValueError(f"{path} is corrupt (its checksum is another one): {_AGAIN}")
-        if not all(_FILE.fullmatch(name) for name in content["files"]):
-            # No other file is opened, whoever wrote the names.
-            raise ValueError(f"{path} names files that are not of tensors: {_AGAIN}")
-        return cls(content)
-
-    def tensors(
-        self, directory: Path, mapped: bool = False, maps_index: bool = False
-    ) -> SavedTensors:
-        """The tensors of the cache in ``directory``, rows ``mapped``; see ``SavedTensors``."""
-        paths = [directory / name for name in self.content["files"]]
-        return SavedTensors(paths, self.content["tensors"], mapped, maps_index)
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: it is damaged, or of another format.
+    """
+    path = directory / DESCRIPTION
+    if not path.is_file():
+        raise FileNotFoundError(f"no saved cache in {directory}: {DESCRIPTION} is missing")
+    content = _read(path)
+    if content["format_version"] != FORMAT_VERSION:
+        raise ValueError(
+            f"{path} has format version {content['format_version']}, this hf_kvret reads "
+            f"{FORMAT_VERSION}: {_AGAIN}"
+        )
+    if content.get("checksum") != checksum(content):
+        raise ValueError(f"{path} is corrupt (its checksum is another one): {_AGAIN}")
+    if not all(_FILE.fullmatch(name) for name in content["files"]):
+        # No other file is opened, whoever wrote the names.
+        raise ValueError(f"{path} names files that are not of tensors: {_AGAIN}")
+    return content
 
 
 def encoded(content: Mapping[str, Any]) -> bytes:
@@ -111,8 +95,8 @@ def verify_cache(directory: Path) -> list[str]:
         OSError: a file is missing, or can't be read.
         ValueError: damage; the message says where.
     """
-    description = Description.read(directory)
-    content, tensors = description.content, description.tensors(directory)
+    content = read_description(directory)
+    tensors = SavedTensors([directory / name for name in content["files"]], content["tensors"])
     names = tensors.names()
     nbytes = sum(tensors.read(name).nbytes for name in names)
     versions = [f"{name} {value}" for name, value in content["library"].items()]

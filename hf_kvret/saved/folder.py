@@ -15,12 +15,15 @@ but files of our own names.
 from __future__ import annotations
 
 import errno
+import hashlib
+import json
 import os
 import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock
 
@@ -198,3 +201,18 @@ def _sync_folder(directory: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+def plain_bytes(value: Any) -> bytes:
+    """``value`` as JSON with sorted names, without spaces, in ASCII.
+
+    The same before it is written to a file and after it is read.
+    """
+    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
+
+
+def digest_of_json(values: Mapping[str, Any], but: str) -> str:
+    """SHA-256 of ``values`` without the one named ``but``, however a file lays them out."""
+    return hashlib.sha256(
+        plain_bytes({name: value for name, value in values.items() if name != but})
+    ).hexdigest()

@@ -21,8 +21,14 @@ from hf_kvret.layer import foreign_layers
 from hf_kvret.layer.hybrid import foreign_layers_of
 from hf_kvret.layer.layer import RetrievalLayer
 from hf_kvret.models.ranks import part_of
-from hf_kvret.options.config import RetrievalConfig, check_load, with_companions
-from hf_kvret.saved.description import DESCRIPTION, STEM, Description, check_replaceable, encoded
+from hf_kvret.options.config import RetrievalConfig, check_load
+from hf_kvret.saved.description import (
+    DESCRIPTION,
+    STEM,
+    check_replaceable,
+    encoded,
+    read_description,
+)
 from hf_kvret.saved.folder import Replacement, replacing
 from hf_kvret.saved.identity import CacheIdentity, facts_difference
 from hf_kvret.saved.shards import SavedTensors, ShardWriter
@@ -97,22 +103,20 @@ def load(
             "the model is split over processes, and a saved cache has all heads: read the prompt "
             "in each process"
         )
-    description = Description.read(directory)
+    content = read_description(directory)
+    paths = [directory / name for name in content["files"]]
     with torch.device("cpu"):
-        cache = _empty_cache(cls, directory, description.content, config, changes)
-        reader = CPU if cache.options.store == DISK else device
-        is_mapped = _is_mapped(mapped, directory, description, reader)
-        tensors = description.tensors(directory, is_mapped, device.type == "cpu")
-        _fill(cache, directory, description.content, tensors, device)
+        cache = _empty_cache(cls, directory, content, config, changes)
+        is_mapped = _is_mapped(mapped, paths, CPU if cache.options.store == DISK else device)
+        tensors = SavedTensors(paths, content["tensors"], is_mapped, device.type == "cpu")
+        _fill(cache, directory, content, tensors, device)
     if model is not None and cache.identity is not None:
         cache.check_model(model, f"the cache in {directory}")
     return cache
 
 
-def _is_mapped(
-    mapped: bool | str, directory: Path, description: Description, reader: torch.device
-) -> bool:
-    """Whether rows, to which ``reader`` attends, stay in their files.
+def _is_mapped(mapped: bool | str, paths: list[Path], reader: torch.device) -> bool:
+    """Whether rows, to which ``reader`` attends, stay in their files ``paths``.
 
     ValueError for another word than ``"auto"``.
     """
@@ -120,7 +124,6 @@ def _is_mapped(
         raise ValueError(f"mapped={mapped!r}: pass True, False or 'auto'")
     if mapped != "auto":
         return bool(mapped)
-    paths = (directory / name for name in description.content["files"])
     nbytes = sum(path.stat().st_size for path in paths if path.is_file())
     return reader.type == "cpu" and nbytes > _LEAST_MAPPED
 
@@ -196,7 +199,7 @@ def _empty_cache(
 
 
 def _options_to_load(
-    cls: type[FilledCache], directory: Path, saved: Mapping[str, Any], changes: Mapping[str, Any]
+    cls: type[FilledCache], directory: Path, saved: Mapping[str, Any], changes: dict[str, Any]
 ) -> tuple[RetrievalConfig, str]:
     """The saved options with ``changes``; and what to tell where the model's artifact won't do.
 
@@ -208,9 +211,7 @@ def _options_to_load(
     Raises:
         ValueError: options that this version hasn't, or a change that a filled cache can't take.
     """
-    changes = dict(changes)
     check_load(changes, cls.needs_artifact)
-    changes = with_companions(changes)
     try:
         options = cls.Config.from_saved(**saved)
     except (TypeError, ValueError) as error:
@@ -227,5 +228,8 @@ def _options_to_load(
             f"{directory} was saved with artifact={name[:200]!r}, and what a file names is not "
             "followed: pass artifact= to from_pretrained, with this name if you trust it"
         )
-        changes = with_companions({"artifact": None, **changes})
+        changes = {"artifact": None, **changes}
+    if "artifact" in changes:
+        # The saved revision is that of the artifact that is replaced.
+        changes = {"revision": None, **changes}
     return options.replace(**changes), hint

@@ -10,7 +10,7 @@ from typing import Any
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
 from hf_kvret.lab.evaluate.bundled import REFERENCE_MODEL
-from hf_kvret.saved.plain_json import digest_of_json
+from hf_kvret.saved.folder import digest_of_json
 from hf_kvret.testing.models import spread_weights
 
 DESCRIPTION, CARD = "config.json", "README.md"

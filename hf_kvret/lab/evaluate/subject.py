@@ -18,8 +18,8 @@ from transformers.utils import is_accelerate_available
 from hf_kvret.generate.attach import attach
 from hf_kvret.lab.evaluate.bundled import OUR_MODELS, SMOLLM2_MODEL, example_model, expand_smollm2
 from hf_kvret.lab.evaluate.failures import first_line
+from hf_kvret.saved.folder import plain_bytes
 from hf_kvret.saved.identity import facts_of, printable
-from hf_kvret.saved.plain_json import plain_bytes
 from hf_kvret.shelf.questions import plain_generation_config
 
 _KNOWN = {**OUR_MODELS, "smollm2": SMOLLM2_MODEL}
