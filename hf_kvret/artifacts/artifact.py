@@ -24,11 +24,11 @@ from hf_kvret.artifacts.files import (
     PATTERNS,
     TENSORS,
     check_no_foreign_artifact,
+    find_folder,
     read_description,
     read_tensors,
     write_folder,
 )
-from hf_kvret.artifacts.hub import find_folder
 from hf_kvret.artifacts.identity import ModelIdentity, compare_weights
 from hf_kvret.saved.folder import plain_bytes
 from hf_kvret.version import __version__

@@ -8,7 +8,7 @@ from typing import Any
 
 from huggingface_hub import ModelCardData
 
-from hf_kvret.artifacts.hub import is_hub_id
+from hf_kvret.artifacts.files import is_hub_id
 
 _TEMPLATE = """---
 {metadata}

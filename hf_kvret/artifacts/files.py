@@ -3,18 +3,23 @@
 ``config.json`` names the tensor file, ``artifact-<version>.safetensors``, and replaces the older
 one in one step, so that a save that breaks off leaves the old artifact. It has the sha256 of the
 tensor file, and a checksum of its own. Artifacts of 0.1.0 on the hub have ``artifact.safetensors``.
+huggingface_hub finds and downloads them, with its own settings and errors.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from huggingface_hub.utils import validate_repo_id
 from safetensors.torch import load, save
 
 from hf_kvret.saved.folder import VERSION_LEN, digest_of_json, replacing
@@ -149,3 +154,41 @@ def read_tensors(directory: Path, description: Mapping[str, Any]) -> dict[str, t
             f"one there): {_AGAIN}"
         )
     return load(content)
+
+
+# The base class of the HTTP client's errors without a response; the client differs by version.
+CLIENT_ERROR: type[Exception] = HfHubHTTPError.__bases__[0]
+
+
+def find_folder(source: str | os.PathLike[str], revision: str | None = None) -> Path:
+    """The folder with the files of ``source``: itself if it exists, else downloaded or cached.
+
+    All files are of one commit, and those that are in the cache are not downloaded again. A file
+    that the repository lacks is missing in the folder. Other arguments and errors as of
+    ``CalibrationArtifact.from_pretrained``.
+    """
+    path = Path(source).expanduser()
+    if path.is_dir():
+        if revision is not None:
+            raise ValueError(
+                f"revision={revision!r} of {path}, a folder on this machine: only artifacts on the "
+                "hub have revisions; leave it out, or start where no folder has the hub id's name"
+            )
+        return path
+    if path.exists():
+        raise NotADirectoryError(f"{path} is a file: give the folder that holds the artifact")
+    if not isinstance(source, str) or not is_hub_id(source):
+        raise FileNotFoundError(
+            f"no folder {path}, and it is no hub id either (a string, user/name): check the "
+            "spelling"
+        )
+    return Path(snapshot_download(source, revision=revision, allow_patterns=list(PATTERNS)))
+
+
+def is_hub_id(text: str) -> bool:
+    """Whether ``text`` could be the name of a repository: ``user/name``, or an old ``name``."""
+    try:
+        validate_repo_id(text)
+    except HFValidationError:
+        return False
+    return True

@@ -16,7 +16,7 @@ from transformers.cache_utils import LinearAttentionLayer
 from transformers.models.auto import modeling_auto
 from transformers.utils import logging as transformers_logging
 
-from hf_kvret.artifacts.hub import is_hub_id
+from hf_kvret.artifacts.files import is_hub_id
 from hf_kvret.generate.chunks import recurs
 from hf_kvret.lab.program.program import example_lines
 from hf_kvret.layer.layer import RetrievalLayer

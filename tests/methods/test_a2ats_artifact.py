@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from hf_kvret.artifacts import CalibrationArtifact, hub
+from hf_kvret.artifacts import CalibrationArtifact, files
 from hf_kvret.lab.calibrate.tiny import tiny_artifact
 from hf_kvret.methods.a2ats import A2ATSCache, A2ATSConfig
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
@@ -149,7 +149,7 @@ def test_an_artifact_that_a_saved_cache_names_is_not_followed(
         options = description["options"] | changes
         write_saved(tmp_path / "saved", {**description, "options": options})
         with monkeypatch.context() as patch:
-            patch.setattr(hub, "snapshot_download", refuse)
+            patch.setattr(files, "snapshot_download", refuse)
             patch.setattr(CalibrationArtifact, "from_pretrained", refuse)
             with pytest.raises(ValueError, match="is not followed: pass artifact=") as raised:
                 A2ATSCache.from_pretrained(tmp_path / "saved", llama.config)

@@ -19,8 +19,7 @@ import torch.nn.functional as F
 
 from hf_kvret.lab.calibrate.study import Calibration, Carried, LayerFindings, LayerStudy, Progress
 from hf_kvret.lab.calibrate.taps import LayerTokens, before_rope
-from hf_kvret.methods.aqua.coding import NOT_CODED, default_group, make_codec
-from hf_kvret.methods.aqua.learned import PredictorOptions
+from hf_kvret.methods.aqua.learned import NOT_CODED, PredictorOptions, default_group, make_codec
 from hf_kvret_kernels.higgs import HiggsCodec
 from hf_kvret_model_patches.rope import Rope
 

@@ -11,8 +11,7 @@ from typing import Any, ClassVar
 import torch
 
 from hf_kvret.artifacts.artifact import CalibrationArtifact
-from hf_kvret.artifacts.files import DESCRIPTION, check_no_foreign_artifact
-from hf_kvret.artifacts.hub import find_folder
+from hf_kvret.artifacts.files import DESCRIPTION, check_no_foreign_artifact, find_folder
 from hf_kvret.lab.calibrate.a2ats import A2ATSCalibration
 from hf_kvret.lab.calibrate.aqua import AquaCalibration
 from hf_kvret.lab.calibrate.study import Corpus, calibrate
@@ -35,8 +34,7 @@ from hf_kvret.lab.program.program import add_command
 from hf_kvret.lab.report.results import check_folder
 from hf_kvret.lab.report.tables import markdown_table
 from hf_kvret.methods.a2ats.learned import CODEWORD_DTYPES
-from hf_kvret.methods.aqua.coding import BITS, GROUPS
-from hf_kvret.methods.aqua.learned import SPACES
+from hf_kvret.methods.aqua.learned import BITS, GROUPS, SPACES
 from hf_kvret.saved import description as caches
 from hf_kvret.saved.identity import printable
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from hf_kvret.artifacts.hub import CLIENT_ERROR
+from hf_kvret.artifacts.files import CLIENT_ERROR
 from hf_kvret.contracts.signals import interruptible
 from hf_kvret.lab.program.options import add_options, read_options
 from hf_kvret.lab.program.progress import only_our_bars

@@ -5,14 +5,17 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Self
 
 import torch
 from transformers import PreTrainedConfig
 
 from hf_kvret.artifacts import CalibrationArtifact
-from hf_kvret.artifacts.checks import calibration_options, check_positions_known, learned_rope
-from hf_kvret.artifacts.shared import made_once
+from hf_kvret.artifacts.shared import (
+    calibration_options,
+    check_positions_known,
+    learned_rope,
+    made_once,
+)
 from hf_kvret.options.declare import OneOf, check_options, integer, option, real
 from hf_kvret_kernels import codebook
 from hf_kvret_model_patches.rope import Rope
@@ -66,14 +69,6 @@ class KeySpace:
     rope: Rope
     distance: int
 
-    @classmethod
-    def check_model(cls, config: PreTrainedConfig) -> None:
-        """ValueError for a model whose keys can't be mapped to this space."""
-
-    def to(self, device: torch.device) -> Self:
-        """The same on ``device``."""
-        return replace(self, rope=self.rope.to(device))
-
     def keys(self, keys: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
         """``[B, H, n, D]`` fp32 of post-RoPE keys at ``positions [B, n]``."""
         return keys.float()
@@ -101,12 +96,6 @@ def at_distance(query: torch.Tensor, rope: Rope, distance: int) -> torch.Tensor:
 
 class WindowedSpace(KeySpace):
     """Windowed RoPE: keys before RoPE, queries rotated to position b (section 4.1)."""
-
-    @classmethod
-    def check_model(cls, config: PreTrainedConfig) -> None:
-        check_positions_known(
-            config, "another method", "`hf-kvret calibrate a2ats --space rotated`"
-        )
 
     def keys(self, keys: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
         return self._before(keys, positions)
@@ -176,12 +165,6 @@ class LearnedLayer:
             digest.update(x.cpu().contiguous().view(torch.uint8).numpy().tobytes())
         return int.from_bytes(digest.digest()[:8]) >> 1
 
-    def to(self, device: torch.device) -> Self:
-        """A copy on ``device``; itself if it is there."""
-        if device == self.words.device:
-            return self
-        return type(self)(self.words.to(device), self.metric.to(device), self.space.to(device))
-
     def encode(self, keys: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
         """Ids ``[B, H, n]`` int16 of post-RoPE ``keys [B, H, n, D]`` at ``positions [B, n]``."""
         batch, heads, count, dim = keys.shape
@@ -215,7 +198,9 @@ def check_artifact(artifact: CalibrationArtifact, config: PreTrainedConfig) -> N
         ValueError: the first thing that is wrong: architecture, options, or the model's positions.
     """
     artifact.check(config)
-    SPACES[_options(artifact).space].check_model(config)
+    if _options(artifact).space == "windowed":
+        command = "`hf-kvret calibrate a2ats --space rotated`"
+        check_positions_known(config, "another method", command)
 
 
 def _options(artifact: CalibrationArtifact) -> CodebookOptions:
@@ -234,9 +219,8 @@ def learned_layer(
     def make() -> LearnedLayer:
         names = (f"layers.{layer}.{name}" for name in ("codewords", "metric"))
         held = slice(None) if heads is None else slice(heads.start, heads.stop)
-        words, metric = (artifact.tensors[name][held] for name in names)
-        options = _options(artifact)
-        space = SPACES[options.space](learned_rope(artifact, layer), options.distance)
-        return LearnedLayer(words, metric.float(), space).to(device)
+        words, metric = (artifact.tensors[name][held].to(device) for name in names)
+        options, rope = _options(artifact), learned_rope(artifact, layer).to(device)
+        return LearnedLayer(words, metric.float(), SPACES[options.space](rope, options.distance))
 
     return made_once(artifact, (layer, device, heads), make)

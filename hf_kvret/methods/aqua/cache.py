@@ -12,9 +12,14 @@ from hf_kvret.artifacts import CalibrationArtifact
 from hf_kvret.artifacts.shared import made_once
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.contracts.store import FirstRows
-from hf_kvret.methods.aqua.coding import NOT_CODED, check_group, default_group
 from hf_kvret.methods.aqua.config import AquaConfig, layer_plan
-from hf_kvret.methods.aqua.learned import METHOD, check_artifact, learned_options
+from hf_kvret.methods.aqua.learned import (
+    METHOD,
+    NOT_CODED,
+    check_artifact,
+    default_group,
+    learned_options,
+)
 from hf_kvret.methods.aqua.store import AquaStore
 from hf_kvret.models.compatibility import retrieval_shapes
 from hf_kvret.options.config import RetrievalConfig
@@ -100,7 +105,5 @@ def _check_width(options: AquaConfig, config: PreTrainedConfig) -> None:
     if options.bits == NOT_CODED and options.first_bits in (None, NOT_CODED):
         return
     for width in {shape.width for shape in retrieval_shapes(config).values()}:
-        if options.group is not None:
-            check_group(options.group, width)
-        elif options.bits != NOT_CODED:
-            default_group(width)
+        if options.group is not None or options.bits != NOT_CODED:
+            default_group(width, options.group)

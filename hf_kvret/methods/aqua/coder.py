@@ -7,9 +7,15 @@ from typing import Self
 
 import torch
 
-from hf_kvret.methods.aqua.coding import NOT_CODED, check_group, default_group, make_codec
 from hf_kvret.methods.aqua.config import LayerPlan
-from hf_kvret.methods.aqua.learned import LearnedLayer, learned_layer, learned_options
+from hf_kvret.methods.aqua.learned import (
+    NOT_CODED,
+    LearnedLayer,
+    default_group,
+    learned_layer,
+    learned_options,
+    make_codec,
+)
 from hf_kvret_kernels.higgs import Coded, HiggsCodec
 from hf_kvret_model_patches.rope import Rope
 
@@ -240,7 +246,6 @@ def _codec(
     """
     if bits == NOT_CODED or not width:
         return None
-    group = plan.options.group or learned_group or default_group(width)
-    check_group(group, width)
+    group = default_group(width, plan.options.group or learned_group)
     seed = 0 if plan.artifact is None else learned_options(plan.artifact).seed
     return make_codec(bits, group, seed, device)

@@ -8,8 +8,14 @@ from typing import Any, ClassVar, Self
 
 from hf_kvret.artifacts import CalibrationArtifact
 from hf_kvret.artifacts.shared import ArtifactConfig
-from hf_kvret.methods.aqua.coding import BITS, GROUPS, NOT_CODED
-from hf_kvret.methods.aqua.learned import METHOD, learned_options, needs_positions
+from hf_kvret.methods.aqua.learned import (
+    BITS,
+    GROUPS,
+    METHOD,
+    NOT_CODED,
+    learned_options,
+    needs_positions,
+)
 from hf_kvret.models.ranks import part_of
 from hf_kvret.options.declare import OneOf, option
 

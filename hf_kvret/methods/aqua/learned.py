@@ -44,16 +44,23 @@ import torch.nn.functional as F
 from transformers import PreTrainedConfig
 
 from hf_kvret.artifacts import CalibrationArtifact
-from hf_kvret.artifacts.checks import (
+from hf_kvret.artifacts.shared import (
     calibration_options,
     check_positions_known,
     damaged,
     learned_rope,
+    made_once,
 )
-from hf_kvret.artifacts.shared import made_once
-from hf_kvret.methods.aqua.coding import BITS, GROUPS
 from hf_kvret.options.declare import FLAG, OneOf, check_options, integer, option, real
+from hf_kvret_kernels.higgs import HiggsCodec
+from hf_kvret_kernels.higgs.codec import LARGEST_GROUP, SMALLEST_GROUP
 from hf_kvret_model_patches.rope import Rope
+
+NOT_CODED = 16
+"""Bits of uncoded rows."""
+BITS = (2, 3, 4, NOT_CODED)
+GROUPS = tuple(2**n for n in range(3, 11))
+"""Numbers that may share a scale."""
 
 METHOD = "aqua"
 SPACES = ("before", "after")
@@ -231,3 +238,32 @@ def learned_layer(
         )
 
     return made_once(artifact, (layer, with_inputs, device, dtype), make)
+
+
+def default_group(width: int, group: int | None = None) -> int:
+    """Numbers that share a scale: the largest power of two that divides ``width``, at most 1024.
+
+    Args:
+        width: KV heads times head dim.
+        group: takes its place where it is given.
+
+    Raises:
+        ValueError: no power of two from 8 on divides it, or ``group`` doesn't.
+    """
+    if group is not None and width % group:
+        raise ValueError(
+            f"group={group} does not divide the {width} numbers of a token's keys or values: leave "
+            "group out, or give a power of two that does"
+        )
+    group = group or min(LARGEST_GROUP, width & -width)
+    if group < SMALLEST_GROUP:
+        raise ValueError(
+            f"a token's keys or values are {width} numbers: the codec's group is a power of two "
+            f"from {SMALLEST_GROUP} on, and none divides that; this model can't be coded"
+        )
+    return group
+
+
+def make_codec(bits: int, group: int, seed: int, device: torch.device) -> HiggsCodec | None:
+    """The codec of rows; None for 16 bits."""
+    return None if bits == NOT_CODED else HiggsCodec(bits, group, seed=seed).to(device)

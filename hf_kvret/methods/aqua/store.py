@@ -12,8 +12,8 @@ from hf_kvret.contracts.state import Tensors, part, transient
 from hf_kvret.contracts.store import AttentionResult
 from hf_kvret.contracts.token_buffer import TokenBuffer, passed
 from hf_kvret.methods.aqua.coder import RowCoder, Rows
-from hf_kvret.methods.aqua.coding import NOT_CODED
 from hf_kvret.methods.aqua.config import LayerPlan
+from hf_kvret.methods.aqua.learned import NOT_CODED
 from hf_kvret.stores import PagedStore, Store
 from hf_kvret.stores.memory import DeviceMemory, PageMemory
 from hf_kvret_kernels._dispatch import preferred
