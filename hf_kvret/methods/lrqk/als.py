@@ -13,8 +13,7 @@ from hf_kvret.contracts.index import ColdTokens, Index, SearchCost
 from hf_kvret.contracts.state import State, number, part, tensor, transient
 from hf_kvret.contracts.token_buffer import TokenBuffer, passed
 from hf_kvret.methods.lrqk.config import LRQKConfig
-from hf_kvret.methods.lrqk.factors import finite, float_chunks
-from hf_kvret.methods.lrqk.proxies import Proxies, project
+from hf_kvret.methods.lrqk.factors import Proxies, finite, float_chunks, project
 from hf_kvret_kernels import proxy
 from hf_kvret_kernels.host_step import HostSearch, ProxySearch
 

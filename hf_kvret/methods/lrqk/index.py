@@ -14,8 +14,14 @@ from hf_kvret.contracts.index import CapturableIndex, ColdTokens, Index, SearchC
 from hf_kvret.contracts.state import number, part, tensor
 from hf_kvret.methods.lrqk.als import PaperLRQKIndex
 from hf_kvret.methods.lrqk.config import LRQKConfig
-from hf_kvret.methods.lrqk.factors import Factors, KeyGrams, QueryGrams, closed_form
-from hf_kvret.methods.lrqk.proxies import Proxies, project
+from hf_kvret.methods.lrqk.factors import (
+    Factors,
+    KeyGrams,
+    Proxies,
+    QueryGrams,
+    closed_form,
+    project,
+)
 from hf_kvret.options.config import RetrievalConfig
 from hf_kvret.stores import Store
 from hf_kvret_kernels import proxy
