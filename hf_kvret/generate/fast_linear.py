@@ -13,8 +13,7 @@ from transformers import PreTrainedModel
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.generate.model_state import add_hooks
 from hf_kvret.models.compiled import not_compiled
-from hf_kvret.models.products import fits, linear, may_be_quicker
-from hf_kvret.models.projection import is_hooked
+from hf_kvret.models.products import fits, is_hooked, linear, may_be_quicker
 from hf_kvret.models.versions import cache_argument
 from hf_kvret_model_patches.decoders import decoder_of
 

@@ -17,7 +17,7 @@ import torch
 from hf_kvret.contracts.block import check_dtypes
 from hf_kvret.layer.layer import HANDLE, RetrievalLayer
 from hf_kvret.layer.queries import AttentionCall
-from hf_kvret.models.projection import Affine, affine
+from hf_kvret.models.products import Affine, affine
 from hf_kvret_model_patches import latent
 
 

@@ -4,15 +4,22 @@ With one token torch reads such a weight at a third to a half of the memory's ra
 processor multiplies bf16. Without instructions for it, torch multiplies some dozens of tokens at a
 tenth of the rate of fp32. The compiled library reads a weight once, converts it in the processor's
 cache, and sums in fp32.
+
+And the matrix of a projection that is linear, whatever stands in its place. An ``nn.Linear`` that
+nobody changed is its weight and its bias. Anything else (a subclass, an adapter, a parametrization,
+quantized, offloaded or distributed weights, hooks) is multiplied with the identity, at each call
+because nobody knows what has changed since.
 """
 
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch._subclasses import FakeTensor
+from torch.nn.modules import module as module_of_torch
 
 from hf_kvret_kernels import host_library
 from hf_kvret_kernels._dispatch import preferred
@@ -95,3 +102,47 @@ def most_tokens(dtype: torch.dtype) -> int:
         return _FEW if cpu._is_avx512_bf16_supported() or cpu._is_amx_tile_supported() else _MOST
     # Processors with AMX multiply fp16, too.
     return 0 if cpu._is_amx_tile_supported() else _MOST
+
+
+@dataclass(frozen=True, eq=False)
+class Affine:
+    """A projection ``x -> matrix x + offset``.
+
+    Attributes:
+        matrix: ``[out, in]``.
+        offset: ``[out]``, or None where there is none.
+    """
+
+    matrix: torch.Tensor
+    offset: torch.Tensor | None
+
+
+def affine(projection: nn.Module, like: torch.Tensor, inputs: int) -> Affine:
+    """What ``projection`` does to vectors of ``inputs`` elements, of dtype and device of ``like``.
+
+    The matrix of a plain linear layer is its weight itself. The projection must be linear.
+    """
+    if type(projection) is nn.Linear and "forward" not in projection.__dict__:
+        weight, bias = projection.weight, projection.bias
+        if {type(weight), type(bias)} <= {nn.Parameter, type(None)} and not is_hooked(projection):
+            return Affine(weight, bias)
+    return _images(projection, like, inputs)
+
+
+def _images(projection: nn.Module, like: torch.Tensor, inputs: int) -> Affine:
+    """The images of the identity's rows, and of zero, which a bias moves."""
+    images = projection(torch.eye(inputs + 1, inputs, dtype=like.dtype, device=like.device))
+    offset = images[inputs]
+    # The difference of two numbers in bf16 has more digits than they have.
+    wide = torch.promote_types(images.dtype, torch.float32)
+    matrix = images[:inputs].to(wide) - offset.to(wide)
+    return Affine(matrix.T.to(images.dtype).contiguous(), offset)
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Whether a hook runs around the module: one of its own, or one of all modules."""
+    hooks = (
+        *(module._forward_hooks, module._forward_pre_hooks),
+        *(module_of_torch._global_forward_hooks, module_of_torch._global_forward_pre_hooks),
+    )
+    return any(hooks)

@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache
 
 import hf_kvret
 from hf_kvret import FlatKVCache, LatentKVCache
-from hf_kvret.models import projection
+from hf_kvret.models import products
 from hf_kvret.testing import COVERING_OPTIONS, LATENT_MODELS, LOGIT_TOLERANCE
 from hf_kvret.testing.scenario import prompt
 
@@ -39,13 +39,13 @@ def model() -> PreTrainedModel:
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
     """The projections that are asked for their matrix, in order."""
     modules: list[nn.Module] = []
-    images = projection._images
+    images = products._images
 
-    def logged(module: nn.Module, *args: Any) -> projection.Affine:
+    def logged(module: nn.Module, *args: Any) -> products.Affine:
         modules.append(module)
         return images(module, *args)
 
-    monkeypatch.setattr(projection, "_images", logged)
+    monkeypatch.setattr(products, "_images", logged)
     return modules
 
 
@@ -197,9 +197,9 @@ def test_hooks_of_all_modules_count(model: PreTrainedModel) -> None:
         lambda module, args, out: 2 * out if type(module) is nn.Linear else None
     )
     try:
-        matrix = projection.affine(projections(model)[0], torch.zeros(1), 16).matrix
+        matrix = products.affine(projections(model)[0], torch.zeros(1), 16).matrix
     finally:
         handle.remove()
     torch.testing.assert_close(
-        matrix, 2 * projection.affine(projections(model)[0], torch.zeros(1), 16).matrix
+        matrix, 2 * products.affine(projections(model)[0], torch.zeros(1), 16).matrix
     )
