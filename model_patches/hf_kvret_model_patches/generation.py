@@ -27,20 +27,11 @@ from transformers.generation import configuration_utils
 from transformers.generation.continuous_batching import ContinuousBatchingManager
 from transformers.generation.utils import GenerationMixin
 
-from hf_kvret_model_patches.wrappers import Function, WrappedMethod, signature_with
+from hf_kvret_model_patches.wrappers import Function, Patches, signature_with
 
 _NAMES = "ALL_CACHE_IMPLEMENTATIONS"
 
-_generate = WrappedMethod(GenerationMixin, "generate")
-_prepare_cache = WrappedMethod(GenerationMixin, "_prepare_cache_for_generation")
-# All ways to continuous batching make a manager by the first, and let it work by the second.
-_make_manager = WrappedMethod(GenerationMixin, "init_continuous_batching")
-_start_manager = WrappedMethod(ContinuousBatchingManager, "start")
-_prepare_inputs = WrappedMethod(GenerationMixin, "prepare_inputs_for_generation")
-_update_kwargs = WrappedMethod(GenerationMixin, "_update_model_kwargs_for_generation")
-_criteria = WrappedMethod(GenerationMixin, "_valid_auto_compile_criteria")
-_compiled = WrappedMethod(PreTrainedModel, "get_compiled_call")
-
+_patches = Patches()
 # The names that were added to those of transformers and of other libraries.
 _added: tuple[str, ...] = ()
 # The call that a thread's hook chose, between the question and the answer.
@@ -98,17 +89,11 @@ def apply(names: tuple[str, ...], hooks: Hooks) -> None:
         with hooks.around(model, {**values, **values.get("kwargs", {})}):
             return inner(model, *args, **kwargs)
 
-    def prepare_cache(
-        inner: Function,
-        model: Any,
-        config: Any,
-        model_kwargs: dict[str, Any],
-        *args: Any,
-        **kw: Any,
-    ) -> Any:
+    def prepare_cache(inner: Function, model: Any, *args: Any, **kwargs: Any) -> Any:
+        config, model_kwargs = args[:2]
         if hooks.prepare_cache(model, config, model_kwargs):
             return None
-        return inner(model, config, model_kwargs, *args, **kw)
+        return inner(model, *args, **kwargs)
 
     def make_manager(inner: Function, model: Any, *args: Any, **kwargs: Any) -> Any:
         signature = signature_with(inner, "generation_config")
@@ -131,35 +116,26 @@ def apply(names: tuple[str, ...], hooks: Hooks) -> None:
         hooks.after_pass(model, outputs)
         return inner(model, outputs, *args, **kwargs)
 
-    def criteria(
-        inner: Function,
-        model: Any,
-        model_kwargs: dict[str, Any],
-        config: Any,
-        *args: Any,
-        **kw: Any,
-    ) -> bool:
+    def criteria(inner: Function, model: Any, *args: Any, **kwargs: Any) -> bool:
+        model_kwargs, config = args[:2]
         _chosen.call = hooks.choose_call(model, config, model_kwargs)
-        return _chosen.call is not None or bool(inner(model, model_kwargs, config, *args, **kw))
+        return _chosen.call is not None or bool(inner(model, *args, **kwargs))
 
-    _generate.apply(generate)
-    _prepare_cache.apply(prepare_cache)
-    _make_manager.apply(make_manager)
-    _start_manager.apply(start_manager)
-    _prepare_inputs.apply(prepare_inputs)
-    _update_kwargs.apply(update_kwargs)
-    _criteria.apply(criteria)
-    _compiled.apply(_compiled_call)
+    _patches.apply(GenerationMixin, "generate", generate)
+    _patches.apply(GenerationMixin, "_prepare_cache_for_generation", prepare_cache)
+    # All ways to continuous batching make a manager by the first, and let it work by the second.
+    _patches.apply(GenerationMixin, "init_continuous_batching", make_manager)
+    _patches.apply(ContinuousBatchingManager, "start", start_manager)
+    _patches.apply(GenerationMixin, "prepare_inputs_for_generation", prepare_inputs)
+    _patches.apply(GenerationMixin, "_update_model_kwargs_for_generation", update_kwargs)
+    _patches.apply(GenerationMixin, "_valid_auto_compile_criteria", criteria)
+    _patches.apply(PreTrainedModel, "get_compiled_call", _compiled_call)
     _add(names)
 
 
 def restore() -> None:
     """Take our names and hooks away; what others added or wrapped stays. Harmless twice."""
-    for wrapped in (
-        *(_generate, _prepare_cache, _make_manager, _start_manager),
-        *(_prepare_inputs, _update_kwargs, _criteria, _compiled),
-    ):
-        wrapped.restore()
+    _patches.restore()
     _add(())
 
 

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_kvret_model_patches.wrappers import WrappedMethod
+from hf_kvret_model_patches.wrappers import Patches
 
 _METHOD = "expand_kv"
 Expand = Callable[..., tuple[torch.Tensor, torch.Tensor]]
-_patched: dict[type, WrappedMethod] = {}
+_patches = Patches()
+restore = _patches.restore
 
 
 def apply(model: nn.Module, keeps_latents: Callable[[torch.Tensor], bool]) -> None:
@@ -32,15 +33,7 @@ def apply(model: nn.Module, keeps_latents: Callable[[torch.Tensor], bool]) -> No
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return (kv_nope, k_rot) if keeps_latents(kv_nope) else original(module, kv_nope, k_rot)
 
-    for owner in {owner for module in model.modules() for owner in type(module).__mro__}:
-        if _METHOD in vars(owner):
-            _patched.setdefault(owner, WrappedMethod(owner, _METHOD)).apply(expand_kv)
-
-
-def restore() -> None:
-    """Let all classes expand their latents again. Doing it twice is harmless."""
-    for wrapped in _patched.values():
-        wrapped.restore()
+    _patches.apply_to(model, _METHOD, _METHOD, expand_kv)
 
 
 def expand(

@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_kvret_model_patches.wrappers import WrappedMethod
+from hf_kvret_model_patches.wrappers import Patches
 
 _MASK, _VISIBLE, _CHOICE = "build_attention_mask_from_topk", "get_visible_tokens", "hf_kvret_choice"
 # The second until transformers 5.23.
 _CACHE_NAMES = ("cache", "past_key_values")
-_patched: dict[tuple[type, str], WrappedMethod] = {}
+_patches = Patches()
+restore = _patches.restore
 
 
 def apply(
@@ -56,21 +57,8 @@ def apply(
                 arguments[name] = _grown(cache, module.layer_idx, new)
         return original(module, **arguments)
 
-    hooks: dict[str, tuple[str, Callable[..., Any]]] = {
-        _MASK: (_MASK, build_mask),
-        _VISIBLE: ("forward", forward),
-    }
-    for owner in {owner for module in model.modules() for owner in type(module).__mro__}:
-        for known_by, (name, hook) in hooks.items():
-            if known_by in vars(owner):
-                wrapped = _patched.setdefault((owner, name), WrappedMethod(owner, name))
-                wrapped.apply(hook)
-
-
-def restore() -> None:
-    """Let all classes do as before. Doing it twice is harmless."""
-    for wrapped in _patched.values():
-        wrapped.restore()
+    _patches.apply_to(model, _MASK, _MASK, build_mask)
+    _patches.apply_to(model, _VISIBLE, "forward", forward)
 
 
 def mask_of_choice(mask: Any) -> Callable[[], torch.Tensor] | None:

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from types import FunctionType
 from typing import Any
 
+from torch import nn
+
 Function = Callable[..., Any]
 Hook = Callable[..., Any]
 """``hook(inner, *args, **kwargs)`` does the work of a call; ``inner`` is what we wrapped."""
@@ -63,6 +65,28 @@ class _Wrapper:
             return inner(*args, **kwargs) if hook is None else hook(inner, *args, **kwargs)
 
         self.function = function
+
+
+class Patches:
+    """The methods that a patch wraps, each once."""
+
+    def __init__(self) -> None:
+        self._wrapped: dict[tuple[type, str], WrappedMethod] = {}
+
+    def apply(self, owner: type, name: str, hook: Hook) -> None:
+        """Let ``hook`` do the work of the method ``name``; see ``WrappedMethod``."""
+        self._wrapped.setdefault((owner, name), WrappedMethod(owner, name)).apply(hook)
+
+    def apply_to(self, model: nn.Module, known_by: str, name: str, hook: Hook) -> None:
+        """The same in the classes of ``model``'s modules that have a method ``known_by``."""
+        for owner in {owner for module in model.modules() for owner in type(module).__mro__}:
+            if known_by in vars(owner):
+                self.apply(owner, name, hook)
+
+    def restore(self) -> None:
+        """Take all hooks away. Doing it twice is harmless."""
+        for wrapped in self._wrapped.values():
+            wrapped.restore()
 
 
 @functools.lru_cache(maxsize=16)
