@@ -9,12 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    DynamicCache,
-    PreTrainedModel,
-    StaticCache,
-)
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, StaticCache
 from transformers.generation import configuration_utils
 from transformers.generation.utils import GenerationMixin
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS

@@ -89,11 +89,18 @@ def apply(names: tuple[str, ...], hooks: Hooks) -> None:
         with hooks.around(model, {**values, **values.get("kwargs", {})}):
             return inner(model, *args, **kwargs)
 
-    def prepare_cache(inner: Function, model: Any, *args: Any, **kwargs: Any) -> Any:
-        config, model_kwargs = args[:2]
-        if hooks.prepare_cache(model, config, model_kwargs):
+    # Kyutai's model passes the first two by these names.
+    def prepare_cache(
+        inner: Function,
+        model: Any,
+        generation_config: Any,
+        model_kwargs: Any,
+        *args: Any,
+        **kw: Any,
+    ) -> Any:
+        if hooks.prepare_cache(model, generation_config, model_kwargs):
             return None
-        return inner(model, *args, **kwargs)
+        return inner(model, generation_config, model_kwargs, *args, **kw)
 
     def make_manager(inner: Function, model: Any, *args: Any, **kwargs: Any) -> Any:
         signature = signature_with(inner, "generation_config")

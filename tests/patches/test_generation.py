@@ -116,6 +116,10 @@ def test_a_new_name_validates_and_the_hook_makes_its_cache(model: Any) -> None:
         ("LlamaForCausalLM", None, None),
         ("LlamaForCausalLM", "mine", {"some": [1, "x"]}),
     ]
+    # Kyutai's model passes both by their names.
+    named = {"generation_config": GenerationConfig(cache_implementation="mine"), "model_kwargs": {}}
+    model._prepare_cache_for_generation(**named)
+    assert CACHE_NAME in named["model_kwargs"]
 
 
 def test_names_of_others_stay_and_keep_their_order() -> None:
