@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
+import torch
+from transformers import PreTrainedModel
 from transformers.generation import GenerationMode
 
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.generate.requests import Request
-from hf_kvret.lossless.guess import guess_of
 from hf_kvret.lossless.pace import FastestPace, GivenPace, Pace
-from hf_kvret.lossless.steps import LosslessSteps, why_not
+from hf_kvret.lossless.steps import Guess, LosslessSteps, greedy, why_not
 from hf_kvret.models.ranks import is_split
 from hf_kvret.replay import DecodeGraph
 
 # Ranks can't agree on times that each of them measured.
 _COUNT_OF_RANKS = 8
+# Settings of ``generate`` whose processors run the model, or read an encoder's input.
+_NOT_FOR_DRAFTS = ("guidance_scale", "encoder_repetition_penalty", "encoder_no_repeat_ngram_size")
 
 
 def check_lossless(call: Request, cache: RetrievalCache, generation_config: Any) -> None:
@@ -50,7 +54,7 @@ def steps_of(call: Request, cache: RetrievalCache, generation_config: Any) -> Lo
         call.steps = LosslessSteps(
             model,
             cache,
-            guess=guess_of(model, generation_config, call.text_len),
+            guess=_guess(model, generation_config, call.text_len),
             pace=_pace(call, generation_config),
             confidence=confidence or 0.0,
             # The last token that is chosen is never read.
@@ -58,6 +62,30 @@ def steps_of(call: Request, cache: RetrievalCache, generation_config: Any) -> Lo
             step=step if step is not None and not step.reason else None,
         )
     return call.steps
+
+
+def _guess(model: PreTrainedModel, generation_config: Any, prompt_len: int) -> Guess:
+    """The guess for a call of ``generate`` with its own copy of ``generation_config``.
+
+    It scores logits as the settings of ``generate`` say, and samples where these do: with the
+    random numbers that the loop itself will use, so nearly equal scores give the same token. The
+    caller's own processors are not called, as they may count their calls.
+    """
+    config = copy.copy(generation_config)
+    for name in _NOT_FOR_DRAFTS:
+        setattr(config, name, None)
+    # Its own instances: those of the loop may keep something of each call.
+    processors = model._get_logits_processor(
+        generation_config=config, input_ids_seq_length=max(1, prompt_len), device=model.device
+    )
+
+    def guess(ids: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = processors(ids, logits.float())
+        if not config.do_sample:
+            return greedy(ids, scores)
+        return torch.multinomial(scores.softmax(dim=-1), num_samples=1), scores
+
+    return guess
 
 
 def _pace(call: Request, generation_config: Any) -> Pace:

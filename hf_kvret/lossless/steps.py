@@ -15,13 +15,21 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.layer.foreign_layers import is_known
 from hf_kvret.layer.hybrid import foreign_layers_of, is_recurrent, recording, stop_recording
-from hf_kvret.lossless.guess import Guess, greedy
 from hf_kvret.lossless.pace import FastestPace, Pace
 from hf_kvret.models.exact_chunks import Span, why_whole
 from hf_kvret.models.versions import cache_argument
 
 # Arguments of a step that have a column for each of its tokens.
 _TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
+
+
+Guess = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""Of the ids so far ``[1, n]`` and logits ``[1, V]``: the token ``[1, 1]``, and the scores."""
+
+
+def greedy(ids: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The token with the largest logit."""
+    return logits.argmax(dim=-1, keepdim=True), logits
 
 
 class LosslessSteps:
