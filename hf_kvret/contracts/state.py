@@ -43,19 +43,12 @@ class Schema:
 
     Attributes:
         dtype: of keys and values.
+        sizes: by letter, as far as they are known.
     """
 
     def __init__(self, dtype: torch.dtype, sizes: Mapping[str, int]) -> None:
         self.dtype = dtype
-        self._sizes = dict(sizes)
-
-    def __getitem__(self, letter: str) -> int:
-        return self._sizes[letter]
-
-    def for_state(self) -> Self:
-        """A copy for another state, without sizes of small letters."""
-        sizes = {letter: size for letter, size in self._sizes.items() if letter.isupper()}
-        return type(self)(self.dtype, sizes)
+        self.sizes = dict(sizes)
 
     def check(self, name: str, tensor: torch.Tensor, dims: str, dtype: DTypes = None) -> None:
         """ValueError unless ``tensor`` has these dims and (one of) these dtypes.
@@ -71,10 +64,10 @@ class Schema:
         letters = dims.split()
         fits = tensor.dtype in allowed and tensor.ndim == len(letters)
         for letter, size in zip(letters, tensor.shape, strict=False):
-            expected = int(letter) if letter.isdigit() else self._sizes.setdefault(letter, size)
+            expected = int(letter) if letter.isdigit() else self.sizes.setdefault(letter, size)
             fits &= size == expected
         if not fits:
-            sizes = [int(x) if x.isdigit() else self._sizes.get(x, x) for x in letters]
+            sizes = [int(x) if x.isdigit() else self.sizes.get(x, x) for x in letters]
             types = " or ".join(str(one).removeprefix("torch.") for one in allowed)
             raise ValueError(
                 f"{name} is {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}, not "
@@ -464,7 +457,8 @@ class State(ABC):  # noqa: B024 - contracts that derive from it have abstract me
 
     def check_saved(self, state: Tensors, schema: Schema) -> None:
         """ValueError where a saved state has a tensor of other dims or dtype than its field."""
-        schema = schema.for_state()
+        # Sizes of small letters are those of another state.
+        schema = Schema(schema.dtype, {x: n for x, n in schema.sizes.items() if x.isupper()})
         for name, field in self.fields.items():
             field.check(getattr(self, name), state, schema)
 

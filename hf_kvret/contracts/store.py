@@ -41,10 +41,6 @@ class FirstRows:
 AttentionResult = tuple[torch.Tensor, torch.Tensor]
 
 
-def _nothing_below() -> Store | None:
-    return None
-
-
 class Store(State):
     """Keys and values of one layer's cold tokens, by token index. One per retrieval layer.
 
@@ -58,7 +54,7 @@ class Store(State):
         codes_rows: whether rows come back as other numbers than they were given.
     """
 
-    below: Callable[[], Store | None] = staticmethod(_nothing_below)
+    below: Callable[[], Store | None] = staticmethod(lambda: None)
     codes_rows: ClassVar[bool] = False
 
     @property
@@ -126,7 +122,12 @@ class Store(State):
         A token is as relevant as the largest of the softmax weights, over the ids, that the query
         heads of its KV head give it. Computed where ``begin`` computes; arguments are the same.
         """
-        return best_of(self.scores(query, ids, scale, softcap), ids, count)
+        scores = self.scores(query, ids, scale, softcap)
+        if scores.is_cpu and preferred() is None:
+            return host_rank(scores, ids, count)
+        of_groups = scores.unflatten(1, (ids.shape[1], -1)).transpose(2, 3)
+        best = best_ids(of_groups, ids, min(count, ids.shape[-1]))
+        return torch.nn.functional.pad(best, (0, count - best.shape[-1]), value=-1)
 
     @abstractmethod
     def gather(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -191,15 +192,18 @@ class Store(State):
         ``values [B, Hkv, n, Dv]`` (in place of these ``value_in_key``, where keys contain them), or
         nothing; of a store of coded rows, its codes, which only such a store takes.
         """
+        in_key = int(state.get("value_in_key", 0))
         if PAGES in state:
-            state = rows_of_pages(state)
+            rows = state[PAGES].transpose(1, 2).flatten(2, 3)[:, :, : int(state["length"])]
+            keys, values = rows.tensor_split([int(state["key_dim"])], dim=-1)
+            state = {"keys": keys, "values": values}
         if state and "keys" not in state:
             raise ValueError(
                 "the cache was saved with coded rows, which other stores can't take: load it with "
                 "store='higgs' or 'higgs-host', and the bits that it was saved with"
             )
         if state:
-            keys, in_key = state["keys"].to(device), int(state.get("value_in_key", 0))
+            keys = state["keys"].to(device)
             values = keys[..., :in_key] if in_key else state["values"].to(device)
             self.append(TokenBlock(keys, values, start=0, value_in_key=in_key))
 
@@ -209,15 +213,6 @@ PAGES = "pages"
 
 Beside them stand ``length`` and ``key_dim``, and ``value_in_key`` where keys contain the values.
 """
-
-
-def rows_of_pages(state: Tensors) -> Tensors:
-    """``keys`` and ``values``, as views, of saved rows in pages."""
-    length, key_dim = int(state["length"]), int(state["key_dim"])
-    rows = state[PAGES].transpose(1, 2).flatten(2, 3)[:, :, :length]
-    if "value_in_key" in state:
-        return {"keys": rows, "value_in_key": state["value_in_key"]}
-    return {"keys": rows[..., :key_dim], "values": rows[..., key_dim:]}
 
 
 def all_of(
@@ -260,12 +255,3 @@ def scores_of_gathered(
         logits = soft_cap_(logits, softcap).masked_fill_(none, float("-inf"))
         scores.append(logits.flatten(1, 2).unsqueeze(2))
     return torch.cat(scores, dim=2)
-
-
-def best_of(scores: torch.Tensor, ids: torch.Tensor, count: int) -> torch.Tensor:
-    """``Store.best`` of known ``scores [B, Hq, Q, k]`` fp32."""
-    if scores.is_cpu and preferred() is None:
-        return host_rank(scores, ids, count)
-    of_groups = scores.unflatten(1, (ids.shape[1], -1)).transpose(2, 3)
-    best = best_ids(of_groups, ids, min(count, ids.shape[-1]))
-    return torch.nn.functional.pad(best, (0, count - best.shape[-1]), value=-1)

@@ -21,19 +21,6 @@ from hf_kvret.models.products import Affine, affine
 from hf_kvret_model_patches import latent
 
 
-def expanding_pays(queries: int, rank: int, head_elements: int) -> bool:
-    """Whether to expand rows takes fewer operations than to absorb so many queries.
-
-    Of a row and head, expanding takes R (n + v) products, and 2 R - n - v fewer for each query.
-
-    Args:
-        queries: that attend to each row.
-        rank: R.
-        head_elements: n + v, elements that a head makes of a latent.
-    """
-    return queries * (2 * rank - head_elements) > rank * head_elements
-
-
 class ModuleHeads:
     """What a layer's attention makes of queries and rows, in one call: weights may change.
 
@@ -80,8 +67,12 @@ class ModuleHeads:
         return self._matrices(rows).shape[0] * of_head
 
     def expands(self, queries: int) -> bool:
-        """Whether to expand rows takes fewer operations than to absorb so many queries."""
-        return expanding_pays(queries, self._rank, self._nope + self._value_dim)
+        """Whether to expand rows takes fewer operations than to absorb so many queries.
+
+        Of a row and head, expanding takes R (n + v) products, and 2 R - n - v fewer for each query.
+        """
+        made = self._nope + self._value_dim
+        return queries * (2 * self._rank - made) > self._rank * made
 
     def _matrices(self, like: torch.Tensor) -> torch.Tensor:
         """``[H, n + v, R]``: ``kv_b_proj`` for each head."""

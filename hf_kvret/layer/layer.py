@@ -336,7 +336,7 @@ class RetrievalLayer(CacheLayerMixin):
         learn = partial(self._on_forward, row_query, key, call) if watched else None
         if learn is not None and self.round is not None:
             # Only what is accepted will be learned.
-            self.round.defer(row_query, key, call)
+            self.round.seen = row_query, key, call
             learn = None
         self._scoring = call.scoring
         # A device attends to a first prompt while the host makes room for it.

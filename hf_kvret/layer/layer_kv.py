@@ -500,9 +500,9 @@ class LayerKV(State):
 
 def _check_rows(state: Tensors, schema: Schema) -> None:
     """ValueError for saved rows in full of other heads or dims than the layer's."""
-    in_key, pages = schema["I"], f"store.{PAGES}"
+    in_key, pages = schema.sizes["I"], f"store.{PAGES}"
     if pages in state:
-        width = schema["D"] + (0 if in_key else schema["V"])
+        width = schema.sizes["D"] + (0 if in_key else schema.sizes["V"])
         schema.check(pages, state[pages], f"B c H p {width}")
         return
     schema.check("store.keys", state["store.keys"], "B H N D")
@@ -523,8 +523,8 @@ class DraftRound:
     def __init__(self, kv: LayerKV) -> None:
         self._kv = kv
         self._start, self._index = kv.length, kv.index
-        # The verifying pass leaves the queries and keys of its tokens here, and its call.
-        self._pass: tuple[torch.Tensor, torch.Tensor, AttentionCall] | None = None
+        # Of the verifying pass, what the index would learn: queries, keys [B, H, n, Dk], call.
+        self.seen: tuple[torch.Tensor, torch.Tensor, AttentionCall] | None = None
         kv.drafts = True
         if kv.index is not None and kv.index.hooks & {"on_forward", "after_search"}:
             kv.index = kv.index.fork()
@@ -534,19 +534,14 @@ class DraftRound:
         if self._kv.drafts:
             self._kv.index, self._kv.drafts = self._index, False
 
-    def defer(self, query: torch.Tensor, key: torch.Tensor, call: AttentionCall) -> None:
-        """Keep what the index would learn of a pass: queries and keys ``[B, H, n, Dk]``."""
-        self._pass = query, key, call
-
     def learn(self, count: int) -> None:
         """Have the index learn of the first ``count`` tokens of the verifying pass.
 
         They are the newest ones now.
         """
-        seen, self._pass = self._pass, None
-        if seen is None or not count:
+        if self.seen is None or not count:
             return
-        query, key, call = seen
+        (query, key, call), self.seen = self.seen, None
         query, key = query[:, :, :count], key[:, :, :count]
         positions = None if call.positions is None else call.positions[:, :count]
         self._kv.on_forward(query, key, call.scoring.valid, positions, self._start)

@@ -72,7 +72,9 @@ class PromptPass:
         else:
             blocks = self._choose(first, last, near, count)
             results = [self._attend_span(query, first, span) for span in self._spans(near, last)]
-            results += self._attend_blocks(query, blocks)
+            most = self._most_tokens()
+            some = blocks.split(count + 1 if most is None else max(1, most // BLOCK), dim=2)
+            results += [self._attend_some(query, chosen) for chosen in some]
             self.retrieved.append((first, last))
         return merge(results, self.call.sink_logits, query.dtype)[0]
 
@@ -107,13 +109,8 @@ class PromptPass:
         rows = self.call.keys_and_values(self.keys[:, :, span], self.values[:, :, span])
         return attend_dense(query, *rows, scoring.of(valid), causal_offset=first - span.start)
 
-    def _attend_blocks(self, query: torch.Tensor, blocks: torch.Tensor) -> list[AttentionResult]:
-        """Attention to the tokens of ``blocks [B, Hkv, n]``, which all queries see."""
-        most = self._most_tokens()
-        some = blocks.split(blocks.shape[2] if most is None else max(1, most // BLOCK), dim=2)
-        return [self._attend_some(query, chosen) for chosen in some]
-
     def _attend_some(self, query: torch.Tensor, blocks: torch.Tensor) -> AttentionResult:
+        """Attention to the tokens of ``blocks [B, Hkv, n]``, which all queries see."""
         batch, heads, _ = blocks.shape
         keys, values = (_gather_blocks(rows, blocks) for rows in (self.keys, self.values))
         scoring, valid = self.call.scoring, None

@@ -87,15 +87,12 @@ class Snapshots(State):
             self.trim(most)
 
     def trim(self, most: int) -> None:
-        """Drop those that are least missed, so that at most ``most`` stay."""
+        """Drop those whose neighbours are closest to each other, so that at most ``most`` stay."""
         while len(self.held) > most:
-            del self.held[self._least_missed()]
-
-    def _least_missed(self) -> int:
-        """The index of the snapshot whose neighbours are closest to each other."""
-        lengths = [0, *self.lengths]
-        older = range(max(1, len(self.held) - _NEWEST))
-        return min(older, key=lambda i: lengths[min(i + 2, len(lengths) - 1)] - lengths[i])
+            lengths = [0, *self.lengths]
+            gaps = [lengths[min(i + 2, len(lengths) - 1)] - x for i, x in enumerate(lengths[:-1])]
+            older = gaps[: max(1, len(gaps) - _NEWEST)]
+            del self.held[older.index(min(older))]
 
     def crop(self, length: int) -> None:
         super().crop(length)

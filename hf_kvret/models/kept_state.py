@@ -264,16 +264,14 @@ class ModelState(State):
                     cuts = cuts.to(value.device)
                     agrees = (cuts[:, -1:] == value).all()
                     inside = torch.where(agrees, cuts[:, 1:-1], inside)
-                before = self._by_length(value, start)
+                before = self._shifts
+                if before is None:
+                    # 0 where the shift never changed.
+                    before = value.new_zeros(rows, 1, dtype=torch.int32)
+                behind = before[:, -1:].expand(-1, max(0, start + 1 - before.shape[1]))
+                before = torch.cat([before, behind], dim=1)[:, : start + 1].to(value.device)
                 self._shifts = torch.cat([before, inside, value.to(torch.int32)], dim=1)
             self._values[name] = value
-
-    def _by_length(self, shift: torch.Tensor, length: int) -> torch.Tensor:
-        """``[B, length + 1]`` int32, the shift by length; 0 where it never changed."""
-        if self._shifts is None:
-            return torch.zeros(len(shift), length + 1, dtype=torch.int32, device=shift.device)
-        behind = self._shifts[:, -1:].expand(-1, max(0, length + 1 - self._shifts.shape[1]))
-        return torch.cat([self._shifts, behind], dim=1)[:, : length + 1].to(shift.device)
 
     def crop(self, length: int) -> None:
         """Go back to what was kept when the cache held ``length`` tokens."""
