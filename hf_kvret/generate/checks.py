@@ -156,8 +156,10 @@ def check_options_are_read(call: Request, generation_config: Any, cache: Any) ->
 
 def _soft_prompt_obstacle(call: Request) -> str:
     """Says that PEFT would add virtual tokens, which no cache of ours has once and for good."""
-    config = call.soft_prompt()
-    if config is None:
+    # While a call runs, PEFT puts its own function in place of the model's.
+    owner = getattr(vars(call.model).get("prepare_inputs_for_generation"), "__self__", None)
+    config = getattr(owner, "active_peft_config", None)
+    if not getattr(config, "is_prompt_learning", False):
         return ""
     return (
         f"the model has a soft prompt of PEFT ({config.peft_type.value}), whose virtual tokens "

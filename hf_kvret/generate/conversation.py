@@ -80,19 +80,16 @@ class Chat:
         try:
             result = generate(prompt, **arguments)
         except BaseException:
-            self._repair()
+            # A pass that broke off is dropped; where nobody knows what is held, everything.
+            try:
+                self.cache.crop(0)
+            except RuntimeError:
+                self.cache.reset()
             raise
         tokens = getattr(result, "sequences", result)[0, prompt.shape[1] :]
         answer = str(self._tokenizer.decode(tokens, skip_special_tokens=True)).strip()
         self.messages = [*messages, {"role": "assistant", "content": answer}]
         return answer
-
-    def _repair(self) -> None:
-        """Drop a pass that broke off; where nobody knows what is held, everything."""
-        try:
-            self.cache.crop(0)
-        except RuntimeError:
-            self.cache.reset()
 
 
 def chat(

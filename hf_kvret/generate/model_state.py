@@ -70,16 +70,15 @@ class _Use:
         """It is over, and refers to no model: the dictionary of uses would keep it alive."""
         self.is_over, self.module, self.positions, self.before = True, None, None, {}
 
-    def is_elsewhere(self) -> bool:
-        """Whether it may be running, in another thread."""
-        return not (self.is_over or self.has_refused or self.thread == threading.get_ident())
-
     def begin(self, model: nn.Module) -> None:
         """Become the newest use of ``model``; RuntimeError while another thread runs it."""
         newest = _uses.get(model)
-        if newest is not None and newest.is_elsewhere() and (self.retrieves or newest.retrieves):
-            newest.has_refused = True
-            _refuse(model)
+        if newest is not None and (self.retrieves or newest.retrieves):
+            # It may be running, in another thread.
+            is_elsewhere = not newest.is_over and newest.thread != self.thread
+            if is_elsewhere and not newest.has_refused:
+                newest.has_refused = True
+                _refuse(model)
         _uses[model] = self
 
 
@@ -149,16 +148,14 @@ def prepare_state(call: Request) -> None:
     use.begin(model)
     call.preparation = use
     if isinstance(cache, RetrievalCache):
-        write_state(model, _for_prompt(cache.model_state.values(), call))
+        state, prompt = dict(cache.model_state.values()), call.prompt()[1]
+        rows = len(prompt) if prompt is not None and prompt.ndim > 1 else 1
+        for name, x in state.items():
+            if is_shift(name) and x is not None:
+                # One row for each of the prompt's, which `generate` repeats for beams.
+                state[name] = x[:: max(1, len(x) // rows)]
+        write_state(model, state)
     use.before = read_state(model)
-
-
-def _for_prompt(state: dict[str, Any], call: Request) -> dict[str, Any]:
-    """``state`` with one row for each of the prompt's, which ``generate`` repeats for beams."""
-    prompt = call.prompt()[1]
-    rows = len(prompt) if prompt is not None and prompt.ndim > 1 else 1
-    by_row = {name: x for name, x in state.items() if is_shift(name) and x is not None}
-    return {**state, **{name: x[:: max(1, len(x) // rows)] for name, x in by_row.items()}}
 
 
 def keep_prepared(call: Request) -> None:
@@ -199,7 +196,11 @@ def _before_pass(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
         use = _Use(module, cache is not None)
         use.begin(model)
         if cache is not None:
-            write_state(model, _state_of_pass(model, cache))
+            state, call = cache.model_state.values(), current_request(model)
+            if call.cache is cache:
+                # In its first pass, what `generate` prepared.
+                state, call.prepared_state = state | call.prepared_state, {}
+            write_state(model, state)
             use.start = cache.get_seq_length()
     if isinstance(kwargs.get("position_ids"), torch.Tensor):
         use.positions = kwargs["position_ids"]
@@ -209,15 +210,6 @@ def _cache_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> RetrievalCache |
     """The retrieval cache among the arguments of a pass, by name or by position."""
     values = (cache_argument(kwargs), *args)
     return next((value for value in values if isinstance(value, RetrievalCache)), None)
-
-
-def _state_of_pass(model: Any, cache: RetrievalCache) -> dict[str, Any]:
-    """What the cache keeps, and in the first pass of a call what ``generate`` prepared."""
-    state, call = cache.model_state.values(), current_request(model)
-    if call.cache is not cache:
-        return state
-    prepared, call.prepared_state = call.prepared_state, {}
-    return state | prepared
 
 
 @not_compiled

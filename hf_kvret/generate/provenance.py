@@ -243,7 +243,8 @@ def _check_inputs(
     passes, cache_len = cache.tokens.passes, cache.get_seq_length()
     equal = [InputDigest.of(inputs, one.start, one.end) == one for one in passes]
     # A new picture is that of new tokens that stand for one.
-    is_new = ids is not None and _stand_for_pictures(model, ids[:, cache_len:])
+    marks = torch.tensor(ids_of_pictures(model.config), device=None if ids is None else ids.device)
+    is_new = ids is not None and bool(torch.isin(ids[:, cache_len:], marks).any())
     if all(equal) or is_new or (ids is not None and any(equal)):
         return
     start, end, _ = passes[equal.index(False)]
@@ -252,9 +253,3 @@ def _check_inputs(
         "past_key_values were filled with: pass the same, leave it out if the new tokens need "
         "none, or begin anew with cache.reset()"
     )
-
-
-def _stand_for_pictures(model: Any, ids: torch.Tensor) -> bool:
-    """Whether some of ``ids`` stand for pictures or sounds, by the model's configuration."""
-    marks = torch.tensor(ids_of_pictures(model.config), device=ids.device)
-    return bool(torch.isin(ids, marks).any())

@@ -82,13 +82,6 @@ class Request:
         )
         return prompt if is_text else None
 
-    def soft_prompt(self) -> Any:
-        """PEFT's configuration of virtual tokens, where it adds some to the call; else None."""
-        # While a call runs, PEFT puts its own function in place of the model's.
-        owner = getattr(vars(self.model).get("prepare_inputs_for_generation"), "__self__", None)
-        config = getattr(owner, "active_peft_config", None)
-        return config if getattr(config, "is_prompt_learning", False) else None
-
     def mask(self, prepared: Any) -> Any:
         """The attention mask that the caller gave, or that transformers ``prepared``; or None."""
         mask = self.arguments.get("attention_mask")

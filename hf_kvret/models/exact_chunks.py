@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from transformers import PreTrainedConfig
 
@@ -85,19 +84,12 @@ def _limits(text: PreTrainedConfig) -> Iterator[tuple[str, int]]:
     """``(type, tokens)`` of rotations that are others for passes that reach beyond so many."""
     most = getattr(text, "max_position_embeddings", None) or 0
     original = getattr(text, "original_max_position_embeddings", None) or most
-    for parameters in _rotations(text):
-        rotation = parameters.get("rope_type", parameters.get("type")) or ""
-        if _GROWING in rotation:
-            yield _GROWING, most
-        elif rotation == "longrope" or "long_mscale" in parameters:
-            yield rotation, parameters.get("original_max_position_embeddings") or original
-
-
-def _rotations(text: PreTrainedConfig) -> Iterator[Mapping[str, Any]]:
-    """Parameters of every rotation: one for all layers, or one for each type of layer."""
-    for name in _ROTATIONS:
-        parameters = getattr(text, name, None)
-        if not isinstance(parameters, Mapping):
-            continue
-        by_type = [value for value in parameters.values() if isinstance(value, Mapping)]
-        yield from by_type or [parameters]
+    rotations = (getattr(text, name, None) for name in _ROTATIONS)
+    for parameters in (one for one in rotations if isinstance(one, Mapping)):
+        # One rotation for all layers, or one for each type of layer.
+        for one in [x for x in parameters.values() if isinstance(x, Mapping)] or [parameters]:
+            rotation = one.get("rope_type", one.get("type")) or ""
+            if _GROWING in rotation:
+                yield _GROWING, most
+            elif rotation == "longrope" or "long_mscale" in one:
+                yield rotation, one.get("original_max_position_embeddings") or original

@@ -39,12 +39,6 @@ def is_split(model: nn.Module) -> bool:
 
 def part_of(model: nn.Module) -> Part:
     """The heads of ``model`` that this process holds, by the mesh that its weights lie on."""
-    mesh, dim = _tensor_mesh(model)
-    return WHOLE if mesh is None else Part(mesh.get_local_rank(dim), mesh.size(dim))
-
-
-def _tensor_mesh(model: nn.Module) -> tuple[Any, int]:
-    """The mesh of a tensor parallel model, and its dimension that divides heads; None without."""
     # Older versions of transformers give a mesh without names, and so does FSDP by itself.
     nameless = ("tp",) if (getattr(model, "_tp_size", None) or 1) > 1 else ()
     for parameter in model.parameters():
@@ -52,8 +46,8 @@ def _tensor_mesh(model: nn.Module) -> tuple[Any, int]:
         names = () if mesh is None else (mesh.mesh_dim_names or nameless)
         # Weights of data parallel processes (FSDP) are in shards too: each has all heads.
         if "tp" in names and mesh.size(names.index("tp")) > 1:
-            return mesh, names.index("tp")
-    return None, 0
+            return Part(mesh.get_local_rank(names.index("tp")), mesh.size(names.index("tp")))
+    return WHOLE
 
 
 def check_split(model: PreTrainedModel) -> None:

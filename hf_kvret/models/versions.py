@@ -96,21 +96,16 @@ def cache_name_of(cls: type[nn.Module]) -> str:
     return CACHE_NAME if CACHE_NAME in names or not names else names[0]
 
 
-def _following(release: str) -> str:
-    """The minor version behind ``release``."""
-    major, minor = release.split(".")
-    return f"{major}.{int(minor) + 1}"
-
-
 def warn_untested() -> None:
     """Warn, once for each package, of a version outside the tested range."""
     for package, module in (("transformers", transformers), ("torch", torch)):
         oldest, newest = TESTED[package]
         release = Version(module.__version__).release[:2]
         if not Version(oldest).release <= release <= Version(newest).release:
+            major, minor = newest.split(".")
             warnings.warn(
                 f"hf_kvret was tested with {package} {oldest} to {newest}, this is "
                 f"{module.__version__}: if something fails, install one of those "
-                f"(pip install '{package}>={oldest},<{_following(newest)}')",
+                f"(pip install '{package}>={oldest},<{major}.{int(minor) + 1}')",
                 stacklevel=3,
             )

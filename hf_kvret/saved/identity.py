@@ -143,7 +143,11 @@ def facts_of(config: PreTrainedConfig) -> dict[str, Any]:
     facts = {name: fact for name, fact in model_facts(config).items() if name != "vocab_size"}
     settings = _settings(config.get_text_config(decoder=True), _HAVE_FACTS).items()
     facts |= {name: value for name, value in settings if facts.get(name) != value}
-    return facts | _quantization(config)
+    quantization = getattr(config, "quantization_config", None) or {}
+    if not isinstance(quantization, Mapping):
+        quantization = quantization.to_dict()
+    named = {name: quantization.get(name) for name in _QUANTIZATION}
+    return facts | {f"quantization.{name}": str(x) for name, x in named.items() if x is not None}
 
 
 def around_text(config: PreTrainedConfig) -> dict[str, str]:
@@ -153,14 +157,6 @@ def around_text(config: PreTrainedConfig) -> dict[str, str]:
     settings = _settings(config, {text_key(config), "quantization_config"})
     plain = json.dumps([config.model_type, settings], sort_keys=True)
     return {"the configuration around it": hashlib.sha256(plain.encode()).hexdigest()[:16]}
-
-
-def _quantization(config: PreTrainedConfig) -> dict[str, Any]:
-    """Settings of a quantization that count, by dotted name; empty without."""
-    settings = getattr(config, "quantization_config", None) or {}
-    settings = settings if isinstance(settings, Mapping) else settings.to_dict()
-    names = [name for name in _QUANTIZATION if settings.get(name) is not None]
-    return {f"quantization.{name}": str(settings[name]) for name in names}
 
 
 def _settings(config: PreTrainedConfig, but: set[str]) -> dict[str, Any]:
@@ -272,15 +268,14 @@ def sample(tensors: Mapping[str, torch.Tensor], count: int) -> dict[str, torch.T
     """``[16]`` elements on the CPU of up to ``count`` plain tensors, the same at every call."""
     # Ordered by the hash of the name: 32 of some hundred then cover all types of layers.
     by_hash = sorted(tensors, key=lambda name: hashlib.sha256(name.encode()).digest())
-    return {name: _elements(tensors[name]).cpu() for name in sorted(by_hash[:count])}
-
-
-def _elements(tensor: torch.Tensor) -> torch.Tensor:
-    """``[16]`` elements at fixed positions."""
-    positions = torch.arange(1, SAMPLED_NUMBERS + 1, device=tensor.device) * _STRIDE
-    # Not every dtype can be taken from by itself.
-    integers = tensor.detach().view(_INTEGERS[tensor.element_size()])
-    return integers.take(positions % tensor.numel()).view(tensor.dtype)
+    elements = {}
+    for name in sorted(by_hash[:count]):
+        tensor = tensors[name].detach()
+        positions = torch.arange(1, SAMPLED_NUMBERS + 1, device=tensor.device) * _STRIDE
+        # Not every dtype can be taken from by itself.
+        integers = tensor.view(_INTEGERS[tensor.element_size()])
+        elements[name] = integers.take(positions % tensor.numel()).view(tensor.dtype).cpu()
+    return elements
 
 
 def base_parameters(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -64,7 +64,11 @@ class ShardWriter:
             tensor = tensors.pop(name)
             if sum(x.nbytes for x in self._shard.values()) + tensor.nbytes > SHARD_BYTES:
                 self.finish()
-            self._shard[f"{prefix}{name}"] = self._alone(tensor)
+            tensor = tensor.detach().contiguous()
+            whole = tensor.untyped_storage().nbytes() == tensor.nbytes
+            first = all(tensor.data_ptr() != x.data_ptr() for x in self._shard.values())
+            # With memory that no other of the shard has.
+            self._shard[f"{prefix}{name}"] = tensor if whole and first else tensor.clone()
 
     def finish(self) -> None:
         """Write the tensors that remain, or a shard without tensors where there are none."""
@@ -81,13 +85,6 @@ class ShardWriter:
         path.chmod(usual_rights)
         version = secrets.token_hex(VERSION_LEN // 2)
         self.files.append(self._replacement.keep(path, version))
-
-    def _alone(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor, contiguous, with memory that no other of the shard has."""
-        tensor = tensor.detach().contiguous()
-        whole = tensor.untyped_storage().nbytes() == tensor.nbytes
-        first = all(tensor.data_ptr() != x.data_ptr() for x in self._shard.values())
-        return tensor if whole and first else tensor.clone()
 
 
 class SavedTensors:
