@@ -32,6 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     """The parser of the program with all its commands."""
+    # Instruction sets of the compiled library on this processor, or why it can't be used.
+    kernels = why_not() or ", ".join(paths())
     parser: argparse.ArgumentParser = Parser(
         prog="hf-kvret",
         description="Caches for Hugging Face transformers that look up the tokens a query attends "
@@ -41,7 +43,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--version",
         action="version",
         version=f"hf-kvret {hf_kvret.__version__}, torch {torch.__version__}, "
-        f"transformers {transformers.__version__}, CPU kernels: {_kernels()}",
+        f"transformers {transformers.__version__}, CPU kernels: {kernels}",
         help="show the versions of hf-kvret, torch and transformers, and the CPU kernels",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
@@ -56,11 +58,6 @@ def make_parser() -> argparse.ArgumentParser:
     add_models_parser(commands)
     add_fits_parser(commands)
     return parser
-
-
-def _kernels() -> str:
-    """Instruction sets of the compiled library on this processor, or why it can't be used."""
-    return why_not() or ", ".join(paths())
 
 
 def _resume_hint(options: argparse.Namespace) -> str:

@@ -47,8 +47,16 @@ def model_card(description: Mapping[str, Any], source: str) -> str:
     method, model, data = (description[name] for name in ("method", "model", "data"))
     options = {name: x for name, x in description["options"].items() if name != "layers"}
     made = {"options": options, "data": data, "model": model["facts"]}
+    datasets, fields = data.get("datasets"), dict[str, Any]()
+    if isinstance(datasets, list) and datasets and all(map(_is_full_id, datasets)):
+        fields["datasets"] = datasets
+    if _is_full_id(model["name"]):
+        # Without a relation the hub would list it as a fine-tune.
+        fields |= {"base_model": model["name"], "base_model_relation": "adapter"}
+    tags = ["hf-kvret", "kv-cache", "calibration", method]
+    metadata = ModelCardData(library_name="hf-kvret", tags=tags, **fields)
     return _TEMPLATE.format(
-        metadata=_metadata(method, model["name"], data.get("datasets")),
+        metadata=metadata.to_yaml(),
         method=method,
         # A name of several lines would end the heading.
         name=" ".join(model["name"].split()),
@@ -56,20 +64,6 @@ def model_card(description: Mapping[str, Any], source: str) -> str:
         config=json.dumps({"artifact": source}, ensure_ascii=False),
         made=json.dumps(made, indent=1),
     )
-
-
-def _metadata(method: str, name: str, datasets: Any) -> str:
-    fields: dict[str, Any] = {
-        "library_name": "hf-kvret",
-        "tags": ["hf-kvret", "kv-cache", "calibration", method],
-    }
-    if isinstance(datasets, list) and datasets and all(map(_is_full_id, datasets)):
-        fields["datasets"] = datasets
-    if _is_full_id(name):
-        fields["base_model"] = name
-        # Without a relation the hub would list it as a fine-tune.
-        fields["base_model_relation"] = "adapter"
-    return ModelCardData(**fields).to_yaml()
 
 
 def _is_full_id(name: Any) -> bool:

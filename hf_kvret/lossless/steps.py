@@ -106,7 +106,9 @@ class LosslessSteps:
         """
         if inputs.get("return_dict") is False:
             raise ValueError("return_dict=False: leave it out, logits are read by their name")
-        if not self._is_step(inputs):
+        ids, is_ours = inputs.get("input_ids"), cache_argument(inputs) is self._cache
+        # A round begins with one token of one sequence.
+        if not is_ours or not isinstance(ids, torch.Tensor) or ids.shape != (1, 1):
             self.close()
             return self._model(**inputs)
         if self._round is not None and self._round.edits == self._edits():
@@ -157,12 +159,6 @@ class LosslessSteps:
             except BaseException:
                 self._drop(start)
                 raise
-
-    def _is_step(self, inputs: dict[str, Any]) -> bool:
-        """Whether this is a step of one token of one sequence."""
-        ids = inputs.get("input_ids")
-        is_one = isinstance(ids, torch.Tensor) and ids.shape == (1, 1)
-        return is_one and cache_argument(inputs) is self._cache
 
     def _begin(self, inputs: dict[str, Any]) -> Any:
         """The first step of a round; with nothing to draft a round is this step alone."""

@@ -226,11 +226,8 @@ def subscribe(layers: Sequence[RetrievalLayer], options: RetrievalConfig) -> Non
     for layer in layers:
         counters = LayerCounters()
         layer.subscribers = (counters, RecallMeter()) if options.track_recall else (counters,)
-    _share_selections(layers, options.select_every)
-
-
-def _share_selections(layers: Sequence[RetrievalLayer], every: int) -> None:
-    """Have one of up to ``every`` layers in a row, where they are alike, select for the others."""
+    every = options.select_every
+    # One of up to so many layers in a row, where they are alike, selects for the others.
     for _, run in groupby(layers, key=lambda layer: (type(layer), layer.layer_info.shape)):
         alike = list(run)
         for start in range(0, len(alike), every):

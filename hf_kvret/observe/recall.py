@@ -79,14 +79,6 @@ class RecallMeter(Subscriber):
         }
 
 
-def _all_scores(query: torch.Tensor, cold: ColdTokens) -> torch.Tensor:
-    """``exact_scores`` of all cold tokens, -inf for those that are never to be selected."""
-    chunks = [
-        exact_scores(query, keys, cold.scale, cold.softcap) for _, keys in cold.store.key_chunks()
-    ]
-    return torch.cat(chunks, dim=-1).masked_fill(~cold.valid[:, None, None], float("-inf"))
-
-
 def window_lse(query: torch.Tensor, window: Window, call: AttentionCall) -> torch.Tensor:
     """``[B, Hq, Q]`` fp32: log of the exponentiated logits of window and learned sinks, summed.
 
@@ -112,7 +104,12 @@ def measure_recall(
 
     ``window [B, Hq, Q]`` as of ``window_lse``; None: there are cold tokens alone.
     """
-    scores, heads = _all_scores(query, cold), ids.shape[1]
+    chunks = [
+        exact_scores(query, keys, cold.scale, cold.softcap) for _, keys in cold.store.key_chunks()
+    ]
+    # Never to be selected are those that are not valid.
+    scores = torch.cat(chunks, dim=-1).masked_fill(~cold.valid[:, None, None], float("-inf"))
+    heads = ids.shape[1]
     relevance = group_relevance(scores, heads)
     best_values, best = relevance.topk(min(ids.shape[-1], relevance.shape[-1]), dim=-1)
     counted = best_values > float("-inf")
@@ -131,13 +128,9 @@ def measure_recall(
     return Recall(float(overlap), float(mass), float(best_mass), float(lost))
 
 
-def slot_marks(ids: torch.Tensor, length: int) -> torch.Tensor:
-    """Bool ``[B, H, Q, length + 1]`` with True at ``ids [B, H, Q, K]``; -1 marks the last one."""
-    marks = ids.new_zeros(*ids.shape[:-1], length + 1, dtype=torch.bool)
-    return marks.scatter_(-1, ids.long().masked_fill(ids < 0, length), True)
-
-
 def _marks(ids: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Bool ``[B, H, Q, n]`` with True at ``ids``; -1 marks nothing, WrongIdError for others."""
-    check_id_range(ids, like.shape[-1])
-    return slot_marks(ids, like.shape[-1])[..., :-1]
+    length = like.shape[-1]
+    check_id_range(ids, length)
+    marks = ids.new_zeros(*ids.shape[:-1], length + 1, dtype=torch.bool)
+    return marks.scatter_(-1, ids.long().masked_fill(ids < 0, length), True)[..., :-1]

@@ -122,7 +122,9 @@ def layer_stats(layer: RetrievalLayer) -> dict[str, Any]:
     number of tokens that were read with ``prompt="retrieve"``, where there were some.
     """
     counters, selected = counters_of(layer), layer.selected
-    rows = selected + layer.exact_rows
+    rows, row_bytes = selected + layer.exact_rows, _row_bytes(layer)
+    if layer.kv is not None and layer.kv.store is not None:
+        row_bytes = layer.kv.store.row_nbytes(row_bytes)
     stats: dict[str, Any] = {
         "steps": counters.steps,
         "borrowed": 0 if layer.lender is None else counters.steps,
@@ -133,7 +135,7 @@ def layer_stats(layer: RetrievalLayer) -> dict[str, Any]:
         "cold_rows": counters.cold_rows,
         "read_ratio": selected / counters.cold_rows if counters.cold_rows else 0.0,
         "exact_rows": layer.exact_rows,
-        "bytes_fetched": rows * _stored_row_bytes(layer),
+        "bytes_fetched": rows * row_bytes,
         "lost_mass": None,
     }
     if layer.kv is not None:
@@ -166,12 +168,6 @@ def _row_bytes(layer: RetrievalLayer) -> int:
         return 0
     window = layer.kv.window
     return window.row_dim * window.keys.element_size()
-
-
-def _stored_row_bytes(layer: RetrievalLayer) -> int:
-    """The same in the format of the store."""
-    plain, kv = _row_bytes(layer), layer.kv
-    return plain if kv is None or kv.store is None else kv.store.row_nbytes(plain)
 
 
 def _tensor_bytes(value: Any) -> int:

@@ -158,8 +158,17 @@ _stream_lock = threading.Lock()
 def _take_stream(device: torch.device) -> torch.cuda.Stream:
     """A stream that no other recorder has until it is given back."""
     with _stream_lock:
-        idle = _idle.setdefault(device, [])
-        return idle.pop() if idle else _draw_stream(device)
+        if idle := _idle.setdefault(device, []):
+            return idle.pop()
+        for _ in range(_STREAMS):
+            stream = torch.cuda.Stream(device)
+            if (address := (device, stream.cuda_stream)) not in _drawn:
+                _drawn.add(address)
+                return stream
+    raise RuntimeError(
+        f"{_STREAMS} caches have captured steps on {device}, and there are no more streams: "
+        "delete a DecodeGraph that is not needed any more"
+    )
 
 
 def _give_back(stream: torch.cuda.Stream, captured: _Captured) -> None:
@@ -174,18 +183,6 @@ def _give_back(stream: torch.cuda.Stream, captured: _Captured) -> None:
     if captured.graph is not None:
         captured.graph.reset()
     _idle.setdefault(stream.device, []).append(stream)
-
-
-def _draw_stream(device: torch.device) -> torch.cuda.Stream:
-    for _ in range(_STREAMS):
-        stream = torch.cuda.Stream(device)
-        if (address := (device, stream.cuda_stream)) not in _drawn:
-            _drawn.add(address)
-            return stream
-    raise RuntimeError(
-        f"{_STREAMS} caches have captured steps on {device}, and there are no more streams: "
-        "delete a DecodeGraph that is not needed any more"
-    )
 
 
 @contextmanager

@@ -46,7 +46,10 @@ def mapped(size: int, inherited: bool = True) -> torch.Tensor:
     huge = size >= _LEAST_HUGE
     length = size + _HUGE_PAGE if huge else size
     try:
-        mapping = _private_mapping(length)
+        if hasattr(mmap, "MAP_PRIVATE"):
+            mapping = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        else:
+            mapping = mmap.mmap(-1, length)
     except OSError as error:
         raise MemoryError(
             f"no {size / 2**30:.2f} GiB of host memory for rows ({error}): use shorter prompts, "
@@ -79,12 +82,6 @@ def _advise(mapping: mmap.mmap, advice: int | None, start: int, size: int) -> No
     if advice is not None:
         with contextlib.suppress(OSError):
             mapping.madvise(advice, start, size)
-
-
-def _private_mapping(length: int) -> mmap.mmap:
-    if hasattr(mmap, "MAP_PRIVATE"):
-        return mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return mmap.mmap(-1, length)
 
 
 def pinned(shape: tuple[int, ...], dtype: torch.dtype, stream: torch.cuda.Stream) -> torch.Tensor:

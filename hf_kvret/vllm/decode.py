@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -86,7 +87,8 @@ def _select(
 ) -> torch.Tensor:
     """Attention ``[1, Hq, 1, D]`` to sinks, to tokens from ``end`` on, and to what is found."""
     options, device = selector.options, query.device
-    index, known = sequence.index(selector.layer, lambda: _new_index(selector))
+    make_index = partial(selector.method.make_index, options, 0)
+    index, known = sequence.index(selector.layer, make_index)
     if known < end:
         new = torch.arange(known, end, device=device)
         # An index of these methods reads keys alone.
@@ -113,10 +115,6 @@ def _select(
     ids = index.search(query, cold)
     shared = always.int().expand(*ids.shape[:3], -1)
     return _attend(selector, query, rows, torch.cat([shared, ids], dim=-1))
-
-
-def _new_index(selector: Selector) -> Any:
-    return selector.method.make_index(selector.options, 0)
 
 
 def _attend(

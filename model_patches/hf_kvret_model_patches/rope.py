@@ -220,7 +220,14 @@ def _frequencies(text: PreTrainedConfig, layer: int) -> tuple[torch.Tensor, floa
             inv_freq, factor = ROPE_INIT_FUNCTIONS[name](text, torch.device("cpu"), **options)
             return inv_freq.float(), float(factor)
         if name == "default":
-            return _plain_frequencies(text, parameters), 1.0
+            if _is_latent(text):
+                rotary_dim = text.qk_rope_head_dim
+            else:
+                own_dim = getattr(text, "head_dim", None)
+                head_dim = own_dim or text.hidden_size // text.num_attention_heads
+                rotary_dim = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
+            exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
+            return 1.0 / (parameters["rope_theta"] ** exponents), 1.0
     if name in _CHANGING:
         raise ValueError(
             f"rope_type={name!r} in layer {layer}: {_CHANGING[name]}, so a key cannot be "
@@ -231,17 +238,6 @@ def _frequencies(text: PreTrainedConfig, layer: int) -> tuple[torch.Tensor, floa
         f"rope_type={name!r} in layer {layer} is not known; known are 'default', "
         f"{', '.join(map(repr, _SCALED))}: use a method that keeps rotated keys"
     )
-
-
-def _plain_frequencies(text: PreTrainedConfig, parameters: Mapping[str, Any]) -> torch.Tensor:
-    """``theta ** (-2i / R)`` for i below R / 2, where R elements of each head are rotated."""
-    if _is_latent(text):
-        rotary_dim = text.qk_rope_head_dim
-    else:
-        head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        rotary_dim = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
-    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
-    return 1.0 / (parameters["rope_theta"] ** exponents)
 
 
 def _layout(text: PreTrainedConfig) -> str:

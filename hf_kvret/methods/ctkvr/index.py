@@ -180,15 +180,12 @@ class CTkvrIndex(Index):
 
     def cost(self, n: int, budget: int) -> SearchCost:
         """All centroids, the recalled lists, and the bytes that scoring their tokens reads."""
-        queue = self._file.queue
+        queue, nprobe = self._file.queue, self.options.nprobe
+        nbytes = 0 if queue is None else queue.recall_nbytes(nprobe)
         if budget >= n or queue is None:
-            return SearchCost(n, self._recall_nbytes())
-        candidates = min(n, self.options.nprobe * queue.width + self._file.pending(n))
-        return SearchCost(candidates, self._recall_nbytes(), keys_read=candidates)
-
-    def _recall_nbytes(self) -> int:
-        queue = self._file.queue
-        return 0 if queue is None else queue.recall_nbytes(self.options.nprobe)
+            return SearchCost(n, nbytes)
+        candidates = min(n, nprobe * queue.width + self._file.pending(n))
+        return SearchCost(candidates, nbytes, keys_read=candidates)
 
     def crop(self, length: int) -> None:
         """As for every state; a crop to 0 also forgets the queries."""

@@ -256,10 +256,6 @@ class RecentProxies(State):
         """Keys ``[B, Hq, count, D]`` fp32 of the newest tokens."""
         return _repeat(self.keys.since(self.end - count).float(), query_heads)
 
-    def replace_newest(self, proxies: torch.Tensor) -> None:
-        """Replace the proxies of the newest tokens by ``[B, Hq, count, r]``."""
-        self.proxies.put(proxies, self.end - proxies.shape[2])
-
     def omega(self, count: int) -> Sketch:
         """The sketch of the ``count`` newest tokens before the last pass."""
         keys, proxies = self.keys.rows, self.proxies.rows
@@ -415,7 +411,8 @@ class PaperLRQKIndex(Index):
             query_proxies.append(q_hat)
             key_proxies.append(k_hat)
         self._query_basis, self._key_basis = bases.query, bases.key
-        self._recent.replace_newest(torch.stack(key_proxies, dim=2))
+        newest = torch.stack(key_proxies, dim=2)
+        self._recent.proxies.put(newest, self._recent.end - newest.shape[2])
         return self._proxies.weigh(torch.stack(query_proxies, dim=2)) * cold.scale
 
     def crop(self, length: int) -> None:
