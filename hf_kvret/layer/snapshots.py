@@ -1,4 +1,4 @@
-"""How a cache goes back, also where layers can't: these become as they were in a snapshot.
+"""Snapshots: what layers that can't go back held at some lengths, so that a cache can.
 
 A recurrent state has no row for each token, and a sliding window keeps the newest rows alone. Where
 newest turns change, as a chat template strips what a model thought, a conversation goes back to a
@@ -16,7 +16,6 @@ from transformers.cache_utils import DynamicSlidingWindowLayer, LinearAttentionC
 from hf_kvret.contracts.state import State, Tensors, listed, transient
 from hf_kvret.layer.foreign_layers import is_known, layer_state, restore
 from hf_kvret.layer.hybrid import foreign_layers_of
-from hf_kvret.layer.layer import RetrievalLayer, check_count
 
 # The newest ones stay whatever they lie next to: they are of the turn at hand.
 _NEWEST = 2
@@ -167,92 +166,3 @@ def _copies(
             copies = {name: x.to(device or x.device, **how) for name, x in tensors.items()}
             layers[number] = copies, values
     return layers
-
-
-class CantGoBackError(RuntimeError):
-    """Layers can't go back as far as they are asked to, and no snapshot lies there."""
-
-
-def drop_tokens(
-    layers: Sequence[Any],
-    attending: Sequence[Any],
-    tokens_to_remove: int,
-    fault: str | None,
-    snapshots: Snapshots,
-) -> int:
-    """Drop a broken pass and the newest tokens of every layer, or of none.
-
-    Layers that can't go back become those of the newest of the ``snapshots`` at or before that
-    point. Returns how many tokens more were dropped so.
-
-    Args:
-        layers: all of a cache.
-        attending: those of them with keys and values.
-        tokens_to_remove: their number, negative.
-        fault: says that the last pass broke off; None where it did not.
-        snapshots: of the cache.
-
-    Raises:
-        CantGoBackError: there is no such snapshot.
-        RuntimeError: the pass broke off while a layer took its tokens in.
-        ValueError: a positive number, or more tokens than are held.
-    """
-    # From the top: a store may compute rows from those of the layer below.
-    ours = [layer for layer in reversed(layers) if isinstance(layer, RetrievalLayer)]
-    if any(layer.is_torn for layer in ours):
-        raise RuntimeError(
-            f"{fault}, and it broke off while a layer took its tokens in: start with a new cache "
-            "or cache.reset()"
-        )
-    # A pass that broke off in its last layer reached all of them.
-    lengths = [layer.past_len for layer in ours if layer.pending_attention]
-    held = min(lengths + [layer.get_seq_length() for layer in attending])
-    check_count(tokens_to_remove, held)
-    target, snapshot = held + tokens_to_remove, Snapshot(0, {})
-    foreign = foreign_layers_of(layers)
-    if (why := _why_stuck(foreign, fault, held, target)) is not None:
-        newest = snapshots.newest(target)
-        if newest is None:
-            oldest = "there is no snapshot"
-            if snapshots.held:
-                oldest = f"the oldest snapshot has {snapshots.lengths[0]} tokens"
-            raise CantGoBackError(
-                f"{why}, and {oldest}: start with a new cache or cache.reset(); the option "
-                "snapshots keeps more of them"
-            )
-        snapshot, target = newest, newest.length
-    others = [layer for number, layer in foreign.items() if number not in snapshot.layers]
-    for layer in (*others, *ours):
-        length = layer.get_seq_length() if layer in attending else held
-        # Layers of transformers that can't go back refuse to drop even no tokens.
-        if (count := target - length) or layer in ours:
-            layer.crop(count)
-    snapshot.restore(foreign)
-    for layer in ours if snapshot.layers else ():
-        # A captured step has the addresses of what was there.
-        layer.edited()
-    return held + tokens_to_remove - target
-
-
-def _why_stuck(foreign: Mapping[int, Any], fault: str | None, held: int, target: int) -> str | None:
-    """Why layers ``foreign`` of transformers can't go back from ``held`` to ``target`` tokens.
-
-    None where all can. Of a pass with a ``fault`` some may have seen tokens.
-    """
-    for layer in foreign.values():
-        if isinstance(layer, LinearAttentionCacheLayerMixin):
-            if fault is not None:
-                return f"{fault}, and a recurrent state of this model may be ahead"
-            # While it drafts, transformers keeps a past that such a layer can go back in.
-            records = getattr(layer, "record_past", False) and layer.is_croppable
-            if target < held and not records:
-                return "a recurrent state of this model can't go back"
-        if isinstance(layer, DynamicSlidingWindowLayer) and layer.keys is not None:
-            count, left = layer.get_seq_length() - target, min(layer.sliding_window - 1, target)
-            # Where too few rows before the window are kept, it would be cut short without a word.
-            if count > 0 and layer.keys.shape[-2] < left + count:
-                return (
-                    f"a sliding window of {layer.sliding_window} does not track past states for "
-                    f"{count} tokens, so it can't go back"
-                )
-    return None

@@ -18,7 +18,7 @@ from hf_kvret.layer.window import Capture, Window, wide_mask
 from hf_kvret.models.ranks import is_split
 from hf_kvret.models.versions import CACHE_NAMES, DummyLayer, cache_argument
 from hf_kvret.replay.compiled_layers import compiled_steps
-from hf_kvret.replay.layer_step import LayerStep, Layout, SlidingStep, StateStep, Step
+from hf_kvret.replay.layer_step import LayerStep, SlidingStep, StateStep, Step
 from hf_kvret.replay.recorders import RECORDERS, Recorder
 from hf_kvret.replay.replayable import has_hooks, is_compiled, untested
 
@@ -62,7 +62,7 @@ class Frame:
         # Tensors made in inference mode can't be written to outside.
         self._inference = inference
         self.shape = (batch, window.capacity, padded, inference)
-        self.layouts: list[Layout] = []
+        self.layouts: list[tuple[object, ...]] = []
         self.output: Any = None
         self.replay: Callable[[], None] | None = None
         self._next_column = -1
@@ -311,7 +311,7 @@ class DecodeGraph:
     def _keep(self, frame: Frame) -> None:
         frame.layouts, self._frame = self._layouts(), frame
 
-    def _layouts(self) -> list[Layout]:
+    def _layouts(self) -> list[tuple[object, ...]]:
         return [step.layout for step in self._layers]
 
     def _edits(self) -> int:

@@ -3,32 +3,15 @@
 from __future__ import annotations
 
 from operator import add
-from typing import NamedTuple
 
 import torch
 from transformers.cache_utils import DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
 
-from hf_kvret.contracts.index import CapturableIndex, Index, capture_obstacle_of
+from hf_kvret.contracts.index import CapturableIndex, capture_obstacle_of
 from hf_kvret.layer.layer import RetrievalLayer
 from hf_kvret.layer.layer_kv import LayerKV
 from hf_kvret.layer.window import Capture
 from hf_kvret.observe.observers import counters_of
-
-
-class Layout(NamedTuple):
-    """The state of a layer that a captured step does not survive a change of.
-
-    Attributes:
-        moves: of the layer.
-        buffer: address of the window's keys.
-        cold_len: tokens outside the window.
-        tokens_index: the index itself, so that no other one takes its place in memory.
-    """
-
-    moves: int
-    buffer: int
-    cold_len: int
-    tokens_index: Index | None
 
 
 class Step:
@@ -80,10 +63,11 @@ class LayerStep(Step):
         return self.layer.kv
 
     @property
-    def layout(self) -> Layout:
-        """Of the layer now."""
+    def layout(self) -> tuple[object, ...]:
+        """What a captured step does not survive a change of."""
         kv = self.kv
-        return Layout(self.layer.moves, kv.window.keys.data_ptr(), kv.cold_len, kv.index)
+        # The index itself, so that no other one takes its place in memory.
+        return self.layer.moves, kv.window.keys.data_ptr(), kv.cold_len, kv.index
 
     def is_plain(self) -> bool:
         """Whether a step of one token only appends it and selects, without a flush or a build.

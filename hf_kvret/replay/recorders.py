@@ -11,6 +11,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
@@ -42,19 +43,6 @@ class Recorder(Protocol):
         """
 
 
-class _Captured:
-    """What a recorder has on the device.
-
-    Attributes:
-        pool: a ``torch.cuda.MemPool``, which holds the memory while there is no graph; None before
-            the first capture.
-        graph: the newest.
-    """
-
-    pool: Any = None
-    graph: torch.cuda.CUDAGraph | None = None
-
-
 class CudaRecorder:
     """CUDA graphs that share a memory pool and a stream; only the newest may be replayed.
 
@@ -68,7 +56,8 @@ class CudaRecorder:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._captured = _Captured()
+        # The newest graph, and a `torch.cuda.MemPool` that holds the memory while there is none.
+        self._captured = SimpleNamespace(pool=None, graph=None)
         self._stream = _take_stream(device)
         weakref.finalize(self, _give_back, self._stream, self._captured).atexit = False
 
@@ -171,7 +160,7 @@ def _take_stream(device: torch.device) -> torch.cuda.Stream:
     )
 
 
-def _give_back(stream: torch.cuda.Stream, captured: _Captured) -> None:
+def _give_back(stream: torch.cuda.Stream, captured: SimpleNamespace) -> None:
     """Free what a recorder had, and let the next one have its stream.
 
     The pool goes before the graph: the last owner of the memory would wait for the device if it

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -21,15 +20,6 @@ from hf_kvret_kernels.host_step import HostSearch
 
 # Least number of queries between two questions short enough to be drafts: each reads all keys.
 _PAUSE = 32
-
-
-@dataclass(frozen=True, eq=False)
-class _Selection:
-    """Queries ``[B, H, Q, G, D]`` and the best ``[B, H, Q, width]`` of their recalled tokens."""
-
-    queries: torch.Tensor
-    ids: torch.Tensor
-    length: int
 
 
 class CTkvrIndex(Index):
@@ -57,7 +47,8 @@ class CTkvrIndex(Index):
     # Which queries of this pass become centroids at once, their slots [B, q], and what they chose.
     _columns: list[int] | None = transient()
     _slots: torch.Tensor | None = transient()
-    _selection: _Selection | None = transient()
+    # Queries [B, H, Q, G, D], the best [B, H, Q, width] of their recalled tokens, and cold tokens.
+    _selection: tuple[torch.Tensor, torch.Tensor, int] | None = transient()
 
     def __init__(self, options: CTkvrConfig) -> None:
         self.options = options
@@ -137,7 +128,7 @@ class CTkvrIndex(Index):
         best = cold.store.best(query, ids, count, cold.scale, cold.softcap)
         if not self._columns:
             return best
-        self._selection = _Selection(self._grouped(query), best[..., : queue.width], length)
+        self._selection = self._grouped(query), best[..., : queue.width], length
         return best[..., : cold.budget].contiguous()
 
     def _recalled(
@@ -174,9 +165,9 @@ class CTkvrIndex(Index):
         queue = self._file.queue
         if selection is None or columns is None or slots is None or queue is None:
             return
-        if selection.queries.shape[2] > columns[-1]:
-            centroids = Centroids(selection.queries[:, :, columns], slots)
-            queue.push(centroids, (selection.ids[:, :, columns],), selection.length)
+        queries, best, length = selection
+        if queries.shape[2] > columns[-1]:
+            queue.push(Centroids(queries[:, :, columns], slots), (best[:, :, columns],), length)
 
     def cost(self, n: int, budget: int) -> SearchCost:
         """All centroids, the recalled lists, and the bytes that scoring their tokens reads."""
