@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
@@ -54,31 +54,24 @@ class ColdTokens:
         store: holds them; an index may read keys in it.
         scoring: ``valid [B, n]`` is False for padding, holes and sinks: never to be selected.
         budget: how many tokens a query selects, from 1 to n.
+        valid, scale, softcap: of ``scoring``.
     """
 
     store: Store
     scoring: Scoring
     budget: int
 
+    valid: torch.Tensor = field(init=False)
+    scale: float = field(init=False)
+    softcap: float | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        # Looked up several times in each step.
+        for name in ("valid", "scale", "softcap"):
+            object.__setattr__(self, name, getattr(self.scoring, name))
+
     def __len__(self) -> int:
         return self.valid.shape[1]
-
-    # Looked up several times in each step.
-    @cached_property
-    def valid(self) -> torch.Tensor:
-        """``[B, n]`` bool."""
-        assert self.scoring.valid is not None, "sinks are among the cold tokens"
-        return self.scoring.valid
-
-    @cached_property
-    def scale(self) -> float:
-        """See ``Scoring``."""
-        return self.scoring.scale
-
-    @cached_property
-    def softcap(self) -> float | None:
-        """See ``Scoring``."""
-        return self.scoring.softcap
 
     @cached_property
     def host_rows(self) -> HostRows | None:

@@ -105,9 +105,20 @@ class Store(State):
     ) -> torch.Tensor:
         """Attention logits ``[B, Hq, Q, k]`` fp32 of the keys that ids name, -inf for -1.
 
-        Computed where ``begin`` computes; arguments are the same. Here, of gathered keys.
+        Computed where ``begin`` computes; arguments are the same. Here, of keys that are
+        fetched to the query's device.
         """
-        return scores_of_gathered(self, query, ids, scale, softcap)
+        heads = ids.shape[1]
+        scores = []
+        # One query after the other: many queries' keys could not be held at once.
+        for one_query, one_ids in zip(query.split(1, dim=2), ids.split(1, dim=2), strict=True):
+            keys = self.gather(one_ids.contiguous())[0].to(query.device)[:, :, 0]
+            grouped = one_query.float().unflatten(1, (heads, -1)).squeeze(3)
+            logits = grouped @ keys.float().transpose(-1, -2) * scale
+            none = (one_ids < 0) | (one_ids >= len(self))
+            logits = soft_cap_(logits, softcap).masked_fill_(none, float("-inf"))
+            scores.append(logits.flatten(1, 2).unsqueeze(2))
+        return torch.cat(scores, dim=2)
 
     def best(
         self,
@@ -238,20 +249,3 @@ def all_of(
         raise RuntimeError(
             f"{type(store).__name__}.chunks() gave {end} of {count} tokens: {remedy}"
         )
-
-
-def scores_of_gathered(
-    store: Store, query: torch.Tensor, ids: torch.Tensor, scale: float, softcap: float | None
-) -> torch.Tensor:
-    """``Store.scores``, computed on the query's device, to which the keys are fetched."""
-    heads = ids.shape[1]
-    scores = []
-    # One query after the other: many queries' keys could not be held at once.
-    for one_query, one_ids in zip(query.split(1, dim=2), ids.split(1, dim=2), strict=True):
-        keys = store.gather(one_ids.contiguous())[0].to(query.device)[:, :, 0]
-        grouped = one_query.float().unflatten(1, (heads, -1)).squeeze(3)
-        logits = grouped @ keys.float().transpose(-1, -2) * scale
-        none = (one_ids < 0) | (one_ids >= len(store))
-        logits = soft_cap_(logits, softcap).masked_fill_(none, float("-inf"))
-        scores.append(logits.flatten(1, 2).unsqueeze(2))
-    return torch.cat(scores, dim=2)

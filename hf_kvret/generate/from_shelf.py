@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -87,7 +87,7 @@ def new_cache(
         cache.shelf_note = f"not put: {new} new tokens, fewer than {step}"
         return cache
     shelf.check_writable()
-    call.keep_prompt = _Prompt(shelf, cache, call, ids).keep_prompt
+    call.keep_prompt = partial(_keep_prompt, shelf, cache, call, ids)
     return cache
 
 
@@ -110,37 +110,25 @@ def _obstacle(call: Request, generation_config: Any, mask: Any) -> str:
     return f"the prompt is more than text ({', '.join(more)})" if more else ""
 
 
-@dataclass(eq=False)
-class _Prompt:
-    """A prompt, ``ids``, that is read into ``cache``, and put on ``shelf`` once."""
+def _keep_prompt(shelf: Shelf, cache: RetrievalCache, call: Request, ids: torch.Tensor) -> None:
+    """Put the prompt ``ids`` once it is whole; called before each pass, and when ``call`` ends.
 
-    shelf: Shelf
-    cache: RetrievalCache
-    call: Request
-    ids: torch.Tensor
-    is_over: bool = False
-
-    def keep_prompt(self) -> None:
-        """Put the prompt once it is whole; called before each pass, and when the call ends.
-
-        Where that fails, the answer is there all the same.
-        """
-        if self.is_over:
-            return
-        cache, lengths = self.cache, [one.get_seq_length() for one in self.cache.retrieval_layers]
-        length = min(lengths)
-        if length < max(lengths) or length < self.ids.shape[1]:
-            # The prompt is not whole, as where a pass broke off.
-            return
-        self.is_over = True
-        try:
-            ids = self.ids
-            if cache.retrieval_layers[0].batch_size > 1:
-                # All its rows begin with the prompt.
-                cache = cache.fork()
-                cache.reorder_cache(ids.new_zeros(1))
-            note = f"put as {self.shelf.put(cache, ids, self.call.model).name}"
-        except _FAILURES as error:
-            note = f"not put: {error}"
-            _log.warning("the prompt was not put on the shelf %s: %s", self.shelf.folder, error)
-        self.cache.shelf_note = note
+    Where that fails, the answer is there all the same.
+    """
+    lengths = [one.get_seq_length() for one in cache.retrieval_layers]
+    length = min(lengths)
+    if length < max(lengths) or length < ids.shape[1]:
+        # The prompt is not whole, as where a pass broke off.
+        return
+    call.keep_prompt = lambda: None
+    try:
+        whole = cache
+        if cache.retrieval_layers[0].batch_size > 1:
+            # All its rows begin with the prompt.
+            whole = cache.fork()
+            whole.reorder_cache(ids.new_zeros(1))
+        note = f"put as {shelf.put(whole, ids, call.model).name}"
+    except _FAILURES as error:
+        note = f"not put: {error}"
+        _log.warning("the prompt was not put on the shelf %s: %s", shelf.folder, error)
+    cache.shelf_note = note
