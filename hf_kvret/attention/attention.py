@@ -14,9 +14,9 @@ from hf_kvret.attention.masks import base_mask, mask_info, token_validity, with_
 from hf_kvret.contracts.block import check_dtypes
 from hf_kvret.contracts.index import Scoring
 from hf_kvret.layer.exact_attention import attend_flash, fits, merge
-from hf_kvret.layer.latent import LatentCall, LatentLayer, ModuleHeads
+from hf_kvret.layer.latent import LatentLayer, ModuleHeads
 from hf_kvret.layer.layer import HANDLE, RetrievalLayer
-from hf_kvret.layer.queries import AttentionCall
+from hf_kvret.layer.queries import AttentionCall, Heads
 from hf_kvret.replay.compiled_layers import NOW, Marker, attend
 from hf_kvret.replay.warm_up import warming_up
 from hf_kvret_kernels.prompt_attention import compiled, prompt_attention
@@ -34,6 +34,7 @@ _OTHER_KEYWORDS = {
 
 # Above this many elements the base implementation must not build a [q, kv] mask or score matrix.
 _DENSE_ELEMENTS = 1 << 24
+_PLAIN = Heads()
 
 
 def retrieval_attention(
@@ -96,7 +97,7 @@ def retrieval_attention(
         raise
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     softcap, sink_logits = kwargs.get("softcap"), kwargs.get("s_aux")
-    heads = ModuleHeads(module) if isinstance(layer, LatentLayer) else None
+    heads = ModuleHeads(module) if isinstance(layer, LatentLayer) else _PLAIN
     scoring = Scoring(valid, scale, softcap)
 
     def is_causal() -> bool:
@@ -107,7 +108,7 @@ def retrieval_attention(
         # A layer that reads another's keys may have the newest queries alone.
         older = key.shape[2] - query.shape[2]
         base = base_name(module, kwargs)
-        keys, values = (key, value) if heads is None else heads.expand_new(key, value)
+        keys, values = heads.expand_new(key, value)
         part, info = None, mask_info(attention_mask)
         plain = base in ("sdpa", "eager") and info is not None and info.causal
         plain = plain and _means_causal(module)
@@ -135,8 +136,7 @@ def retrieval_attention(
         return out.transpose(1, 2)
 
     positions = _positions(kwargs.get("position_ids"), query)
-    arguments = scoring, prompt, sink_logits, positions, is_causal, choice
-    call = AttentionCall(*arguments) if heads is None else LatentCall(*arguments, heads=heads)
+    call = AttentionCall(scoring, prompt, sink_logits, positions, is_causal, choice, heads)
     with warming_up(layer, query, call) if query.is_cuda else nullcontext():
         out = layer.attend(query, key, value, call)
     return out.transpose(1, 2).contiguous(), None

@@ -114,14 +114,14 @@ def attend_exactly(
     # Sinks are in the window, and exact there whatever the store does to its rows.
     cold_valid = None if store is None else kv.retrievable(valid)
     # Requested first: a store that reads over the bus starts now, behind the work below.
-    length = chunk_len(query.shape[2], key, call.row_elements(key, value))
+    length = chunk_len(query.shape[2], key, call.heads.expanded_elements(key, value))
     # Other queries than those that are compared with rows attend to what rows are expanded to.
-    expands = call.makes_rows or fits(query, key, value)
+    expands = call.heads.makes_rows or fits(query, key, value)
     in_place = store if store and not expands and _is_read_in_place(store, query) else None
     in_chunks = store if in_place is None else None
     chunks = () if in_chunks is None else all_of(in_chunks, in_chunks.chunks(length, past), past)
     new_valid = None if valid is None else valid[:, past:]
-    new = call.keys_and_values(key, value)
+    new = call.heads.expand(key, value)
     attend = attend_flash if fits(query, *new) else attend_dense
     older = key.shape[2] - query.shape[2]
     total = attend(query, *new, scoring.of(new_valid), causal_offset=older)
@@ -129,10 +129,10 @@ def attend_exactly(
     near_keys, near_values = window.tokens()
     near_valid = window.validity(valid, past)
     # Made of all tokens at once, keys and values would outgrow any chunk.
-    step = length if call.makes_rows else max(1, near_keys.shape[2])
+    step = length if call.heads.makes_rows else max(1, near_keys.shape[2])
     for start in range(0, near_keys.shape[2], step):
         some = slice(start, start + step)
-        near = call.keys_and_values(near_keys[:, :, some], near_values[:, :, some])
+        near = call.heads.expand(near_keys[:, :, some], near_values[:, :, some])
         some_valid = None if near_valid is None else near_valid[:, some]
         total = merge([total, attend(query, *near, scoring.of(some_valid))])
         del near
@@ -141,7 +141,7 @@ def attend_exactly(
         count = min(keys.shape[2], past - start)
         if count > 0:
             old_valid = None if cold_valid is None else cold_valid[:, start : start + count]
-            old = call.keys_and_values(keys[:, :, :count], values[:, :, :count])
+            old = call.heads.expand(keys[:, :, :count], values[:, :, :count])
             part = attend(query, *old, scoring.of(old_valid))
             # Not held while the next chunk is made.
             del keys, values, old

@@ -108,7 +108,7 @@ class IndexedLayer(RetrievalLayer):
             take = kv.take_prompt if is_prompt else kv.take_step
             take(key, value, call.scoring.valid)
         self._scoring = call.scoring
-        row_query = call.to_rows(query) if call.makes_rows else query
+        row_query = call.heads.absorb(query) if call.heads.makes_rows else query
         out, ids = attend_to_indices(kv, row_query, indices, call)
         cold = None if is_prompt else kv.cold(call.scoring)
         if cold is not None and ids is not None:
@@ -117,7 +117,7 @@ class IndexedLayer(RetrievalLayer):
             for subscriber in self.subscribers:
                 subscriber(record)
         out = out.to(query.dtype)
-        return call.from_rows(out) if call.makes_rows else out
+        return call.heads.project_values(out) if call.heads.makes_rows else out
 
     _attend_few = _attend_many
 

@@ -9,24 +9,25 @@ values instead, where that takes fewer operations. Source: DeepSeek-V2, section 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 
 from hf_kvret.contracts.block import check_dtypes
 from hf_kvret.layer.layer import HANDLE, RetrievalLayer
-from hf_kvret.layer.queries import AttentionCall
+from hf_kvret.layer.queries import Heads
 from hf_kvret.models.products import Affine, affine
 from hf_kvret_model_patches import latent
 
 
-class ModuleHeads:
+class ModuleHeads(Heads):
     """What a layer's attention makes of queries and rows, in one call: weights may change.
 
     Args:
         module: the attention of a layer, with ``kv_b_proj`` and dims named as in transformers.
     """
+
+    makes_rows: ClassVar[bool] = True
 
     def __init__(self, module: Any) -> None:
         self._module = module
@@ -41,30 +42,29 @@ class ModuleHeads:
         to_keys = self._matrices(query)[:, : self._nope]
         return torch.cat([torch.einsum("bhqn,hnr->bhqr", nope, to_keys), rope], dim=-1)
 
-    def project_values(self, latents: torch.Tensor) -> torch.Tensor:
+    def project_values(self, out: torch.Tensor) -> torch.Tensor:
         """``[B, H, Q, v]`` of means of latents ``[B, H, Q, R]``."""
-        to_values = self._matrices(latents)[:, self._nope :]
-        values = torch.einsum("bhqr,hvr->bhqv", latents, to_values)
-        offset = self._affine(latents).offset
+        to_values = self._matrices(out)[:, self._nope :]
+        values = torch.einsum("bhqr,hvr->bhqv", out, to_values)
+        offset = self._affine(out).offset
         if offset is None:
             return values
         # Weights sum to one. What an offset adds to keys, it adds to all scores of a query alike.
         return values + offset.view(-1, 1, self._nope + self._value_dim)[..., self._nope :]
 
-    def expand(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys ``[B, H, m, n + r]`` and values ``[B, H, m, v]`` of ``rows [B, 1, m, R + r]``."""
-        return self.expand_new(rows[..., : self._rank], rows[..., self._rank :])
+    def expand(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys ``[B, H, m, n + r]`` and values ``[B, H, m, v]`` of rows ``[B, 1, m, R + r]``."""
+        return self.expand_new(keys[..., : self._rank], keys[..., self._rank :])
 
     def expand_new(
-        self, latents: torch.Tensor, rope_keys: torch.Tensor
+        self, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As ``expand``, of latents ``[B, 1, m, R]`` and rotated keys ``[B, 1, m, r]``."""
-        return latent.expand(self._module, latents, rope_keys)
+        return latent.expand(self._module, keys, values)
 
-    def expanded_elements(self, rows: torch.Tensor) -> int:
-        """Elements of the keys and values of one row, of all heads."""
-        of_head = self._nope + rows.shape[3] - self._rank + self._value_dim
-        return self._matrices(rows).shape[0] * of_head
+    def expanded_elements(self, keys: torch.Tensor, values: torch.Tensor) -> int:
+        of_head = self._nope + keys.shape[3] - self._rank + self._value_dim
+        return self._matrices(keys).shape[0] * of_head
 
     def expands(self, queries: int) -> bool:
         """Whether to expand rows takes fewer operations than to absorb so many queries.
@@ -82,35 +82,6 @@ class ModuleHeads:
         if self._affine_map is None:
             self._affine_map = affine(self._module.kv_b_proj, like, self._rank)
         return self._affine_map
-
-
-@dataclass(frozen=True, eq=False)
-class LatentCall(AttentionCall):
-    """An attention call of a layer with latent attention."""
-
-    makes_rows: ClassVar[bool] = True
-
-    heads: ModuleHeads = field(kw_only=True)
-
-    def to_rows(self, query: torch.Tensor) -> torch.Tensor:
-        return self.heads.absorb(query)
-
-    def from_rows(self, out: torch.Tensor) -> torch.Tensor:
-        return self.heads.project_values(out)
-
-    def expands(self, queries: int) -> bool:
-        return self.heads.expands(queries)
-
-    def for_latent_queries(self) -> AttentionCall:
-        return AttentionCall(self.scoring, self.prompt, self.sink_logits, self.positions)
-
-    def keys_and_values(
-        self, keys: torch.Tensor, values: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.heads.expand(keys)
-
-    def row_elements(self, keys: torch.Tensor, values: torch.Tensor) -> int:
-        return self.heads.expanded_elements(keys)
 
 
 class LatentLayer(RetrievalLayer):

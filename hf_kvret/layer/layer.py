@@ -21,7 +21,7 @@ from hf_kvret.layer.cached_rows import CachedRows
 from hf_kvret.layer.exact_attention import attend_exactly
 from hf_kvret.layer.layer_kv import DraftRound, LayerKV, MakeStore
 from hf_kvret.layer.prompt_groups import PromptPass
-from hf_kvret.layer.queries import AttentionCall, NewTokens
+from hf_kvret.layer.queries import AttentionCall, Heads, NewTokens
 from hf_kvret.layer.step import BorrowedIndex, Lender, Subscriber, attend_step
 from hf_kvret.models.compatibility import AttentionShape
 from hf_kvret.models.compiled import not_compiled
@@ -308,7 +308,7 @@ class RetrievalLayer(CacheLayerMixin):
     ) -> torch.Tensor:
         """Each query retrieves."""
         query, key, value = new
-        row_query = call.to_rows(query) if call.makes_rows else query
+        row_query = call.heads.absorb(query) if call.heads.makes_rows else query
         if self.pending_attention:
             if not kv.built:
                 # The index is built of the prompt alone, as in a fork that was made before.
@@ -320,7 +320,7 @@ class RetrievalLayer(CacheLayerMixin):
         self._scoring = call.scoring
         out = attend_step(kv, row_query, call, self.subscribers, self.layer_info.number)
         out = out.to(query.dtype)
-        return call.from_rows(out) if call.makes_rows else out
+        return call.heads.project_values(out) if call.heads.makes_rows else out
 
     def _attend_many(
         self, kv: LayerKV, new: NewTokens, past: int, call: AttentionCall
@@ -330,9 +330,9 @@ class RetrievalLayer(CacheLayerMixin):
         recipe, end = self.config.prompt_recipe, max(self.prompt_end, past + key.shape[2])
         if recipe is not None and end > recipe.above:
             return self._attend_in_groups(kv, new, past, call, end)
-        as_it_is = not past or call.expands(query.shape[2])
+        as_it_is = not past or call.heads.expands(query.shape[2])
         watched = self.pending_attention and kv.watches
-        row_query = call.to_rows(query) if watched or not as_it_is else query
+        row_query = call.heads.absorb(query) if watched or not as_it_is else query
         learn = partial(self._on_forward, row_query, key, call) if watched else None
         if learn is not None and self.round is not None:
             # Only what is accepted will be learned.
@@ -352,8 +352,9 @@ class RetrievalLayer(CacheLayerMixin):
         self.exact_rows += min(past, kv.cold_len) * len(key) * key.shape[1]
         if as_it_is:
             return attend_exactly(kv, query, key, value, past, call).to(query.dtype)
-        out = attend_exactly(kv, row_query, key, value, past, call.for_latent_queries())
-        return call.from_rows(out.to(query.dtype))
+        call_of_rows = dataclasses.replace(call, heads=Heads())
+        out = attend_exactly(kv, row_query, key, value, past, call_of_rows)
+        return call.heads.project_values(out.to(query.dtype))
 
     def _attend_in_groups(
         self, kv: LayerKV, new: NewTokens, past: int, call: AttentionCall, end: int
@@ -374,7 +375,7 @@ class RetrievalLayer(CacheLayerMixin):
         groups = PromptPass(query, *rows, call, recipe, end)
         out = groups.attend()
         if self.pending_attention:
-            learn = partial(self._on_forward, call.to_rows(query), key, call)
+            learn = partial(self._on_forward, call.heads.absorb(query), key, call)
             self.exact_rows += min(past, kv.cold_len) * len(key) * key.shape[1]
             self._show_prompt(kv, query, call)
             kv.take_prompt(key, value, call.scoring.valid, learn if kv.watches else None)
@@ -388,7 +389,7 @@ class RetrievalLayer(CacheLayerMixin):
         newest, end, valid = query[:, :, -_NEWEST:], kv.length + query.shape[2], call.scoring.valid
         if valid is not None:
             valid = valid[:, end - newest.shape[2] : end]
-        kv.on_prompt(call.to_rows(newest), valid)
+        kv.on_prompt(call.heads.absorb(newest), valid)
 
     def _on_forward(self, query: torch.Tensor, key: torch.Tensor, call: AttentionCall) -> None:
         """Pass tokens to an index that watches, and to a store that needs their positions."""

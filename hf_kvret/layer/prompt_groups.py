@@ -31,7 +31,7 @@ class PromptPass:
     """A pass of a prompt over the tokens of a layer, the new ones last.
 
     Attributes:
-        query: ``[B, Hq, Q, Dk]`` of the new tokens, as they attend to ``call.keys_and_values``.
+        query: ``[B, Hq, Q, Dk]`` of the new tokens, as they attend to ``call.heads.expand``.
         keys: ``[B, Hkv, T, D]`` of all tokens; ``values`` likewise.
         call: of the attention; ``scoring.valid [B, T]``.
         recipe: how groups choose.
@@ -98,15 +98,17 @@ class PromptPass:
 
     def _most_tokens(self) -> int | None:
         """Tokens whose keys and values may be made at once; None where they exist."""
-        if not self.call.makes_rows:
+        if not self.call.heads.makes_rows:
             return None
-        return chunk_len(GROUP, self.keys, self.call.row_elements(self.keys, self.values))
+        return chunk_len(
+            GROUP, self.keys, self.call.heads.expanded_elements(self.keys, self.values)
+        )
 
     def _attend_span(self, query: torch.Tensor, first: int, span: slice) -> AttentionResult:
         """Causal attention of the group that begins at ``first`` to the tokens of ``span``."""
         scoring = self.call.scoring
         valid = None if scoring.valid is None else scoring.valid[:, span]
-        rows = self.call.keys_and_values(self.keys[:, :, span], self.values[:, :, span])
+        rows = self.call.heads.expand(self.keys[:, :, span], self.values[:, :, span])
         return attend_dense(query, *rows, scoring.of(valid), causal_offset=first - span.start)
 
     def _attend_some(self, query: torch.Tensor, blocks: torch.Tensor) -> AttentionResult:
@@ -122,7 +124,7 @@ class PromptPass:
         # The blocks of a KV head, and which of their tokens are valid, are its own: each head is a
         # sequence of its own.
         folded = query.unflatten(1, (heads, -1)).flatten(0, 1)
-        rows = self.call.keys_and_values(keys.flatten(0, 1)[:, None], values.flatten(0, 1)[:, None])
+        rows = self.call.heads.expand(keys.flatten(0, 1)[:, None], values.flatten(0, 1)[:, None])
         out, lse = attend_dense(folded, *rows, scoring.of(valid))
         return tuple(part.unflatten(0, (batch, heads)).flatten(1, 2) for part in (out, lse))
 
@@ -160,7 +162,7 @@ class PromptPass:
             ranks = (ranks * order[:, -1:] + count - 1) // count
             slots = torch.searchsorted(order, ranks.clamp(min=1)).clamp(max=last - first - 1)
         index = slots[:, None, :, None].expand(-1, query.shape[1], -1, query.shape[3])
-        return self.call.to_rows(query.gather(2, index)), first + slots
+        return self.call.heads.absorb(query.gather(2, index)), first + slots
 
     def _shares(
         self, probes: torch.Tensor, slots: torch.Tensor, near: int, last: int

@@ -19,6 +19,39 @@ class NewTokens(NamedTuple):
     value: torch.Tensor
 
 
+class Heads:
+    """What the heads of a layer make of queries and rows for attention: nothing, as here."""
+
+    # Whether ``expand`` makes tensors with memory of their own.
+    makes_rows: ClassVar[bool] = False
+
+    def absorb(self, query: torch.Tensor) -> torch.Tensor:
+        """``query [B, Hq, Q, *]`` as rows are compared with it, ``[B, Hq, Q, Dk]``."""
+        return query
+
+    def project_values(self, out: torch.Tensor) -> torch.Tensor:
+        """The attention's result of a mean of rows' values ``[B, Hq, Q, Dv]``."""
+        return out
+
+    def expands(self, queries: int) -> bool:
+        """Whether so many queries, as they are, attend exactly to what rows are expanded to."""
+        return False
+
+    def expand(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What queries as they are attend to, of rows ``[B, Hkv, n, D]``."""
+        return keys, values
+
+    def expand_new(
+        self, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As ``expand``, of keys and values as the model passes them."""
+        return keys, values
+
+    def expanded_elements(self, keys: torch.Tensor, values: torch.Tensor) -> int:
+        """Elements of what one row is expanded to, of all heads; rows are examples."""
+        return keys.shape[1] * (keys.shape[3] + values.shape[3])
+
+
 @dataclass(frozen=True, eq=False)
 class AttentionCall:
     """Arguments of one attention call other than query, key and value.
@@ -31,12 +64,10 @@ class AttentionCall:
         positions: ``[B, Q]`` integers, RoPE positions of the queries; None if not passed.
         indices: ``[B, Hkv or 1, Q, K]`` tokens that the model's own indexer names for the queries,
             by KV head or for all; None where it has none.
+        heads: of the layer.
         is_causal: whether a new token sees exactly the valid tokens before it. For some masks it
             builds the whole mask.
     """
-
-    # Whether ``keys_and_values`` makes tensors with memory of their own.
-    makes_rows: ClassVar[bool] = False
 
     scoring: Scoring
     prompt: Callable[[], torch.Tensor]
@@ -44,29 +75,4 @@ class AttentionCall:
     positions: torch.Tensor | None = None
     is_causal: Callable[[], bool] = field(default=lambda: True)
     indices: torch.Tensor | None = None
-
-    def to_rows(self, query: torch.Tensor) -> torch.Tensor:
-        """``query [B, Hq, Q, *]`` as rows are compared with it, ``[B, Hq, Q, Dk]``."""
-        return query
-
-    def from_rows(self, out: torch.Tensor) -> torch.Tensor:
-        """The attention's result of a mean of rows' values ``[B, Hq, Q, Dv]``."""
-        return out
-
-    def expands(self, queries: int) -> bool:
-        """Whether so many queries attend exactly to ``keys_and_values``, as they are."""
-        return False
-
-    def for_latent_queries(self) -> AttentionCall:
-        """The same call for queries that went through ``to_rows``."""
-        return self
-
-    def keys_and_values(
-        self, keys: torch.Tensor, values: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What queries as they are attend to, of rows ``[B, Hkv, n, D]``."""
-        return keys, values
-
-    def row_elements(self, keys: torch.Tensor, values: torch.Tensor) -> int:
-        """Elements of one token's ``keys_and_values``, of all heads; rows are examples."""
-        return keys.shape[1] * (keys.shape[3] + values.shape[3])
+    heads: Heads = Heads()

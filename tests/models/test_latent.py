@@ -70,7 +70,7 @@ def test_absorbed_queries_score_as_expanded_keys_do(model: PreTrainedModel) -> N
         torch.testing.assert_close(
             heads.project_values(means), weights @ values, rtol=1e-4, atol=1e-4
         )
-    assert heads.expanded_elements(rows) == 4 * (24 + 16)
+    assert heads.expanded_elements(rows, rows) == 4 * (24 + 16)
 
 
 @pytest.mark.parametrize("questions", [12, 40])
