@@ -27,6 +27,11 @@ _logged_reasons: set[str] = set()
 # Arguments of a decode step whose values differ from step to step.
 _PER_STEP = ("input_ids", "position_ids", "cache_position")
 _MASK = "attention_mask"
+# Layers of transformers that can be part of a captured step.
+_STEPS: dict[type, Callable[[Any], Step]] = {
+    DynamicSlidingWindowLayer: SlidingStep,
+    LinearAttentionLayer: StateStep,
+}
 
 
 class Frame:
@@ -66,20 +71,6 @@ class Frame:
         self.output: Any = None
         self.replay: Callable[[], None] | None = None
         self._next_column = -1
-
-    @staticmethod
-    def refusal(inputs: dict[str, Any]) -> str | None:
-        """Why steps with these inputs can't be captured; None if they can."""
-        if inputs.get("position_ids") is None:
-            return "the model gets no position_ids, so it counts tokens on the host"
-        for name, value in _split(inputs)[1].items():
-            plain = value is None or isinstance(value, bool | int | float | str)
-            if not plain and name not in CACHE_NAMES:
-                return f"the model is given {name}, a {type(value).__name__}"
-        for name in ("output_hidden_states", "output_attentions"):
-            if inputs.get(name):
-                return f"{name}=True"
-        return None
 
     def fits(self, inputs: dict[str, Any]) -> bool:
         """Whether ``inputs`` differ from the frame's only in the values of tensors."""
@@ -154,8 +145,7 @@ class DecodeGraph:
         self._cache = cache
         self._layers = [LayerStep(layer) for layer in cache.retrieval_layers]
         others = foreign_layers_of(cache.layers).values()
-        self._others: list[Step] = [SlidingStep(layer) for layer in others if _slides(layer)]
-        self._others += [StateStep(layer) for layer in others if _has_states(layer)]
+        self._others: list[Step] = [_STEPS[type(x)](x) for x in others if type(x) in _STEPS]
         self._frame: Frame | None = None
         # Shape of the last rehearsal, and the layers' edits after the last step of one token: a
         # step is captured only if the one before it ran the same way, through this object.
@@ -219,10 +209,20 @@ class DecodeGraph:
         """Why a plain step with these inputs is not replayed."""
         if self._others and inputs.get("attention_mask") is not None:
             return "the batch is padded, which layers that slide, or keep a state, do not know"
-        return Frame.refusal(inputs)
+        if inputs.get("position_ids") is None:
+            return "the model gets no position_ids, so it counts tokens on the host"
+        for name, value in _split(inputs)[1].items():
+            plain = value is None or isinstance(value, bool | int | float | str)
+            if not plain and name not in CACHE_NAMES:
+                return f"the model is given {name}, a {type(value).__name__}"
+        for name in ("output_hidden_states", "output_attentions"):
+            if inputs.get(name):
+                return f"{name}=True"
+        return None
 
     def _step(self, inputs: dict[str, Any]) -> Any:
-        frame, window = self._frame, self._window
+        # The window of the lowest layer: all have the same length and sinks.
+        frame, window = self._frame, self._layers[0].kv.window
         if frame is None or frame.layouts != self._layouts() or not frame.fits(inputs):
             self._frame = None
             frame = Frame(inputs, window)
@@ -317,11 +317,6 @@ class DecodeGraph:
     def _edits(self) -> int:
         return sum(step.layer.edits for step in self._layers)
 
-    @property
-    def _window(self) -> Window:
-        """The window of the lowest layer: all have the same length and sinks."""
-        return self._layers[0].kv.window
-
     def _give_up(self, reason: str, quietly: bool = False) -> None:
         self.reason, self._given_up = reason, True
         self._frame = self._recorder = None
@@ -353,7 +348,7 @@ def why_not(model: PreTrainedModel, cache: RetrievalCache) -> str | None:
     if is_split(model):
         return "the model is split over processes, and their exchange was not tried in a graph"
     foreign = foreign_layers_of(cache.layers).values()
-    others = [x for x in foreign if not (isinstance(x, DummyLayer) or _slides(x) or _has_states(x))]
+    others = [x for x in foreign if not (isinstance(x, DummyLayer) or type(x) in _STEPS)]
     if others:
         return f"{len(others)} layers keep a {type(others[0]).__name__}, which grows at each step"
     if model.training:
@@ -373,14 +368,6 @@ def _tokens(inputs: dict[str, Any]) -> int:
     """Tokens of each sequence in this call; 0 for embeddings."""
     tokens = inputs.get("input_ids")
     return 0 if tokens is None else int(tokens.shape[1])
-
-
-def _slides(layer: Any) -> bool:
-    return type(layer) is DynamicSlidingWindowLayer
-
-
-def _has_states(layer: Any) -> bool:
-    return type(layer) is LinearAttentionLayer
 
 
 def _copy(output: Any) -> Any:

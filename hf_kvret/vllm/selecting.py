@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -132,11 +131,6 @@ class SelectingAttention:
         if self.selects:
             self._options.check_head_dim(own.head_size)
 
-    @cached_property
-    def _scale_and_cap(self) -> tuple[float, float | None]:
-        own: Any = self
-        return own.scale, float(own.logits_soft_cap or 0.0) or None
-
     def rows_of(self, kv_cache: torch.Tensor) -> torch.Tensor:
         """``[blocks, Hkv, block_len, 2 * D]``: keys and values side by side, contiguous."""
         return kv_cache
@@ -161,7 +155,8 @@ class SelectingAttention:
                 *(output_scale, output_block_scale),
             )
         if steps is not None and self.selects:
-            scores = self._scale_and_cap
+            own: Any = self
+            scores = own.scale, float(own.logits_soft_cap or 0.0) or None
             selector = Selector(self._method, self._options, layer.layer_name, *scores)
             pages, queries = self.rows_of(kv_cache), query[steps.rows]
             out = decode(selector, queries, pages, steps.table, steps.lengths, steps.sequences)
