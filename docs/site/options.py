@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import hf_kvret
+from hf_kvret.options.config import PromptRecipe
 from hf_kvret.options.declare import declared, words_of
-from hf_kvret.options.prompt import PromptRecipe
 
 DOCS = Path(__file__).parents[1]
 BEGIN = "<!-- made by `python docs/site/options.py`, from here -->"

@@ -18,7 +18,7 @@ from hf_kvret.layer.latent import LatentLayer, ModuleHeads
 from hf_kvret.layer.layer import HANDLE, RetrievalLayer
 from hf_kvret.layer.queries import AttentionCall, Heads
 from hf_kvret.replay.compiled_layers import NOW, Marker, attend
-from hf_kvret.replay.warm_up import warming_up
+from hf_kvret.replay.layer_step import warming_up
 from hf_kvret_kernels.prompt_attention import compiled, prompt_attention
 
 # Keywords that models pass beside the tensors. Those in the second set do not change attention, and

@@ -84,7 +84,8 @@ class MaskInfo:
                 mask = mask[:, :, -self.query_len :] if mask.ndim == 4 else mask
             moved = mask.to(device) if isinstance(mask, torch.Tensor) else mask
             if self.chosen is not None:
-                moved = _with_chosen(moved, self, self.chosen.to(device), base)
+                whole = _whole_mask(moved, self, base, device)
+                moved = _with_chosen(whole, self.chosen.to(device))
             self._base_masks[base, device] = moved
         return self._base_masks[base, device]
 
@@ -347,19 +348,15 @@ def with_indices(
     Raises:
         ValueError: a base whose mask has no column for each key.
     """
-    info = mask_info(carrier)
-    mask = _whole_mask(mask, info, base, indices.device)
+    mask = _whole_mask(mask, mask_info(carrier), base, indices.device)
     total = mask.shape[3]
     chosen = torch.zeros(*indices.shape[:3], total + 1, dtype=torch.bool, device=mask.device)
     chosen.scatter_(3, indices.masked_fill((indices < 0) | (indices > total), total), True)
-    return _with_chosen(mask, info, chosen[..., :total], base)
+    return _with_chosen(mask, chosen[..., :total])
 
 
-def _with_chosen(
-    mask: torch.Tensor | None, info: MaskInfo | None, chosen: torch.Tensor, base: str
-) -> torch.Tensor:
-    """As ``with_indices``, of what is ``chosen [B, H or 1, Q, T]``."""
-    mask = _whole_mask(mask, info, base, chosen.device)
+def _with_chosen(mask: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """``mask`` that shows each query only what is ``chosen [B, H or 1, Q, T]``."""
     if mask.dtype == torch.bool:
         return mask & chosen
     return mask.masked_fill(~chosen, torch.finfo(mask.dtype).min)

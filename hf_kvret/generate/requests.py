@@ -145,15 +145,17 @@ def current_request(model: PreTrainedModel) -> Request:
 
     A request without arguments where transformers' functions are called without ``generate``.
     """
-    thread = threading.get_ident()
-    with _lock:
-        calls = (one for one in reversed(_running) if one.thread == thread and one.model is model)
-        return next(calls, None) or Request(model, {})
+    call = next((one for one in _calls_here() if one.model is model), None)
+    return call or Request(model, {})
 
 
 def call_using(cache: RetrievalCache) -> Request | None:
     """The running call of ``generate`` in this thread that uses ``cache``; None without one."""
+    return next((one for one in _calls_here() if one.cache is cache), None)
+
+
+def _calls_here() -> list[Request]:
+    """The running calls in this thread, the newest first."""
     thread = threading.get_ident()
     with _lock:
-        calls = (one for one in reversed(_running) if one.thread == thread)
-        return next((one for one in calls if one.cache is cache), None)
+        return [one for one in reversed(_running) if one.thread == thread]

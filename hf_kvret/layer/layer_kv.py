@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
@@ -12,12 +12,11 @@ import torch
 from hf_kvret.contracts.block import UNKNOWN_POSITION, TokenBlock, check_dtypes
 from hf_kvret.contracts.index import ColdTokens, Index, Scoring, SearchCost, blamed_on
 from hf_kvret.contracts.signals import SIGNALS_WAIT
-from hf_kvret.contracts.state import Schema, State, Tensors, number, part, transient
+from hf_kvret.contracts.state import Schema, State, Tensors, listed, number, part, transient
 from hf_kvret.contracts.store import PAGES, FirstRows, Store, all_of
 from hf_kvret.contracts.token_buffer import TokenBuffer
 from hf_kvret.layer.cold_sums import ColdSums, ColdTokensWithMean
 from hf_kvret.layer.queries import AttentionCall
-from hf_kvret.layer.retrieved import RetrievedTokens
 from hf_kvret.layer.window import Window
 from hf_kvret.options.config import RetrievalConfig
 from hf_kvret_kernels.ids import WrongIdError
@@ -58,6 +57,48 @@ def keeps_tensors(
                 SIGNALS_WAIT.end()
 
     return change
+
+
+class RetrievedTokens(State):
+    """Tokens read with ``prompt="retrieve"``: they attended to a part of what came before them.
+
+    Attributes:
+        spans: first token and the one behind the last of each run of them, in order.
+    """
+
+    spans: list[tuple[int, int]] = listed(lambda span: span[1])
+
+    def __len__(self) -> int:
+        return sum(end - first for first, end in self.spans)
+
+    def add(self, groups: Iterable[tuple[int, int]]) -> None:
+        """Add later tokens, ``first`` to ``end``; a span grows where these begin at its end."""
+        for first, end in groups:
+            if self.spans and self.spans[-1][1] == first:
+                first = self.spans.pop()[0]
+            self.spans.append((first, end))
+
+    def crop(self, length: int) -> None:
+        self.spans = [(first, min(end, length)) for first, end in self.spans if first < length]
+
+    def stats(self) -> dict[str, Any]:
+        """For ``stats()``; nothing where there are no such tokens."""
+        return {"prompt_retrieved": len(self)} if self.spans else {}
+
+    def state_dict(self) -> Tensors:
+        """The ``spans [n, 2]`` int64; nothing where there are no such tokens."""
+        return {"spans": torch.tensor(self.spans, dtype=torch.int64)} if self.spans else {}
+
+    def load_state_dict(self, state: Tensors, device: torch.device | None = None) -> None:
+        self.spans = [(first, end) for first, end in state["spans"].tolist()]
+
+    def check(self, config: RetrievalConfig) -> None:
+        """ValueError where options want exact rows, and some were read by retrieval."""
+        if self.spans and config.prompt_recipe is None:
+            raise ValueError(
+                f"{len(self):,} tokens of this cache were read with prompt='retrieve', and "
+                "prompt='exact' is asked for: leave the option as it was, or read the text again"
+            )
 
 
 class LayerKV(State):

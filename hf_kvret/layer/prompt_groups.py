@@ -16,7 +16,7 @@ import torch
 from hf_kvret.contracts.store import AttentionResult
 from hf_kvret.layer.exact_attention import attend_dense, merge
 from hf_kvret.layer.queries import AttentionCall
-from hf_kvret.options.prompt import PromptRecipe
+from hf_kvret.options.config import PromptRecipe
 from hf_kvret.stores.chunks import chunk_len
 from hf_kvret_kernels.block_lse import block_lse
 

@@ -39,11 +39,7 @@ INDEXED_MODELS_CACHE_LATENTS = RELEASE >= (5, 18)
 """Whether models with an indexer of their own cache latents, not each head's keys and values."""
 
 
-class _Missing:
-    """Stands for a class that a version lacks."""
-
-
-DummyLayer: Any = getattr(cache_utils, "DummyLayer", _Missing)
+DummyLayer: Any = getattr(cache_utils, "DummyLayer", type("Missing", (), {}))
 """The layer without keys that hybrid models have; a class of no object in transformers 5.17."""
 
 

@@ -15,7 +15,7 @@ from types import ModuleType
 import pytest
 
 import hf_kvret
-from hf_kvret.options.prompt import PromptRecipe
+from hf_kvret.options.config import PromptRecipe
 
 from .pages import DOCS, README, ROOT, SITE, site_tool
 

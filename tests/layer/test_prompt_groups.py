@@ -18,10 +18,10 @@ from hf_kvret.lab.evaluate.bundled import load_bundled_model
 from hf_kvret.lab.evaluate.caches import choose_cache
 from hf_kvret.lab.evaluate.needles import NeedleLanguage
 from hf_kvret.lab.tune.variants import make_variants
+from hf_kvret.layer.layer_kv import RetrievedTokens
 from hf_kvret.layer.prompt_groups import BLOCK, GROUP, PromptPass
 from hf_kvret.layer.queries import AttentionCall
-from hf_kvret.layer.retrieved import RetrievedTokens
-from hf_kvret.options.prompt import PromptRecipe
+from hf_kvret.options.config import PromptRecipe
 
 TOKENS = 1100
 SCALE = 0.3

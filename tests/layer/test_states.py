@@ -17,8 +17,7 @@ from hf_kvret.contracts.state import State
 from hf_kvret.contracts.token_buffer import TokenBuffer
 from hf_kvret.layer.cold_sums import ColdSums
 from hf_kvret.layer.indexed import IndexerKeys
-from hf_kvret.layer.layer_kv import LayerKV
-from hf_kvret.layer.retrieved import RetrievedTokens
+from hf_kvret.layer.layer_kv import LayerKV, RetrievedTokens
 from hf_kvret.layer.window import Window
 from hf_kvret.methods.flat import FlatConfig, FlatIndex
 from hf_kvret.models.kept_state import ModelState

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import hf_kvret
+from hf_kvret.options.config import PromptRecipe
 from hf_kvret.options.declare import (
     FLAG,
     Kind,
@@ -21,7 +22,6 @@ from hf_kvret.options.declare import (
     text,
     words_of,
 )
-from hf_kvret.options.prompt import PromptRecipe
 
 CONFIGS = [*(cls.Config for cls in hf_kvret.registered_methods().values()), PromptRecipe]
 
