@@ -12,11 +12,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from huggingface_hub import HfApi, ModelCardData, hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_kvret.artifacts.files import (
     DESCRIPTION,
@@ -32,10 +33,6 @@ from hf_kvret.artifacts.files import (
 from hf_kvret.artifacts.identity import ModelIdentity, compare_weights
 from hf_kvret.saved.folder import plain_bytes
 from hf_kvret.version import __version__
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
-
 
 _TEMPLATE = """---
 {metadata}

@@ -10,10 +10,11 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_kvret.saved.folder import plain_bytes
 from hf_kvret.saved.identity import (
@@ -26,10 +27,6 @@ from hf_kvret.saved.identity import (
     sample,
 )
 from hf_kvret_model_patches.decoders import decoder_of
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
-
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 # Two casts of the same number differ by at most one step of the coarser dtype, bfloat16: 2^-7 of

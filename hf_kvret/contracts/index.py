@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 
 from hf_kvret.contracts.block import TokenBlock
 from hf_kvret.contracts.state import State
+from hf_kvret.contracts.store import AttentionResult, Store
+from hf_kvret_kernels.host_step import HostSearch
 from hf_kvret_kernels.ids import WrongIdError
+from hf_kvret_kernels.paged import HostRows
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,14 +40,6 @@ class Scoring:
     def reordered(self, rows: torch.Tensor) -> Self:
         """The same scoring for the batch whose sequence b is the old one ``rows[b]``."""
         return self if self.valid is None else self.of(self.valid.index_select(0, rows))
-
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from hf_kvret.contracts.store import AttentionResult, Store
-    from hf_kvret_kernels.host_step import HostSearch
-    from hf_kvret_kernels.paged import HostRows
 
 
 @dataclass(frozen=True, eq=False)

@@ -261,11 +261,13 @@ class Window(State):
         self.sinks_full = bool((self.sink_slots >= 0).all())
 
     def _rehouse(self, capacity: int) -> None:
-        length = self.sink + self.length
-        self.host = None
-        self.keys = _resized(self.keys, length, capacity)
-        if self._values is not None:
-            self._values = _resized(self._values, length, capacity)
+        """Copy the tokens to new buffers for ``capacity`` tokens."""
+        length, self.host = self.sink + self.length, None
+        for name in ("keys", "_values"):
+            if (buffer := getattr(self, name)) is not None:
+                larger = buffer.new_empty(*buffer.shape[:2], capacity, buffer.shape[3])
+                larger[:, :, :length] = buffer[:, :, :length]
+                setattr(self, name, larger)
 
     def _sides(
         self, keys: torch.Tensor, values: torch.Tensor
@@ -274,10 +276,3 @@ class Window(State):
         yield self.keys, keys
         if self._values is not None:
             yield self._values, values
-
-
-def _resized(buffer: torch.Tensor, length: int, capacity: int) -> torch.Tensor:
-    """A new buffer for ``capacity`` tokens, the first ``length`` of them copied."""
-    larger = buffer.new_empty(*buffer.shape[:2], capacity, buffer.shape[3])
-    larger[:, :, :length] = buffer[:, :, :length]
-    return larger

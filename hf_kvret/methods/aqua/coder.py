@@ -112,8 +112,11 @@ class RowCoder:
         Raises:
             ValueError: a width that no group divides.
         """
-        predictors = None
+        # Group sizes of keys and values in the calibration; None if not coded.
+        predictors, learned_groups = None, (None, None)
         if plan.artifact is not None:
+            settings = plan.artifact.options["layers"][str(plan.layer)]
+            learned_groups = settings.get("group"), settings.get("value_group")
             with_inputs = plan.previous is not None
             predictors = learned_layer(plan.artifact, plan.layer, with_inputs, device, dtype)
         bits, (heads, *dims) = plan.bits, shape
@@ -122,7 +125,7 @@ class RowCoder:
             bits = plan.options.first_bits or bits
         key_codec, value_codec = (
             _codec(plan, bits, heads * dim, learned_group, device)
-            for dim, learned_group in zip(dims, plan.learned_groups, strict=True)
+            for dim, learned_group in zip(dims, learned_groups, strict=True)
         )
         return cls(*shape, dtype, bits, key_codec, value_codec, predictors, value_in_key)
 

@@ -157,14 +157,6 @@ class LayerPlan:
     lowest: bool = False
 
     @property
-    def learned_groups(self) -> tuple[int | None, int | None]:
-        """Group sizes of keys and values in the calibration; None if not coded."""
-        if self.artifact is None:
-            return None, None
-        settings = self.artifact.options["layers"][str(self.layer)]
-        return settings.get("group"), settings.get("value_group")
-
-    @property
     def keeps_positions(self) -> bool:
         """Whether this layer keeps the positions, for all layers."""
         return self.artifact is not None and self.lowest and needs_positions(self.artifact)
