@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +24,6 @@ from hf_kvret.replay.recorders import RECORDERS, Recorder
 from hf_kvret.replay.replayable import has_hooks, is_compiled, untested
 
 _log = logging.getLogger("hf_kvret.replay")
-_logged_reasons: set[str] = set()
 # Arguments of a decode step whose values differ from step to step.
 _PER_STEP = ("input_ids", "position_ids", "cache_position")
 _MASK = "attention_mask"
@@ -323,12 +323,11 @@ class DecodeGraph:
         _log_once(reason, quietly)
 
 
+@functools.cache
 def _log_once(reason: str, quietly: bool = False) -> None:
     """Log ``reason``, once in a process."""
-    if reason not in _logged_reasons:
-        _logged_reasons.add(reason)
-        level = logging.DEBUG if quietly else logging.WARNING
-        _log.log(level, "decode steps are not replayed from a CUDA graph: %s", reason)
+    level = logging.DEBUG if quietly else logging.WARNING
+    _log.log(level, "decode steps are not replayed from a CUDA graph: %s", reason)
 
 
 def why_not(model: PreTrainedModel, cache: RetrievalCache) -> str | None:

@@ -149,8 +149,3 @@ def is_own(path: Path) -> bool:
     facts = path.lstat()
     mine = not hasattr(os, "getuid") or facts.st_uid == os.getuid()
     return mine and not stat.S_ISLNK(facts.st_mode) and not facts.st_mode & _WRITABLE_BY_OTHERS
-
-
-def folder_nbytes(folder: Path) -> int:
-    """Bytes of the files in a folder."""
-    return sum(path.stat().st_size for path in folder.iterdir() if path.is_file())

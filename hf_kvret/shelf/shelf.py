@@ -32,6 +32,7 @@ from hf_kvret.options.config import LOAD_OPTIONS, byte_count
 from hf_kvret.saved.description import verify_cache
 from hf_kvret.saved.folder import replace_file
 from hf_kvret.saved.identity import identity_of, printable
+from hf_kvret.saved.token_record import ids_of_pictures
 from hf_kvret.shelf.entry import (
     BLOCK,
     DESCRIPTION,
@@ -39,7 +40,6 @@ from hf_kvret.shelf.entry import (
     ShelfEntry,
     chain_of,
     description_of,
-    folder_nbytes,
     is_own,
     name_of,
     read_entry,
@@ -51,8 +51,6 @@ _log = logging.getLogger(__name__)
 _UNFINISHED = ".unfinished-"
 # An unfinished entry that nobody wrote to for so long is of a process that was killed.
 _ABANDONED_SECONDS = 24 * 3600
-# Kinds of inputs that stand in a text as tokens of their own.
-_OTHER_INPUTS = ("image", "video", "audio")
 
 
 class Shelf:
@@ -245,9 +243,10 @@ class Shelf:
         with self._unfinished() as path:
             cache.save_pretrained(path, model=model)
             replace_file(path / DESCRIPTION, description_of(entry, path))
-            for file in path.iterdir():
+            files = list(path.iterdir())
+            for file in files:
                 file.chmod(0o600)
-            entry = dataclasses.replace(entry, nbytes=folder_nbytes(path))
+            entry = dataclasses.replace(entry, nbytes=sum(x.stat().st_size for x in files))
             if entry.nbytes > most:
                 raise ValueError(
                     f"the cache takes {entry.nbytes / 1e9:.2f} GB, and the shelf holds at most "
@@ -407,8 +406,8 @@ def _check_tokens(cache: RetrievalCache, ids: torch.Tensor, model: PreTrainedMod
             "the cache holds no sequence whose tokens it saw, or several: put a cache of one "
             "sequence after model.generate or a pass with input_ids"
         )
-    marks = [getattr(model.config, f"{kind}_token_id", None) for kind in _OTHER_INPUTS]
-    if cache.tokens.passes or any(bool((ids == mark).any()) for mark in marks if mark is not None):
+    marks = torch.tensor(ids_of_pictures(model.config))
+    if cache.tokens.passes or bool(torch.isin(ids, marks).any()):
         raise ValueError("the cache was filled with more than text (images, embeddings)")
     if any(layer.has_padding for layer in cache.retrieval_layers):
         raise ValueError("the cache holds padding: give the prompt without it, and without a mask")
