@@ -276,8 +276,7 @@ class RetrievalLayer(CacheLayerMixin):
         ``key`` and ``value [B, Hkv, n, D]`` are what ``update`` was given. The first call after an
         update takes the tokens in, and Q is n; more calls, of layers that read this one's keys,
         only attend, and may have fewer queries. Under autocast, too, all is computed in the dtypes
-        of these tensors.
-        Returns ``[B, Hq, Q, Dv]`` in the query's dtype.
+        of these tensors. Returns ``[B, Hq, Q, Dv]`` in the query's dtype.
         """
         kv = self.kv
         assert kv is not None, "the handle is of an update"

@@ -496,11 +496,8 @@ def _first_ids(cache: Any, config: Any) -> torch.Tensor | None:
 
     None where nobody saw the tokens, or a sequence may begin with padding.
     """
-    layer, ids, text = (
-        cache.retrieval_layers[0],
-        cache.input_ids,
-        config.get_text_config(decoder=True),
-    )
+    layer, ids = cache.retrieval_layers[0], cache.input_ids
+    text = config.get_text_config(decoder=True)
     kv, slots = layer.kv, layer.kv.window.sink_slots
     # A layer whose model names the tokens is not told of padding.
     if ids is None or layer.has_padding or (kv.index is None and len(ids) > 1):

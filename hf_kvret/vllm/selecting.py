@@ -14,8 +14,7 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, Atte
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec
 
 from hf_kvret.vllm import VARIABLE, selection_of
-from hf_kvret.vllm.decode import Selector, cold_end, decode
-from hf_kvret.vllm.sequences import Sequence, Sequences
+from hf_kvret.vllm.decode import Selector, Sequence, Sequences, cold_end, decode
 
 _WITHOUT = f"unset {VARIABLE} for this model"
 

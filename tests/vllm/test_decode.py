@@ -15,8 +15,7 @@ from hf_kvret.contracts.index import Scoring
 from hf_kvret.layer.queries import AttentionCall
 from hf_kvret.testing import MODELS
 from hf_kvret.vllm import VARIABLE, register, selection_of
-from hf_kvret.vllm.decode import Selector, cold_end, decode
-from hf_kvret.vllm.sequences import Sequence, Sequences
+from hf_kvret.vllm.decode import Selector, Sequence, Sequences, cold_end, decode
 from hf_kvret_cli import vllm_plugin
 from hf_kvret_kernels._dispatch import interpreted, prefer
 

@@ -10,7 +10,7 @@ import torch
 from hf_kvret.contracts.block import TokenBlock
 from hf_kvret.methods.flat import FlatKVCache
 from hf_kvret.methods.flat.index import FlatIndex
-from hf_kvret.vllm.sequences import Sequence, Sequences
+from hf_kvret.vllm.decode import Sequence, Sequences
 
 SIZE = 4
 LAYER = "layer"
