@@ -9,8 +9,15 @@ import torch
 from torch import nn
 
 from hf_kvret.attention.base import attend_with_base, base_name
-from hf_kvret.attention.choice import CHOICES, chosen_tokens, passed_choice
-from hf_kvret.attention.masks import base_mask, mask_info, token_validity, with_indices
+from hf_kvret.attention.masks import (
+    CHOICES,
+    base_mask,
+    chosen_tokens,
+    mask_info,
+    passed_choice,
+    token_validity,
+    with_indices,
+)
 from hf_kvret.contracts.block import check_dtypes
 from hf_kvret.contracts.index import Scoring
 from hf_kvret.layer.exact_attention import attend_flash, fits, merge

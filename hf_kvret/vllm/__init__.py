@@ -10,8 +10,7 @@ import os
 
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.methods.paris import ParisConfig
-from hf_kvret.options.config import RetrievalConfig
-from hf_kvret.options.spec import parse_spec
+from hf_kvret.options.config import RetrievalConfig, parse_spec
 from hf_kvret.registry import registered_methods
 
 __all__ = ["VARIABLE", "register", "selection_of"]

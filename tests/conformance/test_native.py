@@ -13,8 +13,7 @@ from transformers import AutoConfig, DynamicCache, PreTrainedModel
 import hf_kvret
 from hf_kvret import FlatKVCache, NativeKVCache, Selection, observe, registered_methods
 from hf_kvret.attention.attention import retrieval_attention
-from hf_kvret.attention.choice import chosen_tokens
-from hf_kvret.attention.masks import base_mask, retrieval_mask, with_indices
+from hf_kvret.attention.masks import base_mask, chosen_tokens, retrieval_mask, with_indices
 from hf_kvret.contracts.index import Scoring
 from hf_kvret.layer.indexed import IndexedLayer, attend_to_indices
 from hf_kvret.layer.layer_kv import LayerKV
@@ -195,7 +194,7 @@ def test_choices_of_all_kinds_become_tokens(
     chosen = torch.tensor([[[[1, 0, 1, 0, 0], [0, 0, 0, 0, 0], [0, 1, 1, 0, 1]]]] * 2).bool()
     expected = [[[0, 2, -1], [-1, -1, -1], [1, 2, 4]]] * 2
     for elements in (1 << 22, 1):
-        monkeypatch.setattr("hf_kvret.attention.choice._ELEMENTS", elements)
+        monkeypatch.setattr("hf_kvret.attention.masks._ELEMENTS", elements)
         named = chosen_tokens(module, carrier & chosen, {})
         assert named is not None and named[:, 0].tolist() == expected
 

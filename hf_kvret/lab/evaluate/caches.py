@@ -1,6 +1,6 @@
 """Caches by name: ours, transformers' own, presses and strangers, all used in the same way.
 
-A name may carry options (``hf_kvret.options.spec``): ``paris:top_k=100:store=host``,
+A name may carry options (``hf_kvret.options.config``): ``paris:top_k=100:store=host``,
 ``paris:preset=paper``, ``quantized:backend=quanto:nbits=2``,
 ``kvpress:SnapKV:compression_ratio=0.5``, ``mine=./mine.py:make:bits=4``.
 """
@@ -33,8 +33,7 @@ from transformers.cache_utils import Cache
 from hf_kvret.artifacts.shared import ArtifactConfig
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.lab.evaluate.failures import CheckFailed, out_of_memory
-from hf_kvret.options.config import RetrievalConfig
-from hf_kvret.options.spec import parse_option, parse_spec
+from hf_kvret.options.config import RetrievalConfig, parse_option, parse_spec
 from hf_kvret.registry import registered_methods
 
 OPPONENTS = ("full", "static", "offloaded", "quantized", "kvpress")

@@ -17,8 +17,7 @@ from hf_kvret.lab.evaluate.reader import Reader, divergence
 from hf_kvret.lab.evaluate.subject import Subject, model_folder
 from hf_kvret.lab.program.progress import tqdm
 from hf_kvret.lab.tune.selection import FULL
-from hf_kvret.options.config import FORK_OPTIONS, RetrievalConfig
-from hf_kvret.options.spec import parse_spec
+from hf_kvret.options.config import FORK_OPTIONS, RetrievalConfig, parse_spec
 from hf_kvret.registry import registered_methods
 
 _LEAST_BUDGET = 16
