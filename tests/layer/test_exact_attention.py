@@ -11,7 +11,7 @@ from hf_kvret.contracts.index import Scoring
 from hf_kvret.layer import exact_attention
 from hf_kvret.layer.exact_attention import attend_cold, attend_dense, attend_exactly
 from hf_kvret.layer.layer_kv import LayerKV
-from hf_kvret.layer.queries import AttentionCall
+from hf_kvret.layer.queries import AttentionCall, Heads
 from hf_kvret.methods.flat import FlatConfig
 from hf_kvret.methods.flat.index import FlatIndex
 from hf_kvret.stores import PagedStore
@@ -67,15 +67,13 @@ def test_new_tokens_attend_to_all_before_them_and_to_each_other(
     assert (out - wanted).abs().max() < ERROR
 
 
-class Making(AttentionCall):
+class Making(Heads):
     """Makes keys and values of rows, as latent attention does, and notes of how many at once."""
 
     makes_rows = True
     lengths: list[int]
 
-    def keys_and_values(
-        self, keys: torch.Tensor, values: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def expand(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         self.lengths.append(keys.shape[2])
         return 2 * keys, 3 * values
 
@@ -95,12 +93,13 @@ def test_what_is_made_of_a_long_window_is_made_in_chunks(
     kv.take_prompt(keys, values, None if scoring.valid is None else valid[:, :PAST])
     new_keys, new_values, query = draw(3, HEADS, NEW), draw(4, HEADS, NEW), draw(5, 4, NEW)
     kv.take_prompt(new_keys, new_values, scoring.valid)
-    call = Making(scoring, lambda: query)
-    object.__setattr__(call, "lengths", [])
+    heads = Making()
+    heads.lengths = []
+    call = AttentionCall(scoring, lambda: query, heads=heads)
     out = attend_exactly(kv, query, new_keys, new_values, PAST, call)
     # The new tokens' own, then those of the window, sinks included.
-    assert call.lengths[0] == NEW and max(call.lengths[1:]) == 16
-    assert sum(call.lengths[1:]) >= PAST
+    assert heads.lengths[0] == NEW and max(heads.lengths[1:]) == 16
+    assert sum(heads.lengths[1:]) >= PAST
     made = 2 * torch.cat([keys, new_keys], dim=2), 3 * torch.cat([values, new_values], dim=2)
     assert (out - full_attention(query, *made, scoring)).abs().max() < 3 * ERROR
 

@@ -62,7 +62,7 @@ def test_absorbed_queries_score_as_expanded_keys_do(model: PreTrainedModel) -> N
     query = torch.randn(2, 4, 3, 24, generator=generator)
     rows = torch.randn(2, 1, 50, 24, generator=generator)
     with torch.no_grad():
-        keys, values = heads.expand(rows)
+        keys, values = heads.expand(rows, rows)
         expected = query @ keys.mT
         torch.testing.assert_close(heads.absorb(query) @ rows.mT, expected, rtol=1e-4, atol=1e-4)
         weights = expected.softmax(-1)

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from hf_kvret import TokenBlock
-from hf_kvret.contracts.store import scores_of_gathered
 from hf_kvret.methods.flat import FlatConfig
 from hf_kvret.stores import (
     STORES,
@@ -187,7 +186,7 @@ def check_reads(store: Store, rows: Rows, case: Case, choose: random.Random) -> 
         assert tensor.dtype == torch.float32
         assert_close(tensor, expected, ERROR)
     assert_close(store.scores(query, ids, SCALE, softcap), logits, ERROR)
-    assert_close(scores_of_gathered(store, query, ids, SCALE, softcap), logits, ERROR)
+    assert_close(Store.scores(store, query, ids, SCALE, softcap), logits, ERROR)
     if share == 1:
         best = store.best(query, ids, count, SCALE, softcap)
         assert torch.equal(best, Store.best(store, query, ids, count, SCALE, softcap))
