@@ -483,11 +483,6 @@ class RetrievalLayer(CacheLayerMixin):
             kv.ready_index(cold)
         self.round = DraftRound(kv)
 
-    def end_drafts(self) -> None:
-        """From here on passes verify, once the caller has dropped the drafts."""
-        assert self.round is not None, "see begin_drafts"
-        self.round.end_drafts()
-
     def end_round(self, accepted: int) -> None:
         """The newest ``accepted`` tokens are the first ones of the verifying pass, and stay."""
         ended, self.round = self.round, None

@@ -52,16 +52,12 @@ class PromptPass:
 
     def attend(self) -> torch.Tensor:
         """``[B, Hq, Q, Dv]`` in the query's dtype."""
-        outs = [self._attend_group(first, last) for first, last in self._groups()]
-        return torch.cat(outs, dim=2)
-
-    def _groups(self) -> Iterator[tuple[int, int]]:
-        """First token of each group, and the one behind its last."""
-        first, total = self.past, self.keys.shape[2]
+        outs, first, total = [], self.past, self.keys.shape[2]
         while first < total:
             last = min(total, (first // GROUP + 1) * GROUP)
-            yield first, last
+            outs.append(self._attend_group(first, last))
             first = last
+        return torch.cat(outs, dim=2)
 
     def _attend_group(self, first: int, last: int) -> torch.Tensor:
         near = max(0, first - GROUP) // BLOCK * BLOCK

@@ -226,7 +226,8 @@ class LosslessSteps:
                 if self._confidence and scores.softmax(-1).gather(1, token) < self._confidence:
                     break
         for layer in layers:
-            layer.end_drafts()
+            assert layer.round is not None, "the drafts began one"
+            layer.round.end_drafts()
         self._cache.drop_newest(-len(drafts))
         return [int(one) for one in torch.cat(drafts, dim=1)[0].tolist()]
 

@@ -20,7 +20,7 @@ from hf_kvret.models.ranks import is_split
 from hf_kvret.models.versions import CACHE_NAMES, DummyLayer, cache_argument
 from hf_kvret.replay.compiled_layers import compiled_steps
 from hf_kvret.replay.layer_step import LayerStep, SlidingStep, StateStep, Step
-from hf_kvret.replay.recorders import RECORDERS, Recorder
+from hf_kvret.replay.recorders import RECORDERS
 from hf_kvret.replay.replayable import has_hooks, is_compiled, untested
 
 _log = logging.getLogger("hf_kvret.replay")
@@ -152,7 +152,7 @@ class DecodeGraph:
         self._rehearsal_shape: tuple[Any, ...] = ()
         self._plain_edits = -1
         self._given_up = self._waited = False
-        self._recorder: Recorder | None = None
+        self._recorder: Any = None
         reason = why_not(model, cache)
         self.compiled = compiled_steps(model, cache, replayed=reason is None)
         self._model: Callable[..., Any] = self.compiled or model
@@ -246,7 +246,6 @@ class DecodeGraph:
 
     def _rehearse(self, frame: Frame) -> Any:
         """Run a step as it will be captured, but for real."""
-        assert self._recorder is not None, "without a recorder there is a reason"
         self.eager += 1
         output, why = self._recorder.rehearse(lambda: self._forward(frame))
         self._rehearsal_shape, self._plain_edits = frame.shape, self._edits()
@@ -270,7 +269,6 @@ class DecodeGraph:
             return why
         for layer in self._steps:
             layer.before_capture()
-        assert self._recorder is not None, "without a recorder there is a reason"
         try:
             frame.output, frame.replay = self._recorder.record(lambda: self._forward(frame))
         except BaseException as error:

@@ -12,35 +12,13 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 _MESSAGE = "called a synchronizing CUDA operation"
 # Held by the thread that collects waits.
 _collecting = threading.Lock()
-
-
-class Recorder(Protocol):
-    """Records steps on one device, one after the other."""
-
-    def rehearse(self, step: Callable[[], Any]) -> tuple[Any, str | None]:
-        """Run ``step`` for real, as it will be recorded, so that lazy initialization happens now.
-
-        Returns the result of ``step``, and why it can't be recorded, as far as is known here.
-        """
-
-    def record(self, step: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
-        """Run ``step`` in Python while its device work is recorded and not executed.
-
-        Returns:
-            The result of ``step``, whose tensors are not filled yet; and a function that executes
-            the recorded work, on the same memory each time, and so fills them.
-
-        Raises:
-            RuntimeError: the step waits for the device, or does work that can't be recorded. The
-                device did nothing then.
-        """
 
 
 class CudaRecorder:
@@ -62,16 +40,28 @@ class CudaRecorder:
         weakref.finalize(self, _give_back, self._stream, self._captured).atexit = False
 
     def rehearse(self, step: Callable[[], Any]) -> tuple[Any, str | None]:
-        """See ``Recorder.rehearse``. Runs on the capture stream, which gets its workspaces here."""
+        """Run ``step`` for real, as it will be recorded, so that lazy initialization happens now.
+
+        Returns the result of ``step``, and why it can't be recorded, as far as is known here. Runs
+        on the capture stream, which gets its workspaces here.
+        """
         with torch.cuda.device(self._device), _on_stream(self._stream), waits() as lines:
             result = step()
         return result, f"a step waits for the device: {lines[0]}" if lines else None
 
     def record(self, step: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
-        """See ``Recorder.record``.
+        """Run ``step`` in Python while its device work is recorded and not executed.
 
         ``torch.cuda.graph`` collects garbage and empties the memory cache each time. A step is
         recorded after every flush, so here the cache is only emptied when memory runs out.
+
+        Returns:
+            The result of ``step``, whose tensors are not filled yet; and a function that executes
+            the recorded work, on the same memory each time, and so fills them.
+
+        Raises:
+            RuntimeError: the step waits for the device, or does work that can't be recorded. The
+                device did nothing then.
         """
         try:
             return self._record(step)
@@ -128,8 +118,8 @@ class CudaRecorder:
         _invalid_graphs.append(graph)
 
 
-RECORDERS: dict[str, Callable[[torch.device], Recorder]] = {"cuda": CudaRecorder}
-"""How steps are recorded, by type of device."""
+RECORDERS: dict[str, Callable[[torch.device], Any]] = {"cuda": CudaRecorder}
+"""What has ``rehearse`` and ``record``, as a ``CudaRecorder``, by type of device."""
 
 # Their captures could not be ended: to the end of the process the allocator of pinned memory asks
 # them whether a stream is theirs.

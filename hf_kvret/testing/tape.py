@@ -55,17 +55,17 @@ class CaptureError(RuntimeError):
 
 
 class TapeRecorder:
-    """A ``hf_kvret.replay.recorders.Recorder`` for the CPU."""
+    """In place of ``hf_kvret.replay.recorders.CudaRecorder``, for the CPU."""
 
     def __init__(self, device: torch.device) -> None:
         del device
 
     def rehearse(self, step: Callable[[], Any]) -> tuple[Any, str | None]:
-        """See ``Recorder.rehearse``; nothing shows before it is recorded."""
+        """See ``CudaRecorder.rehearse``; nothing shows before it is recorded."""
         return step(), None
 
     def record(self, step: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
-        """See ``Recorder.record``; CaptureError for a step that a GPU could not capture.
+        """See ``CudaRecorder.record``; CaptureError for a step that a GPU could not capture.
 
         The step's work is done and then undone: memory that was there before is as it was.
         """
