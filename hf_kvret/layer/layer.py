@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import sys
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Concatenate, NamedTuple, ParamSpec, Self, TypeVar
+from typing import Any, NamedTuple, Self
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
@@ -32,10 +31,6 @@ HANDLE = "hf_kvret_layer"
 
 # Queries of a long pass that an index may ask for.
 _NEWEST = 64
-_Owner = TypeVar("_Owner")
-_Result = TypeVar("_Result")
-_Params = ParamSpec("_Params")
-_Method = Callable[Concatenate[_Owner, torch.Tensor, _Params], _Result]
 
 
 class LayerInfo(NamedTuple):
@@ -50,28 +45,6 @@ class LayerInfo(NamedTuple):
     number: int = 0
     shape: AttentionShape | None = None
     part: Part = WHOLE
-
-
-def without_autocast(
-    method: _Method[_Owner, _Params, _Result],
-) -> _Method[_Owner, _Params, _Result]:
-    """``method``, whose first argument is a tensor, computing in the dtypes that it is given.
-
-    Under autocast a sum that is kept in fp32 would get parts in bf16.
-    """
-
-    @functools.wraps(method)
-    def called(
-        self: _Owner, first: torch.Tensor, /, *args: _Params.args, **kwargs: _Params.kwargs
-    ) -> _Result:
-        device = first.device.type
-        # The meta device has no autocast to ask for.
-        if first.is_meta or not torch.is_autocast_enabled(device):
-            return method(self, first, *args, **kwargs)
-        with torch.autocast(device, enabled=False):
-            return method(self, first, *args, **kwargs)
-
-    return called
 
 
 class RetrievalLayer(CacheLayerMixin):
@@ -267,7 +240,6 @@ class RetrievalLayer(CacheLayerMixin):
 
     # Its steps look at lengths, which the compiler would trace again at every flush.
     @not_compiled
-    @without_autocast
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
     ) -> torch.Tensor:
@@ -278,6 +250,17 @@ class RetrievalLayer(CacheLayerMixin):
         only attend, and may have fewer queries. Under autocast, too, all is computed in the dtypes
         of these tensors. Returns ``[B, Hq, Q, Dv]`` in the query's dtype.
         """
+        device = query.device.type
+        # The meta device has no autocast to ask for.
+        if query.is_meta or not torch.is_autocast_enabled(device):
+            return self._attend(query, key, value, call)
+        # A sum that is kept in fp32 would get parts in bf16.
+        with torch.autocast(device, enabled=False):
+            return self._attend(query, key, value, call)
+
+    def _attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
+    ) -> torch.Tensor:
         kv = self.kv
         assert kv is not None, "the handle is of an update"
         if (value.data_ptr(), key.shape, value.shape) != self._update_key:

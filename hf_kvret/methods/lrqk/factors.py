@@ -360,9 +360,6 @@ class Proxies(State):
         """``dtype``: a name in ``DTYPES``."""
         self.dtype = DTYPES[dtype]
 
-    def __len__(self) -> int:
-        return len(self._rows)
-
     @property
     def rows(self) -> torch.Tensor:
         """View ``[B, F, n, r]``."""
