@@ -292,7 +292,8 @@ def model_card(description: Mapping[str, Any], source: str) -> str:
     method, model, data = (description[name] for name in ("method", "model", "data"))
     options = {name: x for name, x in description["options"].items() if name != "layers"}
     made = {"options": options, "data": data, "model": model["facts"]}
-    datasets, fields = data.get("datasets"), dict[str, Any]()
+    datasets = data.get("datasets")
+    fields: dict[str, Any] = {}
     if isinstance(datasets, list) and datasets and all(map(_is_full_id, datasets)):
         fields["datasets"] = datasets
     if _is_full_id(model["name"]):

@@ -78,10 +78,8 @@ def fit_chunk(length: int, chunk: int, max_draft: int) -> int | None:
         *range(chunk, max_draft, -1),
         *range(max(chunk, max_draft) + 1, length),
     )
-    for size in sizes:
-        if length % size == 0 or length % size > max_draft:
-            return size
-    return None
+    fitting = (size for size in sizes if length % size == 0 or length % size > max_draft)
+    return next(fitting, None)
 
 
 def prompt_chunk(

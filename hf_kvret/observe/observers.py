@@ -6,7 +6,7 @@ import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, TypeVar
 
@@ -14,7 +14,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from hf_kvret.layer.layer import RetrievalLayer
-from hf_kvret.layer.step import Lender, StepRecord, Subscriber
+from hf_kvret.layer.step import LayerCounters, Lender, StepRecord, Subscriber
 from hf_kvret.observe.recall import RecallMeter
 from hf_kvret.options.config import RetrievalConfig
 from hf_kvret_kernels import host_library
@@ -50,57 +50,6 @@ class RoundCounts:
         self.exact_steps += drafted == 0
         self.drafted, self.accepted = self.drafted + drafted, self.accepted + accepted
         self.draft_s, self.exact_s = self.draft_s + draft_s, self.exact_s + exact_s
-
-
-@dataclass
-class LayerCounters(Subscriber):
-    """Counts since the layer was made; a subscriber of every retrieval layer.
-
-    Attributes:
-        steps: with cold tokens.
-        queries: in these.
-        candidates: tokens scored closely, summed over batch, heads and queries.
-        cold_rows: rows there were to choose from, summed alike.
-    """
-
-    steps: int = 0
-    queries: int = 0
-    candidates: int = 0
-    cold_rows: int = 0
-    # Candidates of one query and head, and what their number depends on.
-    _candidates: int = field(default=0, init=False)
-    _key: tuple[object, ...] = field(default=(), init=False)
-
-    def __call__(self, record: StepRecord) -> None:
-        """Count a step."""
-        query, cold, ids = record.query, record.cold, record.ids
-        queries, count = query.shape[2], cold.valid.shape[1]
-        self.steps += 1
-        self.queries += queries
-        if ids is None:
-            self.cold_rows += count * len(query) * record.kv.window.keys.shape[1] * queries
-            return
-        searches = len(query) * ids.shape[1] * queries
-        self.cold_rows += count * searches
-        kv = record.kv
-        key = kv.config, kv.changes, cold.budget
-        if key != self._key:
-            # Without an index the model's own named them.
-            cost = None if kv.index is None else kv.index.cost(count, cold.budget)
-            self._key, self._candidates = key, 0 if cost is None else cost.candidates
-        self.candidates += self._candidates * searches
-
-    def reset(self) -> None:
-        """Start again at 0."""
-        self.set((0, 0, 0, 0))
-
-    def numbers(self) -> tuple[int, ...]:
-        """The counts."""
-        return self.steps, self.queries, self.candidates, self.cold_rows
-
-    def set(self, numbers: tuple[int, ...]) -> None:
-        """Restore the counts from ``numbers()``."""
-        self.steps, self.queries, self.candidates, self.cold_rows = numbers
 
 
 def subscriber(layer: RetrievalLayer, cls: type[_Class]) -> _Class | None:

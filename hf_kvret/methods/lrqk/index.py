@@ -70,7 +70,6 @@ class LRQKIndex(CapturableIndex, Index):
         self.options = options
         self._queries = QueryGrams(0, options.half_life)
         self._proxies = Proxies(options.proxy_dtype)
-        self._before = self._check, self._flushed, self._queries_since_projection
 
     def on_forward(
         self,
