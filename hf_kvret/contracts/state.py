@@ -349,7 +349,7 @@ transient: Callable[..., Any] = TransientField
 part: Callable[..., Any] = PartField
 listed: Callable[..., Any] = ListField
 
-__all__ = ["State", "Tensors", "listed", "number", "part", "tensor", "transient"]
+__all__ = ["State", "Tensors", "number", "part", "tensor", "transient"]
 
 
 class State(ABC):  # noqa: B024 - contracts that derive from it have abstract methods

@@ -158,7 +158,7 @@ def _soft_prompt_obstacle(call: Request) -> str:
     """Says that PEFT would add virtual tokens, which no cache of ours has once and for good."""
     # While a call runs, PEFT puts its own function in place of the model's.
     owner = getattr(vars(call.model).get("prepare_inputs_for_generation"), "__self__", None)
-    config = getattr(owner, "active_peft_config", None)
+    config: Any = getattr(owner, "active_peft_config", None)
     if not getattr(config, "is_prompt_learning", False):
         return ""
     return (

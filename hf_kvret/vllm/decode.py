@@ -93,7 +93,7 @@ def _select(
 ) -> torch.Tensor:
     """Attention ``[1, Hq, 1, D]`` to sinks, to tokens from ``end`` on, and to what is found."""
     options, device = selector.options, query.device
-    make_index = partial(selector.method.make_index, options, 0)
+    make_index: Any = partial(selector.method.make_index, options, 0)
     index, known = sequence.index(selector.layer, make_index)
     if known < end:
         new = torch.arange(known, end, device=device)
