@@ -21,9 +21,9 @@ from .steps import PROMPT, DecodeLoop, Waiting, compare, graphed, small_cache, s
 
 
 @pytest.fixture
-def silent(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def silent(caplog: pytest.LogCaptureFixture) -> None:
     """No reason was logged in this process yet, and every level is seen."""
-    monkeypatch.setattr(graph, "_logged_reasons", set())
+    graph._log_once.cache_clear()
     caplog.set_level(logging.DEBUG, logger="hf_kvret.replay")
 
 
