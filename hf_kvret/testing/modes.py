@@ -7,7 +7,7 @@ alone, those of ``_DIRECT`` call the model themselves.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -225,14 +225,14 @@ def guidance(s: Scenario) -> None:
     )
 
 
-def reset(s: Scenario) -> None:
+def reset(s: Scenario, lengths: Sequence[tuple[int, ...]] = ((60, 47), (41, 52))) -> None:
     """A cache used, reset, and used again for another text, padded otherwise."""
     cache = s.cache()
-    ids, mask = s.ragged((60, 47))
+    ids, mask = s.ragged(lengths[0])
     s.generate(ids, cache, "before", attention_mask=mask)
     cache = s.reset(cache)
     s.record("length after reset", torch.tensor(cache.get_seq_length()))
-    ids, mask = s.ragged((41, 52), salt=1)
+    ids, mask = s.ragged(lengths[1], salt=1)
     s.generate(ids, cache, "after", attention_mask=mask)
 
 

@@ -105,9 +105,8 @@ class Demo(Task):
         language, rng = NeedleLanguage(), np.random.default_rng(self.seed)
         keys, values = language.pairs(rng, self.questions)
         document, _ = language.document(rng, self.context, keys, values)
-        tokens, prompts, answers = map(
-            torch.from_numpy, (document, language.questions(keys), values)
-        )
+        arrays = document, language.questions(keys), values
+        tokens, prompts, answers = map(torch.from_numpy, arrays)
         return tokens, prompts, answers
 
     @property

@@ -50,6 +50,8 @@ class NeedleLanguage:
     first_value: int = 136
     first_noise: int = 264
     value_len: int = 2
+    # Of a question about a key of two tokens.
+    question_len: int = 4
     zipf_exponent: float = 1.1
 
     @property
@@ -64,11 +66,6 @@ class NeedleLanguage:
     def most_needles(self) -> int:
         """Distinct keys of two tokens."""
         return self.n_keys**2
-
-    @property
-    def question_len(self) -> int:
-        """Tokens of a question about a key of two tokens."""
-        return 4
 
     def least_length(self, count: int) -> int:
         """Tokens of the shortest document with ``count`` needles, whose keys have two tokens."""
@@ -103,13 +100,12 @@ class NeedleLanguage:
                 f"length={length} cannot hold {count} needles of {needle_len} tokens and as much "
                 f"noise: use at least {1 + count * (needle_len + 1)}"
             )
-        gaps = np.sort(rng.choice(noise_len, size=count, replace=False)) + 1
-        starts = 1 + gaps - 1 + np.arange(count) * needle_len
+        gaps = np.sort(rng.choice(noise_len, size=count, replace=False))
+        starts = 1 + gaps + np.arange(count) * needle_len
         tokens = np.empty(length, dtype=np.int64)
         is_noise = np.ones(length, dtype=bool)
         indices = starts[:, None] + np.arange(needle_len)[None]
-        is_noise[indices] = False
-        is_noise[0] = False
+        is_noise[indices] = is_noise[0] = False
         tokens[0] = self.bos
         tokens[indices] = np.concatenate([np.full((count, 1), self.needle), keys, values], axis=1)
         tokens[is_noise] = self.noise(rng, int(is_noise.sum()))

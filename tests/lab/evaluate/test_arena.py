@@ -77,15 +77,16 @@ def test_strange_caches_are_found_out(
     kinds = ("Copies", "Views", "Codes", "Shared")
     strange = [f"{kind.lower()}={theirs}:make:kind={kind}" for kind in kinds]
     ours = "paris:top_k=1.0:dense_below=0:recent=16:flush=16"
+    exact = "flat:top_k=8:dense_below=0:recent=16:flush=16:lossless=true"
     words = ["--model", tiny_model_dir, "--text", tiny_text, "--context", 340, "--new-tokens", 4]
     words += ["--depths", 50, "--answer-tokens", 2, "--json", file, "--plot", tmp_path / "x.png"]
-    words += ["--caches", ",".join(["full", ours, *strange, f"bad={theirs}:broken"])]
+    words += ["--caches", ",".join(["full", ours, exact, *strange, f"bad={theirs}:broken"])]
     assert main(["eval", "arena", *map(str, words)]) == 1
     printed = capsys.readouterr().out
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
     assert printed.count("made for another transformers") == 1
     rows = {cell["cache"].partition(":")[0]: row for cell, row in Results.load(file)}
-    assert rows.keys() == {"full", "paris", *map(str.lower, kinds)}
+    assert rows.keys() == {"full", "paris", "flat", *map(str.lower, kinds)}
 
     def over_full(name: str) -> list[float]:
         row = rows[name]
@@ -106,7 +107,7 @@ def test_strange_caches_are_found_out(
     assert rows["codes"]["peak_bytes"] > full["peak_bytes"] + full["held_bytes"][-1] / 8
     second = {name: row["modes"]["second request"] for name, row in rows.items()}
     assert second["copies"] == 0 and 0 < second["codes"] < 1e-2 < second["shared"]
-    assert rows["paris"]["modes"]["crop"] < 1e-6
+    assert rows["paris"]["modes"]["crop"] < 1e-6 > rows["flat"]["modes"]["reset"]
     lines = [line for line in printed.splitlines() if line.startswith("| ")]
     order = [line.split("|")[1].split(":")[0].strip() for line in lines[2 : 2 + len(rows)]]
     assert order == sorted(rows, key=lambda name: over_full(name)[-1])
@@ -133,8 +134,7 @@ def test_bytes_of_a_step_are_its_peak_and_all_that_it_makes() -> None:
 
     def step() -> None:
         for _ in range(3):
-            made = torch.zeros(1000, dtype=torch.uint8)
-            del made
+            torch.zeros(1000, dtype=torch.uint8)
         held["rows"] = torch.zeros(400, dtype=torch.uint8)
 
     # The rows of the step before are dropped when there are new ones.

@@ -24,7 +24,7 @@ from hf_kvret.lab.program.progress import tqdm
 from hf_kvret.lab.report.plots import plot_front
 from hf_kvret.lab.report.results import Cell, Results
 from hf_kvret.lab.report.tables import Columns, or_dash, table_of
-from hf_kvret.testing.modes import MODES, Mode
+from hf_kvret.testing.modes import MODES, Mode, reset
 from hf_kvret.testing.scenario import FAILURES, Outcome, Scenario, describe
 
 # Steps behind the forced ones: two for bytes, one for keys.
@@ -47,6 +47,8 @@ _MODES = {
     "crop": MODES["crop_deep"],
     "reset": MODES["reset"],
 }
+# Lossless takes one sequence.
+_RESET_ALONE = Mode("reset_alone", partial(reset, lengths=((60,), (52,))), direct=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,13 +165,15 @@ class Arena(Agreement):
 
     def _mode(self, choice: CacheChoice, name: str) -> float | str:
         """The largest KL(full || cache) of a mode of use, or why there is none."""
-        model, reference = self.subject.model, self._references[name]
+        alone = name == "reset" and choice.options is not None and choice.options.lossless
+        mode, model = _RESET_ALONE if alone else _MODES[name], self.subject.model
+        reference = self._references[mode]
         if isinstance(reference, str):
             return reference
         try:
             with ExitStack() as stack:
                 opened = partial(choice.open, model, _MODE_CAPACITY)
-                outcome = _MODES[name].run(model, lambda: stack.enter_context(opened()))
+                outcome = mode.run(model, lambda: stack.enter_context(opened()))
         except (*FAILURES, AssertionError, KeyError) as error:
             return f"raises {describe(error)}"
         # Where generate took another token, what follows is another text.
@@ -181,8 +185,9 @@ class Arena(Agreement):
         return max(float(divergence(*pair).max()) for pair in pairs)
 
     @cached_property
-    def _references(self) -> dict[str, Outcome | str]:
-        return {name: mode.reference(self.subject.model) for name, mode in _MODES.items()}
+    def _references(self) -> dict[Mode, Outcome | str]:
+        modes, model = {*_MODES.values(), _RESET_ALONE}, self.subject.model
+        return {mode: mode.reference(model) for mode in modes}
 
     @classmethod
     def table(cls, results: Results) -> str:
