@@ -47,14 +47,18 @@ def _shelf_option() -> Any:
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """The options of ``hf-kvret read``."""
+    """Read a document into a cache and put it on a shelf.
+
+    From there hf-kvret ask, or any call of generate with that shelf, goes on. After Ctrl-C the
+    same command goes on behind the last chunk; where the model's layers can't go back to it, it
+    begins again.
+    """
 
     document: Path = option(
         help="a text or Markdown file, or - for a pipe", kind=file_path, name="document"
     )
     model: str = option(
-        default_model(),
-        "a folder or a hub id; reference and smollm2 are small test models",
+        default_model(), "a folder or a hub id; reference and smollm2 are small test models"
     )
     method: str = option("paris", "and its options after colons, as paris:top_k=256")
     shelf: Path = _shelf_option()
@@ -68,7 +72,7 @@ class ReadOptions:
 
 @dataclass(frozen=True)
 class AskOptions:
-    """The options of ``hf-kvret ask``."""
+    """Load what hf-kvret read has read, and answer one question about it."""
 
     name: str = option(help="of what was read", name="name")
     question: str = option(help="in quotes", name="question")
@@ -81,7 +85,7 @@ class AskOptions:
 
 @dataclass(frozen=True)
 class ShelfOptions:
-    """The options of ``hf-kvret shelf``."""
+    """Say what is on a shelf, check the files of an entry byte by byte, or remove it."""
 
     action: str = option(help=", ".join(_OF_SHELF), choices=_OF_SHELF, name="action")
     name: str | None = option(None, "or title of an entry, but for list")
@@ -91,31 +95,13 @@ class ShelfOptions:
 def add_document_parsers(commands: Any) -> None:
     """Add ``read``, ``ask`` and ``shelf`` to the program."""
     add_command(
-        commands,
-        "read",
-        ReadOptions,
-        run_read,
-        help="read a document once and keep it on a shelf",
-        description="Read a document into a cache and put it on a shelf, from where hf-kvret ask, "
-        "or any call of generate with that shelf, goes on. After Ctrl-C the same command goes on "
-        "behind the last chunk; where the model's layers can't go back to it, it begins again.",
+        commands, "read", ReadOptions, run_read, help="read a document once and keep it on a shelf"
     )
     add_command(
-        commands,
-        "ask",
-        AskOptions,
-        run_ask,
-        help="ask a question to a document on a shelf",
-        description="Load what hf-kvret read has read, and answer one question about it.",
+        commands, "ask", AskOptions, run_ask, help="ask a question to a document on a shelf"
     )
     add_command(
-        commands,
-        "shelf",
-        ShelfOptions,
-        run_shelf,
-        help="list, check or remove what is on a shelf",
-        description="Say what is on a shelf, check the files of an entry byte by byte, or remove "
-        "it.",
+        commands, "shelf", ShelfOptions, run_shelf, help="list, check or remove what is on a shelf"
     )
 
 

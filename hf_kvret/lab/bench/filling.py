@@ -274,10 +274,7 @@ _TOKENS, _LENGTH = 5120, 2560
 
 
 def make_stand_ins(
-    model: PreTrainedModel,
-    choices: Iterable[CacheChoice],
-    folder: Path,
-    seed: int,
+    model: PreTrainedModel, choices: Iterable[CacheChoice], folder: Path, seed: int
 ) -> None:
     """Make artifacts for the ``choices`` that lack one, where the model's own are looked for.
 

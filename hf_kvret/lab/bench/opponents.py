@@ -152,9 +152,7 @@ def choose_bench_cache(
 
 
 def check_choices(
-    choices: dict[str, CacheChoice],
-    config: PreTrainedConfig,
-    contexts: Sequence[int],
+    choices: dict[str, CacheChoice], config: PreTrainedConfig, contexts: Sequence[int]
 ) -> None:
     """Look at retrieval caches before a model is built.
 

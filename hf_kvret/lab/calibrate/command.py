@@ -243,7 +243,6 @@ def add_calibrate_parser(commands: argparse._SubParsersAction[argparse.ArgumentP
             cls,
             run_calibrate,
             help=cls.summary,
-            description=" ".join((cls.__doc__ or "").split()),
             examples=[f"hf-kvret calibrate {method} {_EXAMPLE}{method}"],
         )
     add_command(
@@ -252,15 +251,16 @@ def add_calibrate_parser(commands: argparse._SubParsersAction[argparse.ArgumentP
         InspectOptions,
         run_inspect,
         help="say what a calibration artifact is, or check what was saved",
-        description="Say what a calibration artifact is: method, model, data, sizes and quality. "
-        "With --verify, check every byte of the cache and the artifact there; status 2 says that "
-        "something is damaged.",
     )
 
 
 @dataclass(frozen=True)
 class InspectOptions:
-    """The options of ``hf-kvret inspect``."""
+    """Say what a calibration artifact is: method, model, data, sizes and quality.
+
+    With --verify, check every byte of the cache and the artifact there; status 2 says that
+    something is damaged.
+    """
 
     artifact: str = option(help="a folder or a hub id", name="artifact")
     revision: str | None = option(None, "branch, tag or commit on the hub")

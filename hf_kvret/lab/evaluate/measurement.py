@@ -23,7 +23,7 @@ from hf_kvret.lab.evaluate.failures import attempt
 from hf_kvret.lab.program import options as common
 from hf_kvret.lab.program.arguments import check_device, file_path, names
 from hf_kvret.lab.program.options import add_options, option, read_options
-from hf_kvret.lab.program.program import Parser, example_lines, kept_results, run_program
+from hf_kvret.lab.program.program import Parser, example_lines, kept_results, one_line, run_program
 from hf_kvret.lab.program.progress import tqdm
 from hf_kvret.lab.report.plots import require_matplotlib
 from hf_kvret.lab.report.results import (
@@ -207,10 +207,7 @@ def measure(measurement: Measurement, results: Results) -> list[tuple[Cell, str]
     if first:
         _check_artifacts(measurement, results)
     with tqdm(
-        total=total,
-        desc=measurement.name or measurement.command,
-        unit="cell",
-        disable=not first,
+        total=total, desc=measurement.name or measurement.command, unit="cell", disable=not first
     ) as bar:
         for group in chain(first, groups):
             bar.set_postfix_str(" ".join(map(str, group[0].values())))
@@ -280,7 +277,7 @@ def add_measurement(
     parser = commands.add_parser(
         cls.name or cls.command,
         help=cls.summary,
-        description=" ".join((cls.__doc__ or "").split()),
+        description=one_line(cls.__doc__),
         epilog=example_lines(cls.examples),
     )
     fill_parser(parser, cls)

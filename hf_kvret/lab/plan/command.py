@@ -133,7 +133,11 @@ _DEVICE_SPEED, _CPU_SPEED, _BUS_SPEED = 1000 * 10**9, 60 * 10**9, 25 * 10**9
 
 @dataclass(frozen=True, kw_only=True)
 class FitsOptions:
-    """The options of ``hf-kvret fits``."""
+    """Say what each method and store would hold on the device and the host at a context.
+
+    It says how much of it fits, and how long reading it takes in a step. Only the model's
+    configuration is read: the caches' own code is run on tensors without contents.
+    """
 
     model: str = option(
         help=f"{', '.join(SHAPES)}, or a folder or hub id with config.json", name="model"
@@ -204,9 +208,6 @@ def add_fits_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser
         FitsOptions,
         run_fits,
         help="what each cache would hold where, and whether it fits; loads nothing",
-        description="Say what each method and store would hold on the device and the host at a "
-        "context, how much of it fits, and how long reading it takes in a step. Only the model's "
-        "configuration is read: the caches' own code is run on tensors without contents.",
         examples=(
             "hf-kvret fits qwen3-4b",
             "hf-kvret fits llama-3.1-8b --context 128K,1M --device-memory 24GB --host-memory 64GB",

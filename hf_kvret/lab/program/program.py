@@ -83,15 +83,21 @@ def add_command(
     run: Callable[[Any], int],
     *,
     help: str,
-    description: str,
     examples: Sequence[str] = (),
-) -> argparse.ArgumentParser:
-    """Add a command: its options are those of the dataclass ``cls``, which ``run`` is given."""
-    epilog = example_lines(examples) if examples else None
-    parser = commands.add_parser(name, help=help, description=description, epilog=epilog)
+) -> None:
+    """Add a command: its options are those of the dataclass ``cls``, which ``run`` is given.
+
+    The docstring of ``cls`` is the text of the command's own help.
+    """
+    text, epilog = one_line(cls.__doc__), example_lines(examples) if examples else None
+    parser = commands.add_parser(name, help=help, description=text, epilog=epilog)
     add_options(parser, cls)
     parser.set_defaults(run=lambda parsed: run(read_options(cls, parsed)))
-    return parser
+
+
+def one_line(text: str | None) -> str:
+    """A text without line breaks and blanks at their sides."""
+    return " ".join((text or "").split())
 
 
 class Parser(argparse.ArgumentParser):

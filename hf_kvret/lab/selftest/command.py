@@ -33,7 +33,10 @@ _VARIABLES = ("HF_KVRET_", "TRITON_", "CUDA_", "NVIDIA_TF32", "OMP_", "PYTORCH_"
 
 @dataclass(frozen=True, kw_only=True)
 class SelfTest:
-    """The options of ``hf-kvret selftest``."""
+    """Check on this machine that kernels, stores and methods compute what they should.
+
+    It takes the bundled model, and about two minutes. The exit status is 1 where a check fails.
+    """
 
     device: str = device_option()
     only: tuple[str, ...] = option(
@@ -53,9 +56,6 @@ def add_selftest_parser(commands: Any) -> None:
         SelfTest,
         run_selftest,
         help="check that kernels, stores and methods compute here what they should",
-        description="Check on this machine that kernels, stores and methods compute what they "
-        "should, on the bundled model, in about two minutes. The exit status is 1 where a check "
-        "fails.",
         examples=("hf-kvret selftest", "hf-kvret selftest --device cuda --report selftest.md"),
     )
 

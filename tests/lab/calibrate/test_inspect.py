@@ -79,7 +79,7 @@ def both(tmp_path: Path) -> Path:
 def test_cache_and_artifact_are_verified(both: Path, program: Any) -> None:
     shown = program("inspect", "--verify", both).out.splitlines()
     assert [line.split()[0] for line in shown if not line.startswith("tensors")] == [
-        *("cache", "made", "artifact", "sha256"),
+        *("cache", "made", "artifact", "sha256")
     ]
     assert shown[-1] == f"sha256   {CalibrationArtifact.from_pretrained(both).sha256}"
     (tensors,) = both.glob("artifact-*.safetensors")

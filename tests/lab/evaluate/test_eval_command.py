@@ -117,12 +117,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize(("command", "message"), MISTAKES.items())
 def test_a_mistake_is_one_line_before_any_work(
-    command: str,
-    message: str,
-    tiny_model_dir: Path,
-    tiny_text: Path,
-    tmp_path: Path,
-    program: Any,
+    command: str, message: str, tiny_model_dir: Path, tiny_text: Path, tmp_path: Path, program: Any
 ) -> None:
     task, *options = [tiny_text if word == "TEXT" else word for word in command.split()]
     output = tmp_path / "x.json"

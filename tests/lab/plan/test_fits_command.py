@@ -145,10 +145,7 @@ def test_a_mixture_reads_the_experts_of_one_token() -> None:
     ],
 )
 def test_mistakes_are_told_in_a_line(
-    words: str,
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    words: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(command, "free_host_bytes", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -42,8 +42,7 @@ class Perplexity(Task):
     windows: int = count_option(8, "at most this many of each size")
     prefill: float = option(0.5, "share read in one pass", kind=share())
     step: int = count_option(
-        1,
-        "tokens a forward pass, up to max_draft (32), and one for caches that learn from queries",
+        1, "tokens a forward pass, up to max_draft (32), and one for caches that learn from queries"
     )
 
     def __post_init__(self) -> None:
