@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from ablation import Ablation, CellResults, layers_of, layers_table, not_here, parts_option
-from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from hf_kvret.contracts.block import TokenBlock
@@ -33,6 +32,7 @@ from hf_kvret.lab.program.options import option
 from hf_kvret.lab.report.results import Cell
 from hf_kvret.methods.paris import ParisConfig
 from hf_kvret.methods.paris.index import ParisIndex
+from hf_kvret.models.compatibility import retrieval_layers
 from hf_kvret.observe.recall import exact_scores
 from hf_kvret_kernels import paris
 from hf_kvret_model_patches.rope import Rope
@@ -57,7 +57,7 @@ Numbers = dict[str, float]
 
 
 def read_layers(model: PreTrainedModel, ids: torch.Tensor, queries: bool) -> list[Layer]:
-    """What every layer made of ``ids [n]``, sinks left out, fp32 on the CPU."""
+    """What every layer that retrieves made of ``ids [n]``, sinks left out, fp32 on the CPU."""
     layers: dict[int, Layer] = {}
 
     def take(layer: int, tokens: LayerTokens) -> None:
@@ -71,7 +71,7 @@ def read_layers(model: PreTrainedModel, ids: torch.Tensor, queries: bool) -> lis
 
     with torch.no_grad(), tap_attention(model, take):
         model.get_decoder()(ids[None].to(model.device), use_cache=False)
-    return [layers[layer] for layer in sorted(layers)]
+    return [layers[layer] for layer in retrieval_layers(model.config)]
 
 
 def query_cosines(texts: Texts, number: int, place: str) -> Numbers:
@@ -289,8 +289,7 @@ class Assumptions(Ablation):
             windows = enumerate(self.contexts(self.subject, "", length))
             self._read[length] = [read_layers(model, ids, n == 0) for n, ids in windows]
         texts = self._read[length]
-        bar = tqdm(range(len(texts[0])), desc="layers", leave=False)
-        return {"layers": [measure(texts, n, cell["variant"]) for n in bar]}
+        return {"layers": [measure(texts, n, cell["variant"]) for n in range(len(texts[0]))]}
 
 
 MEASUREMENT = Assumptions
