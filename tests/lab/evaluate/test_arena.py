@@ -153,12 +153,9 @@ def test_keys_are_seen_at_the_attention_function(subject: Subject) -> None:
 @pytest.mark.parametrize(
     ("name", "package"),
     [
-        ("turbokv", "turbokv"),
-        ("quantcore", "quantcore-ai"),
-        ("tiny_turboquant", "tiny-turboquant"),
-        ("kakeyalattice", "kakeyalattice"),
-        ("turboquant_torch", "turboquant-torch"),
-        ("nexusquant", "nexusquant-kv"),
+        *(("turbokv", "turbokv"), ("quantcore", "quantcore-ai")),
+        *(("tiny_turboquant", "tiny-turboquant"), ("kakeyalattice", "kakeyalattice")),
+        *(("turboquant_torch", "turboquant-torch"), ("nexusquant", "nexusquant-kv")),
     ],
 )
 def test_a_package_that_is_missing_is_named_with_its_line(

@@ -9,7 +9,6 @@ import pytest
 import torch
 from transformers import DynamicCache, LlamaConfig, StaticCache
 
-from hf_kvret import FlatKVCache, ParisKVCache
 from hf_kvret.lab.evaluate.caches import choose_cache, choose_caches, known_caches
 from hf_kvret.lab.evaluate.reader import Reader
 from hf_kvret.lab.evaluate.subject import Subject
@@ -18,15 +17,6 @@ from hf_kvret.methods.a2ats import A2ATSConfig
 CONFIG = LlamaConfig(
     hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=64
 )
-
-
-def test_options_reach_the_cache() -> None:
-    made = choose_cache("paris:top_k=0.5:store=host").make(CONFIG, 100)
-    assert isinstance(made, ParisKVCache)
-    assert (made.options.top_k, made.options.store) == (0.5, "host")
-    made = choose_cache("flat:sink=0", {"top_k": 7, "sink": 9}).make(CONFIG, 100)
-    assert isinstance(made, FlatKVCache)
-    assert (made.options.top_k, made.options.sink) == (7, 0)
 
 
 def test_names_of_an_artifact_stay_names() -> None:

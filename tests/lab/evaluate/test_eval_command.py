@@ -10,16 +10,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from hf_kvret.artifacts import CalibrationArtifact
 from hf_kvret.lab.evaluate.bundled import BUNDLED_MODEL
 from hf_kvret.lab.evaluate.subject import load_subject
 from hf_kvret.lab.evaluate.tasks.niah import percent
-from hf_kvret.lab.evaluate.tasks.ppl import Perplexity
 from hf_kvret.lab.evaluate.texts import read_text
-from hf_kvret.lab.program.arguments import budget, lengths, names
+from hf_kvret.lab.program.arguments import (
+    budget,
+    known_names,
+    lengths,
+    names,
+    one_or_both,
+    whole_number,
+)
 
 
 def test_values_of_options_are_read() -> None:
@@ -27,7 +32,10 @@ def test_values_of_options_are_read() -> None:
     assert names(" full, paris:top_k=3 ,") == ["full", "paris:top_k=3"]
     assert (budget("256"), budget("0.04")) == (256, 0.04)
     assert [percent(text) for text in ("0", " 12.5", "100")] == [0, 12.5, 100]
+    both, known = one_or_both("inside", "after"), known_names(("qa", "vt"))
+    assert (both("both"), known("vt")) == (("inside", "after"), ("vt",))
     wrong = {lengths: ("", "4G", "0", "-1", "4K,,8K", "4K,4096"), percent: ("", "-1", "101", "nan")}
+    wrong |= {both: ("x",), known: ("vt,x", "vt,vt"), whole_number(0): ("-1", "x")}
     for read, texts in wrong.items():
         for bad in texts:
             with pytest.raises(argparse.ArgumentTypeError):
@@ -39,6 +47,7 @@ def test_a_model_that_is_none_is_named(tmp_path: Path, tiny_text: Path, program:
     assert "can't be loaded" in program(*words, tmp_path / "none", status=2).err
     (tmp_path / "config.json").write_text("{}")
     assert "can't be loaded" in program(*words, tmp_path, status=2).err
+    assert "required: --text" in program("eval", "ppl", status=2).err
 
 
 def test_a_subject_names_its_weights_and_its_configuration(tiny_model_dir: Path) -> None:
@@ -70,33 +79,6 @@ def test_texts_are_read_from_plain_files_and_json(tmp_path: Path) -> None:
     plain.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ValueError, match="not UTF-8"):
         read_text(plain)
-
-
-def test_a_cell_that_fails_leaves_the_others(
-    tiny_model_dir: Path,
-    tiny_text: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    program: Any,
-) -> None:
-    """Where memory is used up the next ones run, else those before it are shown."""
-    run, errors = Perplexity.run, dict[int, Exception]()
-
-    def scarce(self: Perplexity, cell: dict, *rest: object) -> dict:
-        if cell["length"] in errors:
-            raise errors[cell["length"]]
-        return run(self, cell, *rest)
-
-    monkeypatch.setattr(Perplexity, "run", scarce)
-    file = tmp_path / "ppl.json"
-    words = ["eval", "ppl", "--text", tiny_text, "--model", tiny_model_dir, "--caches", "full"]
-    words += ["--context", "64,128", "--windows", 1, "--json", file]
-    errors[64] = torch.OutOfMemoryError("tried to allocate too much")
-    assert "full 64: out of memory (tried to allocate too much)" in program(*words, status=1).out
-    assert [entry["cell"]["length"] for entry in json.loads(file.read_text())["cells"]] == [128]
-    errors[64] = OSError("the disk is gone")
-    shown = program(*words, status=2)
-    assert "| full  | 128" in shown.out and "the disk is gone" in shown.err
 
 
 # Each is named before the first cell is run, also where only the last one is wrong.
@@ -174,15 +156,3 @@ def test_rows_of_two_artifacts_at_one_path_are_not_mixed(
     artifact.save_pretrained(folder)
     program(*words, "--depths", "0,50")
     assert len(json.loads(file.read_text())["cells"]) == 2
-
-
-def test_the_artifact_of_another_tune_is_refused(
-    arguments: list[str], tmp_path: Path, program: Any
-) -> None:
-    model = AutoModelForCausalLM.from_pretrained(BUNDLED_MODEL, dtype=torch.float32)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(1.1)
-    model.save_pretrained(tmp_path / "tuned")
-    error = program(*arguments, "--model", tmp_path / "tuned", status=2).err
-    assert "was made from other weights" in error

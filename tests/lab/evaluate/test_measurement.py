@@ -135,11 +135,12 @@ def test_a_row_that_says_why_a_check_failed_is_measured_again(
     assert numbers(outputs.json) == {0: {"square": 0}}
 
 
-def test_a_bug_is_no_lack_of_memory(tmp_path: Path) -> None:
+def test_a_bug_is_no_lack_of_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Squares.raises[1] = RuntimeError("index out of bounds")
     with pytest.raises(RuntimeError, match="out of bounds"):
         run_measurement(Squares(), Outputs(json=tmp_path / "a.json"))
     assert set(numbers(tmp_path / "a.json")) == {0}
+    assert "| 0      | 0      |" in capsys.readouterr().out
 
 
 def test_cells_of_a_group_are_measured_together() -> None:

@@ -9,7 +9,7 @@ import torch
 
 from hf_kvret import ParisKVCache
 from hf_kvret.lab.evaluate.caches import choose_cache
-from hf_kvret.lab.evaluate.reader import Reader, begin, divergence
+from hf_kvret.lab.evaluate.reader import Reader, begin
 from hf_kvret.lab.evaluate.subject import Subject
 
 from .runs import greedy
@@ -114,12 +114,3 @@ def test_usage_counts_bytes_and_rows(subject: Subject, text: torch.Tensor) -> No
     assert 100 - 16 - 8 <= cold <= 101 - 16
     assert usage.rows_read == 2 * 2 * 8
     assert usage.read_ratio == pytest.approx(8 / cold)
-
-
-def test_divergence_is_that_of_torch() -> None:
-    generator = torch.Generator().manual_seed(0)
-    full, other = torch.randn(2, 37, 50, generator=generator)
-    logs = other.double().log_softmax(-1), full.double().log_softmax(-1)
-    want = torch.nn.functional.kl_div(*logs, log_target=True, reduction="none").sum(-1)
-    torch.testing.assert_close(divergence(full, other), want)
-    assert (divergence(full, full) == 0).all()

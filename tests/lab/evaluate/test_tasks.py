@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from hf_kvret import FlatKVCache
 from hf_kvret.cli import main
-from hf_kvret.lab.evaluate.needles import Document, Wording, magic_wording
+from hf_kvret.lab.evaluate.needles import magic_wording
 from hf_kvret.lab.evaluate.reader import divergence
 from hf_kvret.lab.evaluate.subject import Subject
 from hf_kvret.lab.evaluate.tasks import ruler
@@ -23,7 +21,7 @@ from hf_kvret.lab.evaluate.tasks.agreement import Agreement, _rounds
 from hf_kvret.lab.evaluate.texts import text_windows
 from hf_kvret.lab.report.results import Results
 
-from .runs import greedy
+from .runs import flat_logits, greedy
 
 SMALL = "dense_below=0:recent=16:flush=16"
 Rows = list[tuple[dict[str, Any], dict[str, Any]]]
@@ -62,22 +60,6 @@ def by_cache(rows: Rows) -> dict[str, dict[str, Any]]:
 LENGTH, NEW = 160, 12
 
 
-def flat_logits(
-    subject: Subject, context: torch.Tensor, forced: list[int] | None = None
-) -> torch.Tensor:
-    """``[NEW, vocab]`` of flat with 8 tokens, fed ``forced`` or, after its first, its own."""
-    cache = FlatKVCache(subject.model.config, top_k=8, dense_below=0, recent=16, flush=16)
-    feed = partial(subject.model, past_key_values=cache)
-    rows = []
-    with torch.inference_mode():
-        logits = feed(context[None]).logits[0, -1]
-        for step in range(NEW):
-            last = forced[step] if forced else int(logits.argmax())
-            logits = feed(torch.tensor([[last]])).logits[0, -1]
-            rows.append(logits)
-    return torch.stack(rows)
-
-
 def test_agreement_is_that_of_an_independent_run(
     drawn: Run, tiny_text: Path, subject: Subject, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -89,10 +71,11 @@ def test_agreement_is_that_of_an_independent_run(
         fed = greedy(subject.model, context, 1 + NEW)
         with torch.inference_mode():
             whole = subject.model(torch.cat([context, torch.tensor(fed[:-1])])[None]).logits[0]
-        logits, expected = flat_logits(subject, context, fed[:-1]), torch.tensor(fed[1:])
+        logits = flat_logits(subject, context, NEW, fed[:-1])
+        expected = torch.tensor(fed[1:])
         kls.append(divergence(whole[-NEW:], logits))
         forced += (logits.argmax(-1) == expected).tolist()
-        own = (flat_logits(subject, context).argmax(-1) == expected).tolist()
+        own = (flat_logits(subject, context, NEW).argmax(-1) == expected).tolist()
         free += own
         firsts.append([*own, False].index(False))
     result = rows[flat]
@@ -201,22 +184,6 @@ def test_the_bundled_model_finds_its_needles(evaluate: Run) -> None:
     # flat reads the keys of all cold tokens, and whole rows of the window and of what it selected.
     share = (cold / 2 + 64 + 128) / 600
     assert flat["step_bytes"] / flat["full_bytes"] == pytest.approx(share, rel=0.15)
-
-
-def test_without_its_needle_a_question_gets_no_right_answer(
-    evaluate: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole = Wording.document
-
-    def without(self: Wording, *arguments: Any, **named: Any) -> Document:
-        document = whole(self, *arguments, **named)
-        context, needle = document.context.tolist(), document.facts[0].needle
-        place = next(i for i in range(len(context)) if context[i : i + 5] == needle)
-        del context[place : place + 5]
-        return Document(torch.tensor(context), document.facts)
-
-    monkeypatch.setattr(Wording, "document", without)
-    assert [row["score"] for _, row in evaluate("niah", *NEEDLE, *NIAH)] == [0, 0]
 
 
 def test_right_answers_come_before_the_next_question_whatever_was_said(

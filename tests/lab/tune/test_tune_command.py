@@ -9,16 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from hf_kvret import FlatKVCache
-from hf_kvret.artifacts import CalibrationArtifact
 from hf_kvret.cli import main
 from hf_kvret.generate.attach import restore
-from hf_kvret.lab.evaluate.bundled import BUNDLED_MODEL
 from hf_kvret.lab.evaluate.subject import load_subject
 from hf_kvret.lab.evaluate.texts import read_text, token_ids
 from hf_kvret.lab.report.results import Results
 from hf_kvret.lab.tune.command import Tune
 from hf_kvret.lab.tune.variants import Walker, cut_windows, make_variants
+
+from ..evaluate.runs import flat_logits
 
 SMALL = "recent=16:flush=16"
 SIZES = ["--context", "256", "--tokens", "16", "--windows", "2"]
@@ -89,17 +88,9 @@ def test_the_numbers_are_those_of_an_independent_run(
     windows = cut_windows(ids, 256, 8, 2, bos=bos, seed=42)
     results, equal = Results.load(file), 0
     for number, window in enumerate(windows):
-        cache = FlatKVCache(
-            subject.model.config, top_k=8, recent=16, flush=16, dense_below=0, store="device"
-        )
+        own = flat_logits(subject, window[:256], 8, window[256:264].tolist())
         with torch.inference_mode():
-            subject.model(window[None, :256], past_key_values=cache)
-            steps = [
-                subject.model(token[None, None], past_key_values=cache).logits[0, -1]
-                for token in window[256:264]
-            ]
             whole = subject.model(window[None, :264]).logits[0, -8:]
-        own = torch.stack(steps)
         row = results.find({"cache": f"{method}:top_k=8", "window": number})
         assert row is not None
         kl = torch.nn.functional.kl_div(
@@ -187,15 +178,6 @@ def test_a_cache_that_does_not_fit_is_left_out(
     out = capsys.readouterr().out
     assert "Out of memory: flat:" in out and '"cache_implementation": "paris"' in out
     assert any(name.startswith("flat") for name in fills)
-
-
-def test_an_artifact_stands_in_the_rows_of_its_method(tmp_path: Path) -> None:
-    file, folder = tmp_path / "t.json", BUNDLED_MODEL / "a2ats"
-    words = [*NEEDLE, "--context", "800", "--windows", "1", "--top-k", "16", "--methods"]
-    assert tune(*words, f"a2ats:artifact={folder}:rest=none", "--json", str(file)) == 0
-    [_, (_, row)] = Results.load(file)
-    assert row["cache_config"]["artifact"] == str(folder)
-    assert row["artifact"] == CalibrationArtifact.from_pretrained(folder).sha256
 
 
 @pytest.mark.parametrize(
