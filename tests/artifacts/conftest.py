@@ -1,36 +1,15 @@
-"""A small model, an artifact of it, and a hub on this machine for the real client."""
+"""A small model and an artifact of it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
-import huggingface_hub
 import pytest
 import torch
-from huggingface_hub import constants
-from huggingface_hub.utils._http import default_client_factory
 from transformers import PreTrainedModel
 
 from hf_kvret.artifacts import CalibrationArtifact, ModelIdentity
 from hf_kvret.testing import MODELS
-
-from .fake_hub import FakeHub
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeHub]:
-    """A hub that the client in this process talks to, with an empty cache, no token."""
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub-cache"))
-    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
-    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
-        monkeypatch.delenv(name, raising=False)
-    fake = FakeHub()
-    huggingface_hub.set_client_factory(fake.client)
-    yield fake
-    huggingface_hub.set_client_factory(default_client_factory)
 
 
 @pytest.fixture(scope="session")

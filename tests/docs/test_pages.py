@@ -44,13 +44,7 @@ ELSEWHERE = (
 WHOLE = tuple(
     DOCS / f"{page}.md"
     for page in (
-        "options",
-        "models",
-        "choose",
-        "quickstart",
-        "recipes",
-        "migrate",
-        "multi-gpu",
+        *("options", "models", "choose", "quickstart", "recipes", "migrate", "multi-gpu"),
         "troubleshooting",
     )
 )

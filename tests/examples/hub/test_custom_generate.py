@@ -107,11 +107,6 @@ def test_a_model_with_the_folder_decodes_so_by_default(
     assert torch.equal(result.sequences, by_name(llama, **MODES["greedy"], cache_config=OPTIONS))
 
 
-def test_code_runs_only_where_it_is_trusted(llama: PreTrainedModel) -> None:
-    with pytest.raises(ValueError, match="trust_remote_code=True"):
-        run(llama, trust_remote_code=False)
-
-
 def test_without_the_package_the_message_says_how_to_install_it(
     llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,7 +18,6 @@ from transformers import AttentionInterface
 
 from hf_kvret.artifacts.shared import shared_artifact
 from hf_kvret.lab.calibrate.a2ats import A2ATSCalibration, k_means, query_metric
-from hf_kvret.lab.calibrate.aqua import Rows, fit_linear
 from hf_kvret.lab.calibrate.study import Corpus, calibrate
 from hf_kvret.lab.calibrate.taps import LayerTokens, before_rope, tap_attention
 from hf_kvret.lab.evaluate.bundled import BUNDLED_MODEL
@@ -67,29 +66,11 @@ def test_codebooks_are_those_of_the_equations() -> None:
     torch.testing.assert_close(words, a2ats.k_means(z, seeds, 30), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("bits", [2, 4])
-def test_rows_are_rounded_as_the_rendering_rounds_them(bits: int) -> None:
-    x = _draw(bits, 40, 192) * torch.linspace(0.1, 5.0, 40)[:, None] + 1.0
-    codec = HiggsCodec(bits, aqua.group_size(192))
-    torch.testing.assert_close(codec.decode(*codec.encode(x)), _higgs(bits, 192)(x))
-
-
 def test_grids_are_as_good_as_those_of_lloyds_iteration() -> None:
     pairs = _draw(5, 20_000, 2).double()
     grids = grid_points(2, CPU).double(), aqua.gaussian_grid(16, samples=20_000, rounds=60)
     errors = [torch.cdist(pairs, grid).amin(1).square().mean() for grid in grids]
     assert errors[0] == pytest.approx(float(errors[1]), rel=0.02)
-
-
-def test_predictors_are_the_closed_form() -> None:
-    x = _draw(6, 500, 24) @ _draw(7, 24, 24) + 3.0
-    y = x @ _draw(8, 24, 12) + _draw(9, 500, 12)
-    learned, expected = fit_linear(Rows([x], y, CPU), ridge=aqua.REGULARIZER), aqua.fit_linear(x, y)
-    torch.testing.assert_close(learned["weight"].T.float(), expected.weight, rtol=2**-8, atol=1e-3)
-    missed = y - (x @ learned["weight"].float().T + learned["bias"])
-    assert missed.square().mean() == pytest.approx(
-        float((y - expected(x)).square().mean()), rel=0.01
-    )
 
 
 def test_a_model_attends_to_what_the_equations_select(tmp_path: Path) -> None:

@@ -1,8 +1,7 @@
-"""The bench command as its own small program, and the models it measures in tests."""
+"""The bench command on the CPU, and the models it measures in tests."""
 
 from __future__ import annotations
 
-import argparse
 import itertools
 from collections.abc import Callable
 from pathlib import Path
@@ -13,8 +12,8 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_kvret import FlatKVCache
+from hf_kvret.cli import main
 from hf_kvret.lab.bench import timing
-from hf_kvret.lab.bench.parser import add_bench_parser
 from hf_kvret.lab.bench.shapes import load_shape, random_model
 from hf_kvret.lab.report.results import Results
 from hf_kvret.methods.flat import FlatIndex
@@ -52,13 +51,7 @@ def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
 def bench() -> Callable[..., int]:
     """``bench("decode", "--context", "1K")`` runs the command and returns its exit status."""
 
-    def run(*arguments: str) -> int:
-        parser = argparse.ArgumentParser()
-        add_bench_parser(parser.add_subparsers(required=True))
-        options = parser.parse_args(["bench", *arguments, "--device", "cpu"])
-        return options.run(options)
-
-    return run
+    return lambda *arguments: main(["bench", *arguments, "--device", "cpu"])
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from hf_kvret import A2ATSCache, FlatKVCache, NativeKVCache
@@ -125,29 +125,25 @@ def test_random_rows_are_the_same_for_every_cache_and_as_large_as_the_models_own
     assert torch.equal(values, plain.layers[1].values)
 
 
-def check_keys_of_the_indexer(model: PreTrainedModel, ours: Cache, batch: int, length: int) -> None:
-    """Behind the same random rows, ours gives the logits of transformers' own cache."""
-    logits = []
-    for cache in (DynamicCache(config=model.config), ours):
-        fill(model, cache, batch, length)
-        with serving(model, cache):
-            logits.append(feed(model, cache, torch.full((batch, 1), 3), length))
-    torch.testing.assert_close(*logits, atol=1e-4, rtol=0)
-
-
-@pytest.mark.parametrize("name", ["deepseek_v32", "minimax_m3", "dots3_note"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("deepseek_v32", "minimax_m3", "dots3_note"),
+        # Its indexer keeps positions, too.
+        pytest.param("qwen4_exp", marks=pytest.mark.slow),
+    ],
+)
 def test_random_rows_come_with_keys_of_the_indexer(name: str) -> None:
+    """Behind the same random rows, ours gives the logits of transformers' own cache."""
     if name not in known_indexed():
         pytest.skip("this transformers has no such model")
-    model = INDEXED_MODELS[name].build()
-    check_keys_of_the_indexer(model, NativeKVCache(model.config, **WINDOW), batch=2, length=300)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif("qwen4_exp_text" not in CONFIG_MAPPING, reason="this transformers has no Qwen4")
-def test_random_rows_come_with_the_positions_that_an_indexer_keeps() -> None:
-    model = INDEXED_MODELS["qwen4_exp"].build()
-    check_keys_of_the_indexer(model, NativeKVCache(model.config, **WINDOW), batch=1, length=300)
+    model, logits = INDEXED_MODELS[name].build(), []
+    batch = 1 if name == "qwen4_exp" else 2
+    for cache in (DynamicCache(config=model.config), NativeKVCache(model.config, **WINDOW)):
+        fill(model, cache, batch, 300)
+        with serving(model, cache):
+            logits.append(feed(model, cache, torch.full((batch, 1), 3), 300))
+    torch.testing.assert_close(*logits, atol=1e-4, rtol=0)
 
 
 def test_how_a_cache_is_filled() -> None:

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from hf_kvret.artifacts import CalibrationArtifact, ModelIdentity
-from hf_kvret.artifacts.shared import shared_artifact
 from hf_kvret.lab.calibrate import a2ats
 from hf_kvret.lab.calibrate.a2ats import A2ATSCalibration, query_metric
 from hf_kvret.lab.calibrate.study import LayerFindings
 from hf_kvret.lab.calibrate.taps import LayerTokens, before_rope
-from hf_kvret.methods.a2ats.learned import at_distance, learned_layer
+from hf_kvret.methods.a2ats.learned import at_distance
 from hf_kvret_model_patches.rope import Rope
 
 from .draws import CPU, DIM, HEADS, NO_ROPE, ROPE, draw
@@ -137,34 +134,9 @@ def test_nothing_is_learned_from_what_is_held_out() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_codes_are_the_nearest_words_as_saved_in_new_and_old_artifacts(
-    dtype: str, identity: ModelIdentity, tmp_path: Path
-) -> None:
-    result = study([tokens(300, 0)], codewords=64, codeword_dtype=dtype)
-    options = A2ATSCalibration(codewords=64, distance=WINDOW, codeword_dtype=dtype).options()
-    if dtype == "float32":
-        # As artifacts were before there was a choice.
-        del options["codeword_dtype"]
-    named = {f"layers.0.{name}": x for name, x in result.tensors.items()}
-    settings = {**options, "layers": {"0": result.settings}}
-    CalibrationArtifact("a2ats", identity, named, options=settings).save_pretrained(tmp_path)
-    learned = learned_layer(shared_artifact(str(tmp_path), None, "a2ats"), 0, torch.device("cpu"))
-    words, factor = result.tensors["codewords"].float(), result.tensors["metric"]
-    assert learned.words.dtype == getattr(torch, dtype)
-    seen = tokens(50, 40)
-    codes = learned.encode(seen.key, torch.arange(50)[None])[0].long()
-    for head in range(HEADS):
-        distances = torch.cdist(
-            (before_rope(seen.key, ROPE)[0, head] @ factor[head]).double(), words[head].double()
-        )
-        chosen = distances.gather(1, codes[head, :, None])[:, 0]
-        # Un-rotating rounds, so of two words that are equally near either may be chosen.
-        assert torch.allclose(chosen, distances.amin(1), rtol=1e-4)
-    table = learned.table(seen.query, torch.arange(50)[None], 1.0, None)
-    plain = at_distance(before_rope(seen.query, ROPE), ROPE, WINDOW)
-    restored = torch.linalg.solve(factor, words, left=False)
-    exact = plain.unflatten(1, (HEADS, -1)) @ restored.mT[:, None]
-    assert torch.allclose(table, exact.flatten(1, 2), rtol=1e-2, atol=1e-2 * float(exact.std()))
+def test_codewords_have_the_dtype_that_was_asked_for(dtype: str) -> None:
+    words = study([tokens(300, 0)], codewords=64, codeword_dtype=dtype).tensors["codewords"]
+    assert words.dtype == getattr(torch, dtype) and words.shape == (HEADS, 64, DIM)
 
 
 def moments(queries: torch.Tensor) -> torch.Tensor:

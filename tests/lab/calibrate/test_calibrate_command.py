@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 import hf_kvret
 from hf_kvret import A2ATSCache, AquaKVCache
 from hf_kvret.artifacts import CalibrationArtifact
-from hf_kvret.lab.calibrate.a2ats import A2ATSCalibration, CodebookStudy
+from hf_kvret.lab.calibrate.a2ats import A2ATSCalibration
 from hf_kvret.lab.calibrate.aqua import AquaCalibration
 from hf_kvret.lab.calibrate.command import A2ATSOptions, AquaOptions, make_corpus
 from hf_kvret.lab.calibrate.study import Corpus, calibrate
@@ -242,43 +242,7 @@ def test_mistakes_are_one_line_each(
     assert not (tmp_path / "out" / "config.json").exists()
 
 
-FEW = A2ATSCalibration(codewords=8, distance=32, rounds=3)
 TEXTS = Corpus(list(torch.arange(1, 101).view(2, 50)), 0, {"text": "numbers"})
-FOREIGN = "is not of a calibration artifact (but of a model, perhaps), and would be replaced"
-OTHER = "is of an artifact of 'aqua', not of 'a2ats', and would be replaced"
-
-
-@pytest.mark.parametrize("words", [FOREIGN, OTHER], ids=["a model", "another method"])
-def test_a_folder_of_something_else_is_left_alone(
-    words: str,
-    artifact: CalibrationArtifact,
-    llama: PreTrainedModel,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(CodebookStudy, "add", lambda *given: pytest.fail("the texts were read"))
-    if words == OTHER:
-        CalibrationArtifact("aqua", artifact.model, {"x": torch.ones(3)}).save_pretrained(tmp_path)
-    else:
-        (tmp_path / "config.json").write_bytes(b'{"model_type": "llama"}')
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    for act in (
-        lambda: artifact.save_pretrained(tmp_path),
-        lambda: calibrate(llama, TEXTS, FEW, tmp_path, progress=False),
-    ):
-        with pytest.raises(ValueError, match="give a new folder, for instance MODEL/a2ats") as told:
-            act()
-        assert words in str(told.value)
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
-
-
-def test_an_artifact_of_the_same_method_is_replaced(
-    artifact: CalibrationArtifact, llama: PreTrainedModel, tmp_path: Path
-) -> None:
-    artifact.save_pretrained(tmp_path)
-    result = calibrate(llama, TEXTS, FEW, tmp_path, progress=False)
-    again = CalibrationArtifact.from_pretrained(tmp_path)
-    assert again.tensors.keys() == result.tensors.keys() != artifact.tensors.keys()
 
 
 def test_more_codewords_than_tokens_are_refused_and_as_many_are_not(

@@ -35,18 +35,6 @@ def test_text_says_what_an_artifact_is(
     assert last.replace(" ", "") == "|0|3.457e-05|123456|"
 
 
-def test_artifacts_on_the_hub_are_inspected_at_a_revision(
-    hub: Any, saved: Path, program: Any
-) -> None:
-    first = hub.add("alice/codebooks", {file.name: file.read_bytes() for file in saved.iterdir()})
-    whole = CalibrationArtifact.from_pretrained(saved)
-    options = {**whole.options, "seed": 7}
-    dataclasses.replace(whole, options=options).save_pretrained(saved)
-    hub.add("alice/codebooks", {file.name: file.read_bytes() for file in saved.iterdir()})
-    assert "seed 7" in program("inspect", "alice/codebooks").out
-    assert "seed 7" not in program("inspect", "alice/codebooks", "--revision", first).out
-
-
 def test_mistakes_say_what_is_wrong(hub: Any, saved: Path, tmp_path: Path, program: Any) -> None:
     (tmp_path / "empty").mkdir()
     (tensors,) = saved.glob("artifact-*.safetensors")

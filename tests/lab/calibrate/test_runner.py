@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -91,25 +90,6 @@ def test_layers_without_rope_are_known(tmp_path: Path) -> None:
     assert artifact.tensors["layers.1.inv_freq"].shape == (0,)
     loaded = CalibrationArtifact.from_pretrained(tmp_path, method="a2ats")
     assert loaded.tensors["layers.1.inv_freq"].shape == (0,)
-
-
-def test_the_artifact_is_saved_and_belongs_to_the_model(tmp_path: Path) -> None:
-    model = MODELS["llama"].build()
-    out = tmp_path / "new" / "folder"
-    (tmp_path / "new").mkdir()
-    made = calibrate(model, corpus(60, 30, held_out=1), SMALL, out, name="me/it", progress=False)
-    loaded = CalibrationArtifact.from_pretrained(out, method="a2ats")
-    loaded.check(model.config)
-    loaded.check_weights(model)
-    assert loaded.model.name == "me/it"
-    assert loaded.data == {"text": "random"} and loaded.quality == made.quality
-    assert loaded.options["codewords"] == 8 and loaded.options["window"] == 32
-    for layer in range(2):
-        assert loaded.tensors[f"layers.{layer}.codewords"].shape == (2, 8, 16)
-        assert loaded.tensors[f"layers.{layer}.metric"].shape == (2, 16, 16)
-        assert 0 < loaded.quality[layer]["score_error"] < 1
-    named = json.loads((out / "config.json").read_text())["files"]["tensors"]
-    assert {file.name for file in out.glob("[!.]*")} == {"README.md", "config.json", named}
 
 
 @pytest.mark.parametrize(("held", "readings"), [(1 << 30, 1), (2 * 50 * 2 * 2 * 16 * 4, 2), (1, 3)])

@@ -145,10 +145,9 @@ def test_a_mixture_reads_the_experts_of_one_token() -> None:
     ],
 )
 def test_mistakes_are_told_in_a_line(
-    words: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: str, message: str, monkeypatch: pytest.MonkeyPatch, program: Any
 ) -> None:
     monkeypatch.setattr(command, "free_host_bytes", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert main(["fits", *words.split()]) == 2
-    error = capsys.readouterr().err
+    error = program("fits", *words.split(), status=2).err
     assert message in error and error.startswith("hf-kvret: error: ")

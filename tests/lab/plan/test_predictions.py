@@ -51,12 +51,8 @@ def check(model: PreTrainedModel, name: str, length: int, batch: int = 1) -> Non
 @pytest.mark.parametrize(
     "name",
     [
-        "flat",
-        "paris:store=host:select_every=3",
-        "paris:store=resident",
-        "paris:store=higgs-host:bits=3",
-        "lrqk:store=higgs",
-        "ctkvr:store=cpu",
+        *("flat", "paris:store=host:select_every=3", "paris:store=resident"),
+        *("paris:store=higgs-host:bits=3", "lrqk:store=higgs", "ctkvr:store=cpu"),
         "aqua:predictor=none:first_bits=4:store=host",
     ],
 )
