@@ -13,18 +13,10 @@ import hf_kvret
 from hf_kvret import RetrievalCache, Selection, observe, registered_methods
 from hf_kvret.observe.recall import exact_scores
 from hf_kvret.replay.layer_step import LayerStep
-from hf_kvret.testing import MODELS
 from hf_kvret_kernels._dispatch import prefer
 
 PROMPT, STEPS = 90, 3
 OPTIONS: dict[str, Any] = {"top_k": 10, "sink": 2, "recent": 8, "flush": 8, "dense_below": 0}
-
-
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    model: PreTrainedModel = MODELS["llama"].build()
-    hf_kvret.attach(model)
-    return model
 
 
 def prompt() -> torch.Tensor:
@@ -32,6 +24,7 @@ def prompt() -> torch.Tensor:
 
 
 def filled(model: PreTrainedModel, method: str = "flat", **changes: Any) -> RetrievalCache:
+    hf_kvret.attach(model)
     cache = registered_methods()[method](config=model.config, **{**OPTIONS, **changes})
     with torch.inference_mode():
         model(prompt(), past_key_values=cache, logits_to_keep=1)
@@ -49,21 +42,21 @@ def steps(model: PreTrainedModel, cache: RetrievalCache, count: int = STEPS) -> 
 
 
 @pytest.mark.parametrize("method", ["paris", "ctkvr", "h2o"])
-def test_every_step_of_every_layer_is_told_of(model: PreTrainedModel, method: str) -> None:
+def test_every_step_of_every_layer_is_told_of(llama: PreTrainedModel, method: str) -> None:
     """Ids are cold, each at most once, no sinks, and as many as the counters have."""
-    cache = filled(model, method)
+    cache = filled(llama, method)
     seen: list[Selection] = []
     with observe(cache, seen.append):
-        steps(model, cache)
+        steps(llama, cache)
     layers = [layer["layer"] for layer in cache.stats()["layers"]]
     assert [one.layer for one in seen] == layers * STEPS
-    heads = model.config.num_key_value_heads
+    heads = llama.config.num_key_value_heads
     for number, one in enumerate(seen):
         step = number // len(layers)
         assert one.ids is not None
         assert one.ids.shape == (1, heads, 1, OPTIONS["top_k"])
         assert one.ids.dtype == torch.int32
-        assert one.query.shape[:3] == (1, model.config.num_attention_heads, 1)
+        assert one.query.shape[:3] == (1, llama.config.num_attention_heads, 1)
         assert one.recent[1] == PROMPT + step + 1
         assert one.sinks.tolist() == [[0, 1]]
         for ids in one.ids[0, :, 0].tolist():
@@ -75,13 +68,13 @@ def test_every_step_of_every_layer_is_told_of(model: PreTrainedModel, method: st
 
 
 @pytest.mark.parametrize("backend", [None, "naive"])
-def test_they_are_those_that_were_read(model: PreTrainedModel, backend: str | None) -> None:
+def test_they_are_those_that_were_read(llama: PreTrainedModel, backend: str | None) -> None:
     """The best by the logits of the query that is told, in one call of C++ and part by part."""
-    cache = filled(model)
+    cache = filled(llama)
     seen: list[Selection] = []
     preferred = nullcontext() if backend is None else prefer(backend)
     with preferred, observe(cache, seen.append):
-        steps(model, cache, 1)
+        steps(llama, cache, 1)
     for one in seen:
         assert one.ids is not None
         keys = cache.layers[one.layer].keys[:, :, : one.recent[0]]
@@ -92,53 +85,53 @@ def test_they_are_those_that_were_read(model: PreTrainedModel, backend: str | No
         assert torch.equal(one.ids.long().sort(-1).values, best.sort(-1).values)
 
 
-def test_a_method_without_an_index_attends_to_all(model: PreTrainedModel) -> None:
-    cache = filled(model, "aqua", top_k=None, predictor="none")
+def test_a_method_without_an_index_attends_to_all(llama: PreTrainedModel) -> None:
+    cache = filled(llama, "aqua", top_k=None, predictor="none")
     seen: list[Selection] = []
     with observe(cache, seen.append):
-        steps(model, cache, 1)
+        steps(llama, cache, 1)
     assert [one.layer for one in seen] == list(range(len(cache.layers)))
     assert all(one.ids is None for one in seen)
 
 
-def test_tokens_are_those_of_a_cache_that_nobody_observes(model: PreTrainedModel) -> None:
-    cache = filled(model)
+def test_tokens_are_those_of_a_cache_that_nobody_observes(llama: PreTrainedModel) -> None:
+    cache = filled(llama)
     twin = cache.fork()
     with observe(cache, lambda one: None):
-        assert steps(model, cache, 6) == steps(model, twin, 6)
+        assert steps(llama, cache, 6) == steps(llama, twin, 6)
 
 
-def test_nobody_is_told_afterwards_or_of_a_fork_or_a_prompt(model: PreTrainedModel) -> None:
-    cache = filled(model)
+def test_nobody_is_told_afterwards_or_of_a_fork_or_a_prompt(llama: PreTrainedModel) -> None:
+    cache = filled(llama)
     seen: list[Selection] = []
     with observe(cache, seen.append), torch.inference_mode():
-        steps(model, cache.fork(), 1)
+        steps(llama, cache.fork(), 1)
         cache.reset()
-        model(prompt(), past_key_values=cache, logits_to_keep=1)
+        llama(prompt(), past_key_values=cache, logits_to_keep=1)
         assert not seen
-        steps(model, cache, 1)
+        steps(llama, cache, 1)
         assert len(seen) == len(cache.layers)
     with pytest.raises(KeyError), observe(cache, seen.append):
         raise KeyError
-    steps(model, cache, 1)
+    steps(llama, cache, 1)
     assert len(seen) == len(cache.layers)
 
 
-def test_several_may_observe_and_one_of_them_twice(model: PreTrainedModel) -> None:
-    cache = filled(model)
+def test_several_may_observe_and_one_of_them_twice(llama: PreTrainedModel) -> None:
+    cache = filled(llama)
     first: list[Selection] = []
     second: list[Selection] = []
     with observe(cache, first.append), observe(cache, second.append):
         with observe(cache, first.append):
-            steps(model, cache, 1)
-        steps(model, cache, 1)
+            steps(llama, cache, 1)
+        steps(llama, cache, 1)
     assert len(first) == 3 * len(cache.layers)
     assert len(second) == 2 * len(cache.layers)
 
 
-def test_an_observed_layer_says_why_its_steps_are_not_captured(model: PreTrainedModel) -> None:
+def test_an_observed_layer_says_why_its_steps_are_not_captured(llama: PreTrainedModel) -> None:
     """What was captured before is not valid any more."""
-    cache = filled(model)
+    cache = filled(llama)
     layer = cache.retrieval_layers[0]
     edits = layer.edits
     assert LayerStep(layer).capture_obstacle is None
@@ -148,9 +141,9 @@ def test_an_observed_layer_says_why_its_steps_are_not_captured(model: PreTrained
     assert LayerStep(layer).capture_obstacle is None
 
 
-def test_another_cache_is_refused(model: PreTrainedModel) -> None:
+def test_another_cache_is_refused(llama: PreTrainedModel) -> None:
     with (
         pytest.raises(TypeError, match="only a retrieval cache selects"),
-        observe(DynamicCache(config=model.config), print),
+        observe(DynamicCache(config=llama.config), print),
     ):
         pass

@@ -15,15 +15,9 @@ from hf_kvret.testing import COVERING_OPTIONS, MODELS
 SMALL: dict[str, Any] = {**COVERING_OPTIONS, "top_k": 5}
 
 
-@pytest.fixture(scope="module")
-def llama() -> PreTrainedModel:
-    model = MODELS["llama"].build()
-    hf_kvret.attach(model)
-    return model
-
-
 def _feed(model: PreTrainedModel, cache: Any, count: int, batch: int = 1) -> None:
     ids = torch.randint(3, 128, (batch, count), generator=torch.Generator().manual_seed(count))
+    hf_kvret.attach(model)
     with torch.no_grad():
         model(ids, past_key_values=cache)
 
@@ -102,7 +96,6 @@ def test_bytes_of_coded_rows(llama: PreTrainedModel, store: str, bits: int) -> N
 
 def test_layers_that_are_not_ours_count_on_both_sides() -> None:
     model = MODELS["gemma3"].build()
-    hf_kvret.attach(model)
     cache, dense = ParisKVCache(model.config, **SMALL), DynamicCache(config=model.config)
     for each in (cache, dense):
         _feed(model, each, 40)
@@ -119,5 +112,6 @@ def test_layers_that_are_not_ours_count_on_both_sides() -> None:
 def test_an_empty_cache_reports_nothing(llama: PreTrainedModel) -> None:
     cache = ParisKVCache(llama.config)
     assert cache.memory().device == cache.memory().host == cache.memory().full_attention == 0
+    assert cache.stats()["store"] is None, "nobody needed one yet"
     numbers = cache.stats()["layers"][1]
     assert numbers.pop("layer") == 1 and numbers["steps"] == 0 and not any(numbers.values())

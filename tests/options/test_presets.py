@@ -14,17 +14,9 @@ import hf_kvret
 from hf_kvret.lab.evaluate.caches import choose_cache
 from hf_kvret.lab.tune.variants import make_variants
 from hf_kvret.methods.paris import ParisConfig
-from hf_kvret.testing import MODELS
 
 PUBLISHED = ("a2ats", "aqua", "ctkvr", "lrqk", "paris")
 SMALL = {"top_k": 8, "recent": 8, "flush": 8, "dense_below": 0}
-
-
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    model = MODELS["llama"].build()
-    hf_kvret.attach(model)
-    return model
 
 
 @pytest.mark.parametrize("method", PUBLISHED)
@@ -54,16 +46,16 @@ def test_an_unknown_preset_names_those_there_are(
         hf_kvret.registered_methods()[method].Config.from_options(**options)
 
 
-def test_generate_takes_a_preset(model: PreTrainedModel) -> None:
-    tokens = torch.randint(3, model.config.vocab_size, (1, 60))
+def test_generate_takes_a_preset(llama: PreTrainedModel) -> None:
+    tokens = torch.randint(3, llama.config.vocab_size, (1, 60))
     inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
     options = {"preset": "paper", **SMALL}
-    by_name = model.generate(
+    by_name = llama.generate(
         **inputs, cache_implementation="paris", cache_config=options, max_new_tokens=9
     )
-    cache = hf_kvret.ParisKVCache(model.config, **options)
+    cache = hf_kvret.ParisKVCache(llama.config, **options)
     assert cache.options == ParisConfig.preset("paper", **SMALL)
-    assert torch.equal(by_name, model.generate(**inputs, past_key_values=cache, max_new_tokens=9))
+    assert torch.equal(by_name, llama.generate(**inputs, past_key_values=cache, max_new_tokens=9))
 
 
 def test_a_preset_in_a_table_has_its_own_budget() -> None:

@@ -19,42 +19,26 @@ def _record(step: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
     return TapeRecorder(torch.device("cpu")).record(step)
 
 
-def test_a_replay_reads_what_stands_in_the_same_memory_now() -> None:
-    x, weight = torch.arange(6.0).view(2, 3), torch.ones(3, 2)
-    out, replay = _record(lambda: (x @ weight).relu().sum(-1))
-    x.fill_(2.0)
-    replay()
-    assert out.tolist() == [12.0, 12.0]
-
-
-def test_numbers_of_python_are_frozen() -> None:
-    x, counter = torch.zeros(4), [0]
+def test_a_replay_works_in_the_same_memory_with_frozen_numbers() -> None:
+    """Recording leaves memory as it was."""
+    x, weight, counter = torch.arange(6.0).view(2, 3), torch.ones(3, 2), [0]
+    total, column = torch.zeros(3), torch.tensor([1])
 
     def step() -> torch.Tensor:
         counter[0] += 1
-        return x + counter[0]
-
-    out, replay = _record(step)
-    replay()
-    replay()
-    assert counter == [1]
-    assert out.tolist() == [1.0] * 4
-
-
-def test_recording_leaves_memory_as_it_was_and_replays_write_it_again() -> None:
-    total, column = torch.zeros(3), torch.tensor([1])
-
-    def step() -> None:
         total.index_copy_(0, column, torch.ones(1))
         total.add_(1.0)
+        return (x @ weight).relu().sum(-1) + counter[0]
 
-    _, replay = _record(step)
+    out, replay = _record(step)
     assert total.tolist() == [0.0, 0.0, 0.0]
+    x.fill_(2.0)
     column.fill_(2)
     replay()
     assert total.tolist() == [1.0, 1.0, 2.0]
     replay()
     assert total.tolist() == [2.0, 2.0, 2.0]
+    assert counter == [1] and out.tolist() == [13.0, 13.0]
 
 
 def test_a_step_that_breaks_off_leaves_memory_as_it_was() -> None:
