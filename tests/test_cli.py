@@ -120,21 +120,14 @@ def test_a_plot_that_cannot_be_drawn_is_refused_before_the_work(
     assert main(["demo", "--plot", "x.png"]) == 2
 
 
-def run_apart(
-    words: list[str], folder: Path, torch: str | None = None, before: str = ""
-) -> subprocess.CompletedProcess[str]:
-    """The program in a process of its own, with a module ``torch`` of ours if it is given.
+PROGRAM = "import sys\nfrom hf_kvret_cli import main\nsys.exit(main())\n"
 
-    Lines ``before`` run first.
-    """
-    if torch is not None:
-        (folder / "torch.py").write_text(torch)
-    program = (
-        f"{before}import sys\nfrom hf_kvret_cli import main\n"
-        f"sys.argv[1:] = {words}\nsys.exit(main())\n"
-    )
+
+def run_apart(words: list[str], folder: Path, torch: str, program: str = PROGRAM) -> Any:
+    """The program, or another one, in a process of its own, with a module ``torch`` of ours."""
+    (folder / "torch.py").write_text(torch)
     return subprocess.run(
-        [sys.executable, "-c", program],
+        [sys.executable, "-c", program, *words],
         env=os.environ | {"PYTHONPATH": str(folder)},
         capture_output=True,
         text=True,
@@ -188,23 +181,10 @@ def test_a_line_comes_before_torch_does_and_ctrl_c_is_one_more(
 
 def test_importing_the_library_prints_nothing_and_keeps_ctrl_c(tmp_path: Path) -> None:
     handler = "signal.getsignal(signal.SIGINT) is signal.default_int_handler"
-    (tmp_path / "torch.py").write_text(f"import signal\nraise SystemExit(7 if {handler} else 8)\n")
-    command = [sys.executable, "-c", "import sys\nsys.argv[0] = 'hf-kvret'\nimport hf_kvret"]
-    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    torch = f"import signal\nraise SystemExit(7 if {handler} else 8)\n"
+    program = "import sys\nsys.argv[0] = 'hf-kvret'\nimport hf_kvret"
+    result = run_apart([], tmp_path, torch, program)
     assert (result.returncode, result.stdout, result.stderr) == (7, "", "")
-
-
-@pytest.mark.slow
-def test_ctrl_c_in_a_command_of_a_whole_process(tmp_path: Path) -> None:
-    before = (
-        "import signal\nfrom hf_kvret import cli\n"
-        "import hf_kvret.lab.evaluate.measurement as measurement\n"
-        "measurement.run_measurement = lambda *given: signal.raise_signal(signal.SIGINT)\n"
-    )
-    result = run_apart(["demo"], tmp_path, before=before)
-    assert result.returncode == 130
-    assert "hf-kvret: loading ...\n\nhf-kvret: interrupted, and nothing" in result.stderr
 
 
 GOES_ON = ": the same command goes on where it stopped"

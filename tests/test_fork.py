@@ -61,22 +61,6 @@ def test_forks_and_original_never_see_each_others_tokens(
     assert torch.equal(_ask(llama, cache, 2), expected[2])
 
 
-def test_the_cold_part_is_shared(llama: PreTrainedModel) -> None:
-    for cls in METHODS:
-        cache = _prefilled(llama, cls)
-        twin = cache.fork()
-        for layer, other in zip(cache.retrieval_layers, twin.retrieval_layers, strict=True):
-            assert layer.kv is not None and other.kv is not None
-            mine, theirs = layer.kv.store, other.kv.store
-            assert mine is not theirs
-            assert [c.data_ptr() for c in mine._chunks] == [c.data_ptr() for c in theirs._chunks]
-            windows = layer.kv.window, other.kv.window
-            assert windows[0].keys.data_ptr() != windows[1].keys.data_ptr()
-        indexes = [c.retrieval_layers[0].kv.index for c in (cache, twin)]
-        planes = [i._keys if cls is FlatKVCache else i._sign for i in indexes]
-        assert planes[0].rows.data_ptr() == planes[1].rows.data_ptr()
-
-
 class _CountedCTkvr(CTkvrCache):
     """Counts the indexes that were built from a prompt."""
 
@@ -107,15 +91,6 @@ def test_copies_share_what_the_end_of_a_prompt_left_to_build(
     answers = [_ask(llama, one, 1) for one in (*twins, cache)]
     assert _CountedCTkvr.builds == len(cache.retrieval_layers)
     assert all(torch.equal(answer, answers[0]) for answer in answers)
-
-
-@pytest.mark.parametrize("cls", [CTkvrCache, LRQKCache])
-def test_a_cache_answers_the_same_whether_it_was_forked_before_or_not(
-    llama: PreTrainedModel, cls: type[RetrievalCache]
-) -> None:
-    forked, quiet = (_prefilled(llama, cls, top_k=4) for _ in range(2))
-    forked.fork()
-    assert torch.equal(_ask(llama, forked, 1), _ask(llama, quiet, 1))
 
 
 def test_a_fork_counts_anew_and_the_original_keeps_its_counts(llama: PreTrainedModel) -> None:

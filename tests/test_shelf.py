@@ -29,11 +29,6 @@ IDS = prompt(1, 128)
 
 
 @pytest.fixture
-def llama() -> PreTrainedModel:
-    return MODELS["llama"].build()
-
-
-@pytest.fixture
 def shelf(tmp_path: Path) -> Shelf:
     return Shelf(tmp_path / "shelf")
 

@@ -27,9 +27,8 @@ def filled(model: Any) -> tuple[hf_kvret.FlatKVCache, torch.Tensor]:
 
 
 def held_ids(cache: hf_kvret.RetrievalCache) -> list[list[int]]:
-    ids = cache.tokens.ids(cache.get_seq_length())
-    assert ids is not None
-    assert ids.dtype == torch.int32
+    ids = cache.input_ids
+    assert ids is not None and ids.dtype == torch.int64
     return ids.tolist()
 
 

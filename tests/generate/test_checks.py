@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, GenerationConfig, PreTrainedModel
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel, StaticCache
 
 import hf_kvret
 from hf_kvret import FlatKVCache, ParisKVCache, attach
@@ -219,14 +219,6 @@ def test_a_models_own_use_cache_is_refused_with_the_way_out(llama: PreTrainedMod
             llama.generate(prompt(1, 40), **given, **RUN)
 
 
-def test_attention_weights_are_refused(llama: PreTrainedModel) -> None:
-    run = {**RUN, "output_attentions": True, "return_dict_in_generate": True}
-    for given in (PARIS, {"past_key_values": new_cache(llama)}):
-        llama.set_attn_implementation("eager")
-        with pytest.raises(ValueError, match="a retrieval cache never forms the attention matrix"):
-            llama.generate(prompt(1, 40), **given, **run)
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -292,15 +284,6 @@ def test_continuous_batching_refuses_retrieval(llama: PreTrainedModel) -> None:
     refused()
 
 
-def test_embeddings_of_all_tokens_go_on(model: PreTrainedModel, filled: FlatKVCache) -> None:
-    ids = model.generate(prompt(1, 40), **RUN)
-    whole = torch.cat([ids, prompt(1, 5, salt=1)], dim=1)
-    embeds = model.get_input_embeddings()(whole).detach()
-    expected = model.generate(whole, **RUN)[:, whole.shape[1] :]
-    given = {"inputs_embeds": embeds, "attention_mask": torch.ones_like(whole)}
-    assert torch.equal(model.generate(**given, past_key_values=filled.fork(), **RUN), expected)
-
-
 def test_a_models_own_cache_config_is_left_alone(llama: PreTrainedModel) -> None:
     """It belongs to a name that another call gives, or that the model was loaded with."""
     expected = llama.generate(prompt(1, 20), **RUN)
@@ -309,6 +292,8 @@ def test_a_models_own_cache_config_is_left_alone(llama: PreTrainedModel) -> None
     calls: list[dict[str, Any]] = [
         {"use_cache": False},
         {"past_key_values": DynamicCache(config=llama.config)},
+        {"past_key_values": StaticCache(config=llama.config, max_cache_len=60)},
+        {"cache_implementation": "dynamic"},
         {},
     ]
     for more in calls:

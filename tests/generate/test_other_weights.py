@@ -29,20 +29,17 @@ def changed(model: Any) -> Any:
     return other
 
 
-def one_token(model: Any) -> dict[str, Any]:
-    return {"input_ids": prompt(1, 1)}
-
-
-def embeddings(model: Any) -> dict[str, Any]:
-    return {"inputs_embeds": model.get_input_embeddings()(prompt(1, 5))}
-
-
-def one_embedding(model: Any) -> dict[str, Any]:
-    return {"inputs_embeds": model.get_input_embeddings()(prompt(1, 1))}
+def embeddings(model: Any, count: int) -> dict[str, Any]:
+    return {"inputs_embeds": model.get_input_embeddings()(prompt(1, count))}
 
 
 @pytest.mark.parametrize(
-    ("go_on", "inputs"), [(as_it_is, one_token), (forked, embeddings), (saved, one_embedding)]
+    ("go_on", "inputs"),
+    [
+        (as_it_is, lambda model: {"input_ids": prompt(1, 1)}),
+        (forked, lambda model: embeddings(model, 5)),
+        (saved, lambda model: embeddings(model, 1)),
+    ],
 )
 def test_the_first_pass_of_another_model_is_refused(
     llama: Any, tmp_path: Path, go_on: Callable[..., RetrievalCache], inputs: Callable[..., Any]
