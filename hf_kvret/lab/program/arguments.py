@@ -103,29 +103,20 @@ def names(text: str) -> list[str]:
 
 def whole_number(least: int, most: int | None = None) -> Callable[[str], int]:
     """Whole numbers from ``least``, to ``most`` where given."""
-    allowed = f"from {least}" if most is None else f"from {least} to {most}"
-    return _checked(
-        int,
-        lambda value: value >= least and (most is None or value <= most),
-        f"whole number {allowed}",
-    )
+    what = f"whole number from {least}" + ("" if most is None else f" to {most}")
+    return _checked(int, lambda x: x >= least and (most is None or x <= most), what)
 
 
 def number(above: float, most: float = math.inf) -> Callable[[str], float]:
     """Finite numbers above ``above``, and at most ``most``."""
-    allowed = f"above {above:g}" if most == math.inf else f"above {above:g}, at most {most:g}"
-    return _checked(
-        float, lambda value: above < value <= most and value < math.inf, f"number {allowed}"
-    )
+    what = f"number above {above:g}" + ("" if most == math.inf else f", at most {most:g}")
+    return _checked(float, lambda x: above < x <= most and x < math.inf, what)
 
 
 def share(*, zero: bool = False) -> Callable[[str], float]:
     """Shares below 1 and above 0, or from 0 on."""
-    return _checked(
-        float,
-        lambda value: 0 <= value < 1 and (zero or value > 0),
-        f"share {'from' if zero else 'above'} 0, below 1",
-    )
+    what = f"share {'from' if zero else 'above'} 0, below 1"
+    return _checked(float, lambda x: 0 <= x < 1 and (zero or x > 0), what)
 
 
 def _checked(

@@ -132,25 +132,19 @@ def read_results(path: Path, name: str | None = None) -> dict[str, Any]:
     """
     if not path.is_file():
         raise FileNotFoundError(f"no file {path}")
-    if not is_results(path):
+    try:
+        content = json.loads(path.read_bytes())
+    except ValueError:
+        content = None
+    if not isinstance(content, dict) or content.get("format") != FORMAT or "cells" not in content:
         raise ValueError(
             f"{path} is no result file that this version of hf-kvret reads: give another file"
         )
-    content = json.loads(path.read_bytes())
     if name not in (None, content["name"]):
         raise ValueError(
             f"{path} holds results of {content['name']!r}, not of {name!r}: give another --json"
         )
     return content
-
-
-def is_results(path: Path) -> bool:
-    """Whether a file has the fields of our results, in the format of this version."""
-    try:
-        content = json.loads(path.read_bytes())
-    except ValueError:
-        return False
-    return isinstance(content, dict) and content.get("format") == FORMAT and "cells" in content
 
 
 def why_missing(row: dict[str, Any]) -> str | None:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -269,10 +269,12 @@ class Bundled:
         self.device, self.dtype = device, dtype
         self._references: dict[str, Outcome | str] = {}
 
-    @property
+    @cached_property
     def model(self) -> PreTrainedModel:
         """It is attached, and loaded when it is first used."""
-        return _load(self.device, self.dtype)
+        model = load_bundled_model(self.dtype, self.device)
+        attach(model)
+        return model
 
     def new_cache(self, method: str, store: str, **changes: Any) -> RetrievalCache:
         """An empty cache.
@@ -321,13 +323,6 @@ class Bundled:
             out = call(input_ids=inputs, position_ids=places, **as_argument(cached), use_cache=True)
             logits.append(out.logits[:, -1].float())
         return torch.stack(logits[1:])
-
-
-@cache
-def _load(device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
-    model = load_bundled_model(dtype, device)
-    attach(model)
-    return model
 
 
 def step_checks(bundled: Bundled) -> Iterator[Check]:

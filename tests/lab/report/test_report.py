@@ -15,7 +15,6 @@ from hf_kvret.lab.report.results import (
     check_file,
     check_folder,
     check_picture,
-    is_results,
     read_results,
 )
 
@@ -77,7 +76,7 @@ def test_of_two_processes_that_write_one_file_none_drops_what_the_other_finished
 
 def test_published_results_are_read() -> None:
     """Those of 0.1.0 too."""
-    files = [path for path in PUBLISHED.rglob("*.json") if is_results(path)]
+    files = [path for path in PUBLISHED.rglob("*.json") if b'"cells"' in path.read_bytes()]
     assert sum(len(Results.load(path)) for path in files) > 500
 
 
