@@ -80,20 +80,15 @@ def _attributes_of(module: nn.Module) -> Iterator[tuple[str, str]]:
     """The attributes that ``module`` keeps, each with that of a fresh model's value."""
     if hasattr(module, SHIFT):
         yield SHIFT, ""
-    for prefix in _growing(module):
-        yield f"{prefix}{FREQUENCIES}", f"{prefix}original_{FREQUENCIES}"
-        yield f"{prefix}{LONGEST}", "original_max_seq_len"
-
-
-def _growing(module: nn.Module) -> list[str]:
-    """Prefixes of the frequencies that grow with the text; by type of layer where those differ."""
     types = getattr(module, "rope_type", None)
-    if isinstance(types, str):
-        types = {"": types}
-    elif not isinstance(types, Mapping):
-        return []
-    prefixes = {f"{layer}_" if layer else "": rope for layer, rope in types.items()}
-    return [prefix for prefix, rope in prefixes.items() if "dynamic" in str(rope)]
+    # By type of layer where those differ.
+    types = {"": types} if isinstance(types, str) else types
+    for layer, rope in types.items() if isinstance(types, Mapping) else ():
+        if "dynamic" in str(rope):
+            # These frequencies grow with the text.
+            prefix = f"{layer}_" if layer else ""
+            yield f"{prefix}{FREQUENCIES}", f"{prefix}original_{FREQUENCIES}"
+            yield f"{prefix}{LONGEST}", "original_max_seq_len"
 
 
 def grows(model: nn.Module) -> bool:
