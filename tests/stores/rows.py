@@ -11,6 +11,9 @@ from hf_kvret import TokenBlock
 from hf_kvret.stores import Store
 from hf_kvret.stores.memory import PageMemory
 
+from ..kernels.draws import attention64
+from ..kernels.paged_rows import chosen_rows
+
 CPU = torch.device("cpu")
 HEADS, GROUP = 2, 2
 SCALE = 0.7
@@ -68,30 +71,18 @@ def same_ids(*tokens: int, heads: int = HEADS, batch: int = 2) -> torch.Tensor:
     return torch.tensor(tokens, dtype=torch.int32).expand(batch, heads, 1, -1).contiguous()
 
 
-def gathered(rows: Rows, ids: torch.Tensor) -> Rows:
+def gathered(rows: Rows, ids: torch.Tensor) -> list[torch.Tensor]:
     """Keys and values ``[B, H, Q, k, D]`` of ``ids``; zeros for -1."""
-    keys, values = (
-        tensor.repeat_interleave(ids.shape[1] // HEADS, dim=1).unsqueeze(2) for tensor in rows
-    )
-    return _chosen(keys, ids), _chosen(values, ids)
-
-
-def _chosen(tensor: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.expand(-1, -1, ids.shape[2], -1, -1)
-    indices = ids.clamp_min(0).long().unsqueeze(-1).expand(*ids.shape, tensor.shape[-1])
-    return tensor.gather(3, indices).masked_fill((ids < 0).unsqueeze(-1), 0.0)
+    none = (ids < 0).unsqueeze(-1)
+    return [chosen_rows(x, ids, ids.shape[1]).masked_fill(none, 0.0) for x in rows]
 
 
 def attention(
     query: torch.Tensor, rows: Rows, ids: torch.Tensor, softcap: float | None = None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> list[torch.Tensor]:
     """Output, lse and logits, in float64 rounded to fp32, of attention to the rows of ``ids``."""
-    ids = ids.repeat_interleave(query.shape[1] // ids.shape[1], dim=1)
-    keys, values = (tensor.double() for tensor in gathered(rows, ids))
-    logits = (query.double().unsqueeze(3) * keys).sum(-1) * SCALE
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
-    logits = logits.masked_fill(ids < 0, float("-inf"))
-    lse = logits.logsumexp(-1)
-    weights = (logits - lse.masked_fill(lse.isinf(), 0.0).unsqueeze(-1)).exp()
-    return (weights.unsqueeze(-1) * values).sum(3).float(), lse.float(), logits.float()
+    heads = query.shape[1]
+    keys, values = (chosen_rows(x, ids, heads) for x in rows)
+    seen = (ids >= 0).repeat_interleave(heads // ids.shape[1], dim=1).unsqueeze(3)
+    results = attention64(query.unsqueeze(3), keys, values, seen, SCALE, softcap)
+    return [x.squeeze(3).float() for x in results]

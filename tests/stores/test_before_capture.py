@@ -35,9 +35,7 @@ def _attend(store: Store, batch: int = 2) -> None:
 
 
 @pytest.mark.parametrize("store_name", ["host", "resident", "cpu", "coded"])
-def test_a_capture_waits_for_writes_on_the_host_and_leaves_nothing_to_wait_for(
-    store_name: str,
-) -> None:
+def test_a_capture_waits_for_writes_on_the_host_and_leaves_none(store_name: str) -> None:
     host, resident, cpu = HostMemory(CPU), ResidentStore(CPU), CpuStore(CPU)
     store, memory = {
         "host": (PagedStore(host), host),
@@ -87,9 +85,7 @@ def test_a_capture_makes_the_addresses_that_a_kernel_would_make() -> None:
         (CpuStore(CPU), False, "store='cpu' attends on the CPU"),
     ],
 )
-def test_a_store_says_what_comes_over_the_bus_and_why_it_is_not_captured(
-    store: Store, over_bus: bool, obstacle: str | None
-) -> None:
+def test_a_store_says_why_not_captured(store: Store, over_bus: bool, obstacle: str | None) -> None:
     _append(store)
     assert store.over_bus == over_bus
     assert (obstacle or "") in (store.capture_obstacle or "")

@@ -23,9 +23,7 @@ from hf_kvret.stores.chunks import chunk_len, read_ahead
         (5, 1 << 16, 1 << 15, 1),
     ],
 )
-def test_a_chunk_is_twice_as_long_as_its_queries_within_bounds(
-    queries: int, batch: int, elements: int, expected: int
-) -> None:
+def test_chunks_follow_the_queries(queries: int, batch: int, elements: int, expected: int) -> None:
     keys = torch.empty(batch, 1, 0, 1, dtype=torch.bfloat16)
     assert chunk_len(queries, keys, elements) == expected
 
@@ -75,9 +73,7 @@ def _read(log: list[str]):  # type: ignore[no-untyped-def]
     return read
 
 
-def test_the_next_chunk_is_read_beside_the_work_on_this_one(
-    streams: tuple[_Stream, list[str]],
-) -> None:
+def test_the_next_chunk_is_read_beside_this_ones_work(streams: tuple[_Stream, list[str]]) -> None:
     side, log = streams
     chunks = read_ahead(_read(log), [(0, 4), (4, 8), (8, 9)], side)  # type: ignore[arg-type]
     log.append("main attends to the new tokens")
@@ -103,9 +99,7 @@ def test_the_next_chunk_is_read_beside_the_work_on_this_one(
     ]
 
 
-def test_chunks_that_go_to_another_stream_than_they_were_read_for_are_noted(
-    streams: tuple[_Stream, list[str]],
-) -> None:
+def test_chunks_that_change_streams_are_noted(streams: tuple[_Stream, list[str]]) -> None:
     side, log = streams
     other = _Stream("other", log)
 

@@ -68,9 +68,7 @@ def test_missing_rows_are_asked_for_before_one_is_read(tmp_path: Path) -> None:
     assert faults[True][-1] < 0.2 * faults[False][-1]
 
 
-def test_files_have_no_names_and_count_as_host_memory(
-    llama: PreTrainedModel, tmp_path: Path
-) -> None:
+def test_files_have_no_names_and_are_host_memory(llama: PreTrainedModel, tmp_path: Path) -> None:
     cache = FlatKVCache(llama.config, **SMALL, store="disk", disk=str(tmp_path))
     llama.generate(prompt(1, 150), past_key_values=cache, **RUN)
     assert not list(tmp_path.iterdir())
@@ -98,9 +96,7 @@ def test_a_cache_on_a_full_disk_can_be_reset(
     assert torch.equal(llama.generate(ids, past_key_values=cache, **RUN), expected)
 
 
-def test_a_missing_folder_is_named_when_the_cache_is_made(
-    llama: PreTrainedModel, tmp_path: Path
-) -> None:
+def test_a_missing_folder_is_named_at_once(llama: PreTrainedModel, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="none': there is no such folder, make it"):
         FlatKVCache(llama.config, store="disk", disk=str(tmp_path / "none"))
 
@@ -112,9 +108,7 @@ def test_a_forked_process_writes_to_no_file_of_its_parent(tmp_path: Path) -> Non
         store.append(TokenBlock(*draw(1, 3, (32, 32)), start=40))
 
 
-def test_a_saved_cache_names_no_folder_and_loads_into_one(
-    llama: PreTrainedModel, tmp_path: Path
-) -> None:
+def test_a_saved_cache_names_no_folder_and_loads(llama: PreTrainedModel, tmp_path: Path) -> None:
     rows, saved = tmp_path / "rows", tmp_path / "saved"
     rows.mkdir()
     place = {"store": "disk", "disk": str(rows)}

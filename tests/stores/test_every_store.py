@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import random
 from collections.abc import Callable
+from functools import partial
 from tempfile import gettempdir
 from typing import NamedTuple
 
@@ -12,35 +12,14 @@ import pytest
 import torch
 
 from hf_kvret import TokenBlock
-from hf_kvret.methods.flat import FlatConfig
-from hf_kvret.stores import (
-    STORES,
-    CpuStore,
-    DiskStore,
-    PagedStore,
-    QuantizedStore,
-    ResidentStore,
-    Store,
-)
-from hf_kvret.stores.memory import DeviceMemory, HostMemory
-from hf_kvret_kernels._dispatch import interpreted, prefer
+from hf_kvret.methods.aqua import AquaConfig, AquaStore
+from hf_kvret.methods.aqua.config import layer_plan
+from hf_kvret.stores import CpuStore, DiskStore, PagedStore, QuantizedStore, ResidentStore, Store
+from hf_kvret.stores.memory import DeviceMemory, HostMemory, PageMemory
 from hf_kvret_kernels.higgs import HiggsCodec
 from hf_kvret_kernels.ids import WrongIdError
 
-from .rows import (
-    CPU,
-    GROUP,
-    HEADS,
-    SCALE,
-    Rows,
-    attention,
-    draw,
-    draw_ids,
-    extend,
-    gathered,
-    poisoned,
-    same_ids,
-)
+from .rows import CPU, GROUP, HEADS, SCALE, Rows, attention, draw, draw_ids, gathered, poisoned
 
 # fp32 sums of some tens of products, in another order; also of rows that are decoded one by one.
 ERROR = 2e-5
@@ -52,7 +31,8 @@ class Case(NamedTuple):
     Attributes:
         make: an empty one.
         dims: of keys and values.
-        codec: that its rows go through, once; None: rows are plain.
+        code: ``(rows, mean key of the first block)`` to rows that went through its codec, once;
+            None: rows are plain.
         most: tokens of an append.
         steps: of the test.
         most_ids: of a query.
@@ -60,23 +40,41 @@ class Case(NamedTuple):
 
     make: Callable[[], Store]
     dims: tuple[int, int] = (4, 6)
-    codec: HiggsCodec | None = None
+    code: Callable[[Rows, torch.Tensor], Rows] | None = None
     most: int = 9
     steps: int = 24
     most_ids: int = 10**6
 
 
-PLAIN = {
-    "device": poisoned(DeviceMemory, float("nan")),
-    "host": poisoned(HostMemory, float("nan")),
-}
+PLAIN = {"device": poisoned(DeviceMemory, float("nan")), "host": poisoned(HostMemory, float("nan"))}
 # Bytes of codes whose scales are NaN.
-CODED = {
-    "device": poisoned(DeviceMemory, 255),
-    "host": poisoned(HostMemory, 255),
-}
+CODED = {"device": poisoned(DeviceMemory, 255), "host": poisoned(HostMemory, 255)}
 # (key dim, value dim, group): powers of two, other dims, dims that only 8 divides.
 DIMS = [(16, 16, 16), (32, 48, 16), (24, 40, 8)]
+
+
+def coded(codec: HiggsCodec, rows: Rows, mean: torch.Tensor | None = None) -> Rows:
+    """Rows that went through the codec, keys around a ``mean``; None: around their own."""
+    keys, values = rows
+    mean = keys.mean(2, keepdim=True, dtype=torch.float32) if mean is None else mean
+    near = codec.decode(*codec.encode(keys.float() - mean)) + mean
+    return near.to(keys.dtype), codec.decode(*codec.encode(values), values.dtype)
+
+
+def coded_together(rows: Rows, mean: torch.Tensor) -> Rows:
+    """Rows in 3 bits, all heads of a token together, in groups as large as may be; no mean."""
+    flat = [x.transpose(1, 2).flatten(2) for x in rows]
+    codecs = [HiggsCodec(3, x.shape[-1] & -x.shape[-1]) for x in flat]
+    decoded = [codec.decode(*codec.encode(x)) for codec, x in zip(codecs, flat, strict=True)]
+    keys, values = (x.unflatten(2, (HEADS, -1)).transpose(1, 2) for x in decoded)
+    return keys, values
+
+
+def aqua(bits: int, memory: PageMemory) -> AquaStore:
+    """A store of AQUA-KV without predictors."""
+    return AquaStore(layer_plan(AquaConfig(predictor="none", bits=bits), 0), memory)
+
+
 CASES = {
     **{name: Case(lambda make=make: PagedStore(make(CPU), 4)) for name, make in PLAIN.items()},
     "cpu": Case(lambda: CpuStore(CPU), (12, 20), most=80),
@@ -91,7 +89,7 @@ CASES = {
         f"higgs-{bits}-{name}-{group}": Case(
             lambda bits=bits, name=name: QuantizedStore(CODED[name](CPU), bits),
             dims,
-            HiggsCodec(bits, group),
+            partial(coded, HiggsCodec(bits, group)),
             most=70,
             steps=12,
         )
@@ -99,6 +97,8 @@ CASES = {
             ((4, "device"), (2, "host"), (3, "device")), DIMS, strict=True
         )
     },
+    "aqua-16": Case(lambda: aqua(16, PLAIN["host"](CPU)), most=70, steps=12),
+    "aqua-3": Case(lambda: aqua(3, CODED["device"](CPU)), (24, 16), coded_together, 70, 12),
 }  # fmt: skip
 
 
@@ -116,10 +116,10 @@ def test_no_operation_changes_what_another_sequence_or_fork_reads(name: str, see
         if operation == "append":
             more = draw(len(keys), choose.randint(0, case.most), case.dims, seed=step)
             store.append(TokenBlock(*more, start=len(store)))
-            if case.codec is not None and more[0].shape[2]:
+            if case.code is not None and more[0].shape[2]:
                 if not keys.shape[2]:
                     means[index] = more[0].mean(2, keepdim=True)
-                more = coded(more, case.codec, means[index])
+                more = case.code(more, means[index])
             keys, values = torch.cat([keys, more[0]], dim=2), torch.cat([values, more[1]], dim=2)
         elif operation == "crop":
             length = choose.randint(max(0, len(store) - case.most), len(store))
@@ -148,26 +148,21 @@ def test_no_operation_changes_what_another_sequence_or_fork_reads(name: str, see
                 check_reads(each, rows, case, choose)
 
 
-def coded(rows: Rows, codec: HiggsCodec, mean: torch.Tensor | None = None) -> Rows:
-    """Rows that went through the codec, keys around a ``mean``; None: around their own."""
-    keys, values = rows
-    mean = keys.mean(2, keepdim=True, dtype=torch.float32) if mean is None else mean
-    near = codec.decode(*codec.encode(keys.float() - mean)) + mean
-    return near.to(keys.dtype), codec.decode(*codec.encode(values), values.dtype)
-
-
 def check_reads(store: Store, rows: Rows, case: Case, choose: random.Random) -> None:
     """All reads of ``store`` give what ``rows`` give, plain ones to the bit."""
-    error = ERROR if case.codec else 0.0
+    error = 0.0 if case.code is None else ERROR
     batch, _, length, key_dim = rows[0].shape
     assert len(store) == length
-    end = 0
-    for start, *chunk in store.chunks(choose.choice([1, 4, 9, 64, 100, 4096])):
-        assert start == end
-        end += chunk[0].shape[2]
-        for tensor, expected in zip(chunk, rows, strict=True):
-            assert_close(tensor, expected[:, :, start:end], error)
-    assert end == length
+    # A store that makes all rows anyway may give those behind ``stop``, too.
+    stops = (None,) if case.code is coded_together else (None, choose.randint(0, length + 9))
+    for stop in stops:
+        end = 0
+        for start, *chunk in store.chunks(choose.choice([1, 4, 9, 64, 100, 4096]), stop):
+            assert start == end
+            end += chunk[0].shape[2]
+            for tensor, expected in zip(chunk, rows, strict=True):
+                assert_close(tensor, expected[:, :, start:end], error)
+        assert end == (length if stop is None else min(stop, length))
     if not length:
         return
     share, queries = choose.choice([1, GROUP]), choose.randint(1, 3)
@@ -191,6 +186,17 @@ def check_reads(store: Store, rows: Rows, case: Case, choose: random.Random) -> 
         best = store.best(query, ids, count, SCALE, softcap)
         assert torch.equal(best, Store.best(store, query, ids, count, SCALE, softcap))
         assert torch.equal(best.sort(-1).values, ids.sort(-1).values), "all of them, best first"
+    # Pages have rows behind the last token.
+    wrong = choose.choice([length, 2**31 - 1, -2])
+    ids[-1, -1, -1, choose.randrange(count)] = wrong
+    for read in (
+        lambda: store.begin(query, ids, SCALE)(),
+        lambda: store.scores(query, ids, SCALE),
+        lambda: store.gather(ids),
+        lambda: store.best(query, ids, 1, SCALE),
+    )[: 4 if share == 1 else 3]:
+        with pytest.raises(WrongIdError, match=f"id {wrong} of {length} tokens"):
+            read()
 
 
 def assert_close(tensor: torch.Tensor, expected: torch.Tensor, error: float) -> None:
@@ -229,64 +235,3 @@ def test_an_empty_store_and_a_block_out_of_order_are_refused(name: str) -> None:
     store.append(TokenBlock(*draw(2, 5, case.dims), start=0))
     with pytest.raises(ValueError, match="block starts at slot 6, the store ends at 5"):
         store.append(TokenBlock(*draw(2, 1, case.dims), start=6))
-
-
-DIM, MOST = 16, 2**31 - 1
-
-
-def grown(name: str, length: int) -> Store:
-    """A store in pages of 64 tokens that was longer, was cropped, and has grown since."""
-    store = STORES[name](CPU, FlatConfig(slots=2.0))
-    extend(store, count=100, dims=(DIM, DIM))
-    ids = same_ids(*range(8))
-    store.begin(torch.randn(2, 4, 1, DIM), ids, 0.3)()
-    store.crop(length - 5)
-    extend(store, count=2, dims=(DIM, DIM))
-    store.begin(torch.randn(2, 4, 1, DIM), ids, 0.3)()
-    extend(store, count=3, dims=(DIM, DIM))
-    return store
-
-
-def ids_with(wrong: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids ``[2, 2, 1, 8]``, one of them wrong, and the same with -1 there."""
-    ids = torch.randint(0, 40, (2, 2, 1, 8), dtype=torch.int32)
-    ids[1, 0, 0, 3], holes = wrong, ids.clone()
-    holes[1, 0, 0, 3] = -1
-    return ids, holes
-
-
-def all_reads(store: Store, ids: torch.Tensor) -> list[torch.Tensor]:
-    query = torch.full((2, 4, 1, DIM), 0.1)
-    return [*store.begin(query, ids, 0.3)(), store.scores(query, ids, 0.3), *store.gather(ids)]
-
-
-@pytest.mark.factor("name", list(STORES))
-@pytest.mark.factor("wrong", [0, MOST, -2])
-@pytest.mark.factor("length", [64, 70])
-def test_an_id_of_no_token_is_refused(name: str, length: int, wrong: int) -> None:
-    """The last page is full, or it is not."""
-    store = grown(name, length)
-    wrong = wrong or length
-    ids, holes = ids_with(wrong)
-    query = torch.randn(2, 4, 1, DIM)
-    all_reads(store, holes)
-    for each in (store, store.fork()):
-        for read in (
-            lambda store=each: store.begin(query, ids, 0.3)(),
-            lambda store=each: store.scores(query, ids, 0.3),
-            lambda store=each: store.best(query, ids, 2, 0.3),
-            lambda store=each: store.gather(ids),
-        ):
-            with pytest.raises(WrongIdError, match=f"id {wrong} of {length} tokens"):
-                read()
-
-
-@pytest.mark.skipif(not interpreted(), reason="Triton runs on the CPU in its interpreter only")
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-@pytest.mark.parametrize("name", ["device", "higgs"])
-def test_triton_reads_nothing_for_an_id_of_no_token(name: str) -> None:
-    ids, holes = ids_with(70)
-    ids[0, 0, 0, 2:5], holes[0, 0, 0, 2:5] = torch.tensor([71, MOST, -2], dtype=torch.int32), -1
-    store = grown(name, 70)
-    with prefer("triton"):
-        assert all(map(torch.equal, all_reads(store, ids), all_reads(store, holes)))

@@ -42,9 +42,7 @@ def _mapping(address: int) -> dict[str, str]:
     return result
 
 
-def test_a_device_without_room_for_more_rows_names_other_stores(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_device_without_room_names_other_stores(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*args: object) -> torch.Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory")
 

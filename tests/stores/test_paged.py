@@ -11,15 +11,7 @@ import pytest
 import torch
 
 from hf_kvret import FlatKVCache, TokenBlock
-from hf_kvret.stores import (
-    CpuStore,
-    PagedStore,
-    QuantizedStore,
-    ResidentStore,
-    chunks,
-    host_memory,
-    paged,
-)
+from hf_kvret.stores import CpuStore, PagedStore, chunks, host_memory, paged
 from hf_kvret.stores.memory import DeviceMemory, HostMemory, PageMemory
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
 from hf_kvret.testing.scenario import prompt
@@ -63,9 +55,7 @@ def test_bytes_are_exact_and_in_the_right_memory() -> None:
     assert PagedStore(HostMemory(CPU)).host_nbytes() == 0
 
 
-def test_reading_begins_before_the_first_chunk_is_taken(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_reading_begins_before_the_first_chunk_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that rows come over a bus while something else is done."""
     store, _, _ = filled(DeviceMemory(CPU), 37)
     starts: list[int] = []
@@ -83,9 +73,7 @@ def test_reading_begins_before_the_first_chunk_is_taken(
         assert len(list(chunks)) == 5
 
 
-def test_a_chunk_that_was_dropped_is_freed_before_the_next_is_made(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_dropped_chunk_is_freed_before_the_next_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     store, _, _ = filled(DeviceMemory(CPU), 40)
     chunks: list[weakref.ref[torch.Tensor]] = []
 
@@ -187,29 +175,6 @@ def test_chunks_are_read_on_a_stream_of_their_users(monkeypatch: pytest.MonkeyPa
     writer = Stream(near)
     host_memory._unpin(77, writer, os.getpid())  # type: ignore[arg-type]
     assert log == [77] and writer.waited == users[near].waited == 1 and other.waited == 0
-
-
-STORES = {
-    "device": lambda: PagedStore(DeviceMemory(CPU), 4),
-    "resident": lambda: ResidentStore(CPU),
-    "cpu": lambda: CpuStore(CPU),
-    "higgs": lambda: QuantizedStore(DeviceMemory(CPU), 4),
-}
-
-
-@pytest.mark.parametrize("name", STORES)
-@pytest.mark.parametrize("stop", [0, 64, 65, 999])
-def test_reading_stops_where_it_is_told_to(name: str, stop: int) -> None:
-    block = torch.randn(2, 2, 200, 16, generator=torch.Generator().manual_seed(5))
-    store = STORES[name]()
-    store.append(TokenBlock(block, -block, 0))
-    length = min(stop, 200)
-    whole = next(iter(store.chunks(1000)))
-    chunks = list(store.chunks(64, stop))
-    assert [first for first, _, _ in chunks] == list(range(0, length, 64))
-    for half in (1, 2) if length else ():
-        rows = torch.cat([chunk[half] for chunk in chunks], dim=2)
-        assert torch.equal(rows, whole[half][:, :, :length])
 
 
 def test_a_chunk_of_a_prompt_reads_no_page_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

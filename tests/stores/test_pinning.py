@@ -103,9 +103,7 @@ def test_a_chunk_is_unpinned_when_nobody_holds_it(gpu: Simulation, how: str, lef
     assert not gpu.findings
 
 
-def test_a_store_whose_next_chunk_can_not_be_pinned_holds_what_it_held(
-    gpu: Simulation, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_pinning_changes_nothing(gpu: Simulation, monkeypatch: pytest.MonkeyPatch) -> None:
     store = store_of(HostMemory(GPU))
     store.append(block(0, 10))
     with monkeypatch.context() as patch:

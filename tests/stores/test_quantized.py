@@ -40,7 +40,7 @@ def test_rows_come_back_in_the_models_dtype(dtype: torch.dtype) -> None:
         ((_, keys, values),) = each.chunks()
         gathered = [tensor[:, :, 0] for tensor in each.gather(ids)]
         for results in ((keys, values), gathered):
-            for tensor, expected in zip(results, coded(tokens, codec), strict=True):
+            for tensor, expected in zip(results, coded(codec, tokens), strict=True):
                 torch.testing.assert_close(tensor, expected, atol=ERROR, rtol=unit)
 
 
