@@ -63,18 +63,14 @@ def check_united(place: Place, drawn: torch.Tensor, valid: torch.Tensor) -> None
 
 @pytest.mark.factor("dtype", [torch.int32, torch.int64])
 @pytest.mark.factor("count", [0, 90, 1300])
-def test_united_lists_name_each_valid_token_once_where_it_came_first(
-    place: Place, count: int, dtype: torch.dtype
-) -> None:
+def test_united_lists_name_each_token_once(place: Place, count: int, dtype: torch.dtype) -> None:
     drawn = torch.randint(-2, 40, (2, 2, 3, count), generator=generator(0)).to(dtype)
     valid = torch.rand(2, 35, generator=generator(0)) < 0.7
     check_united(place, drawn, valid)
     check_united(place, drawn.transpose(1, 2), valid.t().contiguous().t())
 
 
-def test_rows_that_share_a_small_table_do_not_mix(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_in_a_small_table_do_not_mix(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """The table holds some queries at a time."""
     monkeypatch.setattr(f"hf_kvret_kernels.centroid.{place[0]}.MOST_MARKS", 150)
     drawn = torch.randint(-1, 30, (2, 1, 5, 40), generator=generator(1)).int()
@@ -180,9 +176,7 @@ def test_chunks_do_not_change_the_lists(
 
 
 @pytest.mark.parametrize("count", [1, 9, 60])
-def test_few_lists_at_a_time_are_those_of_all_together(
-    count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_few_lists_at_a_time_are_those_of_all(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     valid = ragged(50)
     queries, keys = draw(2, 2, 7, 3, 16, seed=1), poisoned(draw(2, 2, 50, 16), valid)
     for name, size in {"_MOST_HELD": 1, "_QUERIES": 9, "_KEYS": 7, "_MOST_READINGS": 1}.items():
@@ -196,9 +190,7 @@ def test_few_lists_at_a_time_are_those_of_all_together(
 
 
 @pytest.mark.parametrize(("count", "group"), [(1, 3), (60, 1), (60, 3)])
-def test_lists_of_few_centroids_are_made_at_once(
-    count: int, group: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_few_lists_come_at_once(count: int, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
     valid = ragged(50)
     queries, keys = draw(2, 2, 7, group, 16, seed=1), poisoned(draw(2, 2, 50, 16), valid)
     # Three of the seven at a time.
@@ -208,9 +200,7 @@ def test_lists_of_few_centroids_are_made_at_once(
     check(("naive", "cpu"), queries, keys, count, valid, chunk=20, softcap=9.0)
 
 
-def test_keys_of_several_dtypes_are_copied_without_rounding(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_keys_of_several_dtypes_are_not_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(naive, "_MOST_READINGS", 0)
     queries, keys = draw(2, 2, 7, 2, 16, seed=1), draw(2, 2, 50, 16)
     keys[:, :, :20] = keys[:, :, :20].bfloat16()

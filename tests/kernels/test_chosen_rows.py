@@ -180,9 +180,7 @@ def test_large_scores_do_not_overflow(where: Place) -> None:
 @pytest.mark.filterwarnings("ignore:invalid value encountered")
 @pytest.mark.factor("bad", [float("nan"), float("inf"), NEVER])
 @pytest.mark.factor("half", ["key", "value"])
-def test_what_is_not_finite_stays_in_the_queries_that_read_it(
-    where: Place, half: str, bad: float
-) -> None:
+def test_what_is_not_finite_stays_where_it_is_read(where: Place, half: str, bad: float) -> None:
     rows = paged(where[1], chunks=(20,), batch=1, dims=(32, 32), dtype=torch.bfloat16)
     ids = random_ids(rows, 2, 2, 100, holes=0.0)
     ids[ids == 11] = -1
@@ -226,9 +224,7 @@ def test_numbers_near_zero_and_near_the_largest(where: Place) -> None:
 
 @pytest.mark.factor("dtype", DTYPES, ids=str)
 @pytest.mark.factor("size", [1e-3, 3e4])
-def test_scales_of_whole_rows_have_the_range_of_fp16(
-    where: Place, dtype: torch.dtype, size: float
-) -> None:
+def test_scales_have_the_range_of_fp16(where: Place, dtype: torch.dtype, size: float) -> None:
     """Scaled, some of the larger numbers are no numbers of fp16."""
     rows, plain = KINDS["4 bits"].rows(where[1])
     pages = rows.pages

@@ -24,9 +24,7 @@ Rank = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
 
 @pytest.mark.factor("chunks", [(9,), (4, 5)], ids=str)
 @pytest.mark.factor("entry", [-1, 9, 10**9])
-def test_a_table_entry_without_a_page_is_refused(
-    where: Place, entry: int, chunks: tuple[int, ...]
-) -> None:
+def test_entries_of_no_page_are_refused(where: Place, entry: int, chunks: tuple[int, ...]) -> None:
     if where[0] == "triton":
         pytest.skip("Triton may not look at the data")
     rows = paged("cpu", chunks=chunks)
@@ -93,9 +91,7 @@ def test_of_equal_tokens_the_first_named_comes_first(rank: Rank) -> None:
 
 
 @pytest.mark.parametrize("group", [1, 2])
-def test_a_score_that_is_no_number_is_never_chosen_and_moves_no_other(
-    rank: Rank, group: int
-) -> None:
+def test_a_score_that_is_no_number_is_not_chosen_and_moves_no_other(rank: Rank, group: int) -> None:
     ids = torch.arange(6, dtype=torch.int32).view(1, 1, 1, 6)
     scores = torch.tensor([1.0, float("nan"), 3.0, float("-inf"), 2.0, 0.0])
     scores = scores.expand(1, group, 1, 6).contiguous()
@@ -137,9 +133,7 @@ def test_without_the_library_torch_does_the_work_and_cpp_says_why(no_library: No
             operation(query, rows, ids, scale=0.3, backend="cpp")
 
 
-def test_a_library_that_does_not_load_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_library_says_why_it_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / library.FILE_NAME
     file.write_bytes(b"no library")
     monkeypatch.setenv(library.PATH_VARIABLE, str(file))
@@ -162,9 +156,7 @@ def test_exp_is_accurate(compiled: None, path: str) -> None:
     )
 
 
-def test_a_library_of_another_version_is_refused(
-    compiled: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_version_is_refused(compiled: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "VERSION", library.VERSION + 1)
     library.opened.cache_clear()
     assert f"this code needs {library.VERSION}" in library.why_not()

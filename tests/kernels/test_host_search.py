@@ -352,9 +352,7 @@ def test_of_equal_tokens_the_first_are_chosen(path: str) -> None:
 
 @pytest.mark.factor("flush", [False, True])
 @pytest.mark.factor("search", ["flat", "paris"])
-def test_no_more_than_the_budget_are_chosen_of_scores_that_are_zero(
-    search: str, flush: bool, path: str
-) -> None:
+def test_the_budget_holds_for_scores_that_are_zero(search: str, flush: bool, path: str) -> None:
     # Products with a negative scale are -0, which equals 0; and where subnormal numbers count as
     # 0, the number after 0 does not exceed it.
     shape = Shape(200, group=1, candidates=200)

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import mmap
-
 import pytest
 import torch
 
-from hf_kvret_kernels.gather_attention import gather_attention, gather_scores
-from hf_kvret_kernels.paged import PagedRows, copy_pages, join_sides, lay_apart
-from hf_kvret_kernels.resident import fetch
+from hf_kvret_kernels.paged import PagedRows, copy_pages, lay_apart, select
 
 from .draws import Place, draw, generator
-from .paged_rows import TWO_ROWS, Kind, dense_rows, paged, random_ids, random_query
+from .paged_rows import TWO_ROWS, Kind, dense_rows, paged
 
 TABLE = torch.tensor(TWO_ROWS, dtype=torch.int32)
 CHUNK = torch.zeros(9, 2, 8, 32)
@@ -75,21 +71,10 @@ def test_rows_that_lie_apart_are_read_as_if_they_lay_side_by_side(
         assert torch.equal(copy_pages(apart, 1, 3, width=width, backend=place[0]), expected)
 
 
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_sides_come_together_again(sizes: tuple[int, int, int]) -> None:
-    rows = torch.randn(2, 3, sizes[0], sizes[1] + sizes[2])
-    pages = lay_apart(rows, sizes[1])
-    assert torch.equal(join_sides(pages, sizes[1]), rows)
-    keys = pages.flatten(-2)[..., : sizes[0] * sizes[1]]
-    assert torch.equal(keys, rows[..., : sizes[1]].flatten(-2))
-
-
 @pytest.mark.parametrize(
     ("sizes", "wanted"), [((64, 128, 4), (16, 4)), ((64, 8, 6), (8, 2)), ((3, 5, 4), (1, 1))]
 )
-def test_each_side_is_aligned_to_its_own_length(
-    sizes: tuple[int, int, int], wanted: tuple[int, int]
-) -> None:
+def test_each_side_has_its_alignment(sizes: tuple[int, int, int], wanted: tuple[int, int]) -> None:
     """Rows of both, 132 bytes, would be multiples of 4 only."""
     _, apart = side_by_side_and_apart("cpu", (9,), sizes)
     assert apart.chunks[0].data_ptr() % 16 == 0
@@ -146,57 +131,25 @@ def test_pinned_pages_are_read_from_the_device() -> None:
     assert torch.equal(copy.cpu(), dense_rows(rows))
 
 
-def in_other_memory(pages: torch.Tensor, place: Place) -> torch.Tensor:
-    """The same pages, mapped, or pinned for a GPU."""
-    if place[1] == "cuda":
-        return pages.cpu().pin_memory()
-    mapped = torch.frombuffer(mmap.mmap(-1, pages.nbytes), dtype=pages.dtype).view(pages.shape)
-    return mapped.copy_(pages)
-
-
-def in_one_memory_and_two(place: Place, far: tuple[bool, ...]) -> tuple[PagedRows, PagedRows]:
-    """Nine pages in one chunk, and the same in three, of which some lie in another memory."""
-    rows = paged(place[1], TWO_ROWS, dims=(16, 24), dtype=torch.bfloat16)
-    parts = zip(rows.chunks[0].split(3), far, strict=True)
-    chunks = [in_other_memory(part, place) if other else part.clone() for part, other in parts]
-    return rows, PagedRows(chunks, rows.table, rows.key_dim)
-
-
-@pytest.mark.factor("far", [(False, True, True), (True, False, True)])
-@pytest.mark.factor("heads", [2, 4])
-def test_rows_in_two_memories_are_read_as_in_one(
-    place: Place, far: tuple[bool, ...], heads: int
-) -> None:
-    if place == ("naive", "cuda"):
-        pytest.skip("torch can't follow addresses")
-    pair = in_one_memory_and_two(place, far)
-    ids, query = random_ids(pair[0], heads, 1, 21), random_query(pair[0], 4)
-    options = {"scale": 0.3, "backend": place[0]}
-    one, two = (
-        [
-            *gather_attention(query, rows, ids, **options),
-            gather_scores(query, rows, ids, softcap=2.0, **options),
-            *rows.gather(ids, backend=place[0]),
-        ]
-        for rows in pair
-    )
-    assert all(map(torch.equal, one, two))
-
-
-def test_rows_in_two_memories_are_fetched_into_slots(place: Place) -> None:
-    buffers = []
-    fetched = torch.full((2, 2, 32), -1, dtype=torch.int32, device=place[1])
-    fetched[..., :20] = torch.arange(20, device=place[1])
-    ids = torch.arange(31, -1, -1, dtype=torch.int32, device=place[1]).expand(2, 2, 32)
-    for rows in in_one_memory_and_two(place, (False, True, True)):
-        buffers.append(torch.zeros(2, 2, 20, rows.width, dtype=rows.dtype, device=place[1]))
-        fetch(rows, ids.contiguous(), fetched, buffers[-1], backend=place[0])
-    assert torch.equal(*buffers) and buffers[0].any()
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_gpu_refuses_a_chunk_that_is_not_pinned() -> None:
     chunks = [CHUNK.cuda(), CHUNK.pin_memory(), draw(9, 2, 8, 32)]
     with pytest.raises(ValueError, match="not pinned, cuda:0 cannot read them"):
         PagedRows(chunks, TABLE.cuda(), 16).addresses()
+
+
+@pytest.mark.parametrize("sizes", [(7,), (3, 4), (1, 0, 5, 1)], ids=str)
+@pytest.mark.parametrize("count", [0, 20])
+@pytest.mark.parametrize("shape", [(), (2, 4)], ids=str)
+def test_entries_are_counted_across_all_chunks(
+    sizes: tuple[int, ...], count: int, shape: tuple[int, ...]
+) -> None:
+    whole = draw(7, *shape, dtype=torch.float16)
+    index = torch.randint(0, 7, (count,), generator=generator(1))
+    selected = select(whole.split(sizes), index)
+    assert selected.dtype == whole.dtype and torch.equal(selected, whole[index])
+    # Where it is asked for, and a tensor of its own.
+    assert select(whole.split(sizes), index, torch.device("meta")).device.type == "meta"
+    selected.fill_(9.0)
+    assert not (whole == 9.0).any()

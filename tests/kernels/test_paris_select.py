@@ -62,9 +62,7 @@ def few_keys(length: int, queries: int = 1) -> tuple[tuple[torch.Tensor, ...], t
 
 @pytest.mark.factor("masked", [False, True])
 @pytest.mark.factor("length, count", [(1, 1), (37, 37), (2100, 700)])
-def test_candidates_are_the_head_of_a_stable_sort(
-    length: int, count: int, place: Place, masked: bool
-) -> None:
+def test_candidates_head_a_stable_sort(length: int, count: int, place: Place, masked: bool) -> None:
     inputs, valid = few_keys(length, queries=2)
     options = {"rho": 0.6, "tiers": TIERS, "m": 4, "valid": valid if masked else None}
     check_candidates(place, inputs, count, **options)
@@ -82,9 +80,7 @@ def test_sums_of_many_blocks_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @needs_triton
 @pytest.mark.parametrize("part", [1, 2])
-def test_a_program_may_take_any_number_of_subspaces(
-    part: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_program_may_take_several_subspaces(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU's takes one; here one takes all of them, as the others can't be told apart."""
     from hf_kvret_kernels.paris import triton
 

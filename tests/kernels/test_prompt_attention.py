@@ -212,9 +212,7 @@ def test_long_passes_on_a_cpu_run_through_flash_attention(
 
 
 @pytest.mark.parametrize("causal_offset", [None, -7, 0, 60])
-def test_flash_attention_leaves_padding_out(
-    flash_calls: list[bool], causal_offset: int | None
-) -> None:
+def test_flash_leaves_padding_out(flash_calls: list[bool], causal_offset: int | None) -> None:
     query, key, value = attention_inputs(LONG, batch=5, queries=40, tokens=100)
     valid = torch.zeros(5, 100, dtype=torch.bool)
     for row, (start, stop) in enumerate([(0, 100), (30, 100), (0, 70), (80, 95), (0, 0)]):

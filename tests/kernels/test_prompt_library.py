@@ -61,9 +61,7 @@ def test_numbers_that_are_not_finite_stay_in_their_queries(path: str, dtype: tor
     assert out.isfinite().all() and lse.isfinite().all()
 
 
-def test_pairs_of_bf16_are_multiplied_where_that_is_faster(
-    path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pairs_of_bf16_go_where_that_is_faster(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if path != BF16:
         pytest.skip("other instruction sets have no pairs")
     call = *attention_inputs(LIBRARY, queries=40, dtype=torch.bfloat16), 1.0, None, None, None

@@ -91,9 +91,7 @@ def test_relevance_is_the_score_of_a_head_and_the_best_share_of_a_group(
 
 
 @pytest.mark.parametrize(("length", "room"), [(128, 128), (257, 272), (257, 262)])
-def test_lengths_around_the_borders_of_blocks_and_of_their_chunks(
-    place: Place, length: int, room: int
-) -> None:
+def test_lengths_around_borders_of_blocks_and_chunks(place: Place, length: int, room: int) -> None:
     """Masks in rows of 16 bytes and of any length; a chunk, and a whole block, without a token."""
     rows, query = random_rows(2, 2, length, 20, spare=3), draw(2, 4, 1, 20)
     valid = (torch.rand(2, room, generator=generator(7)) < 0.7)[:, :length]
@@ -103,9 +101,7 @@ def test_lengths_around_the_borders_of_blocks_and_of_their_chunks(
 
 @pytest.mark.factor("dtype", proxy.ROW_DTYPES, ids=str)
 @pytest.mark.factor("readers", [1, 9])
-def test_a_query_keeps_the_digits_that_its_proxies_do_not_have(
-    place: Place, dtype: torch.dtype, readers: int
-) -> None:
+def test_a_query_keeps_its_last_digits(place: Place, dtype: torch.dtype, readers: int) -> None:
     """Scores whose leading digits cancel: what stays is in the last bits of the query."""
     rows = torch.tensor([1.0, -1.0]).expand(1, 1, 40, 2).to(dtype).contiguous()
     query = draw(1, readers, 1, 1, seed=8).repeat(1, 1, 1, 2)
@@ -115,9 +111,7 @@ def test_a_query_keeps_the_digits_that_its_proxies_do_not_have(
     torch.testing.assert_close(got, expected.expand(got.shape), rtol=0.2, atol=1e-8)
 
 
-def test_the_blocks_of_a_long_text_count_together(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_of_a_text_count_together(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """More blocks of scores than are added up at a time, more tokens than are compared at one."""
     if place[0] == "triton":
         from hf_kvret_kernels.proxy import triton

@@ -57,9 +57,7 @@ def test_large_scores_stay_finite(place: Place) -> None:
 
 
 @pytest.mark.parametrize(("shape", "count"), [((2, 8, 1, 37), 37), ((1, 4, 2, 1025), 900)])
-def test_the_tokens_that_matter_most_are_taken(
-    place: Place, shape: tuple[int, ...], count: int
-) -> None:
+def test_the_most_relevant_are_taken(place: Place, shape: tuple[int, ...], count: int) -> None:
     """The first of equal ones, which rounding tells from each other by the last bits at most."""
     scores = some_scores(*shape).round()
     scores[0, :, 0, 12:] = -INF

@@ -21,9 +21,7 @@ def eight_processors(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("length", [0, 16, 17, 1000])
 @pytest.mark.parametrize("splits", [None, 1, 50])
 @pytest.mark.parametrize("programs", [1, 5])
-def test_chunks_are_whole_blocks_that_cover_the_length(
-    length: int, splits: int | None, programs: int
-) -> None:
+def test_whole_blocks_cover_the_length(length: int, splits: int | None, programs: int) -> None:
     count, split_len = split_plan(length, 16, programs, CPU, waves=2, most=6, splits=splits)
     assert count >= 1 and split_len >= 16 and split_len % 16 == 0
     assert (count - 1) * split_len < max(1, length) <= count * split_len

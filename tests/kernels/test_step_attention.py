@@ -211,23 +211,3 @@ def test_what_attention_to_selected_rows_left_is_taken(place: Place) -> None:
     rows = paged(place[1])
     partials = gather_partials(query, rows, random_ids(rows, 2, 2, 20), scale=0.3, backend=place[0])
     check(place, query, key, value, partials, 18)
-
-
-@pytest.mark.parametrize("batch", [1, 2, 8])
-def test_a_growing_window_is_the_same_kernel(monkeypatch: pytest.MonkeyPatch, batch: int) -> None:
-    """Step by step, with and without a mask; but chunks of a tile are a kernel of their own."""
-    prompt = pytest.importorskip("hf_kvret_kernels.prompt_attention.triton")
-    shared = pytest.importorskip("hf_kvret_kernels._triton_shared")
-    for module in (prompt, shared):
-        monkeypatch.setattr(module, "device_limits", lambda device: (132, 227 << 10))
-    query = torch.empty(batch, 32, 1, 128, dtype=torch.bfloat16, device="meta")
-    buffer = torch.empty(batch, 8, 772, 128, dtype=torch.bfloat16, device="meta")
-    for masked in (False, True):
-        kernels = set()
-        for length in range(260, 773):
-            window = buffer[:, :, :length]
-            mask = torch.empty(batch, length, dtype=torch.bool, device="meta") if masked else None
-            plan = prompt.tile_plan(query, window)
-            constants = prompt.tile_constants(plan, query, window, window, None, mask, None)
-            kernels.add(tuple(map(str, constants.items())))
-        assert len(kernels) == (2 if batch == 2 else 1)

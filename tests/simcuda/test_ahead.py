@@ -6,7 +6,6 @@ The sizes at which other kernels are taken are made small here.
 from __future__ import annotations
 
 from collections import Counter
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +13,6 @@ import pytest
 import torch
 
 import hf_kvret
-from hf_kvret.attention import attention
 from hf_kvret.replay import DecodeGraph
 
 from ..simulated_gpu.device import simulated, to_device
@@ -98,22 +96,3 @@ def test_nothing_is_compiled_after_the_first_step(prompt: int, mode: str) -> Non
 @pytest.mark.slow
 def test_without_an_announcement_twice_as_many_tokens_are_thought_of() -> None:
     assert compiled_later(32, announced=False) == {}
-
-
-@pytest.mark.parametrize(
-    ("prompt", "mode", "later"),
-    [
-        (32, "eager", {"_best_kernel": 1, "_finish_kernel": 1}),
-        pytest.param(
-            62,
-            "graph",
-            {"_count_kernel": 1, "_border_kernel": 1, "_compact_kernel": 1, "_finish_kernel": 1},
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
-def test_otherwise_kernels_would_be_compiled_while_tokens_come(
-    prompt: int, mode: str, later: dict[str, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(attention, "warming_up", lambda *padding: nullcontext())
-    assert compiled_later(prompt, mode) == later

@@ -51,9 +51,7 @@ def test_a_kernel_runs_and_is_counted(gpu: Simulation) -> None:
         (("cuda:1", "cuda:1"), "while the current device is cuda:0"),
     ],
 )
-def test_pointers_that_it_can_not_follow_are_refused(
-    gpu: Simulation, places: tuple[str, str], message: str
-) -> None:
+def test_wrong_pointers_are_refused(gpu: Simulation, places: tuple[str, str], message: str) -> None:
     x, y = (torch.zeros(16, device=place) for place in places)
     with pytest.raises(SimulationError, match=message):
         add(x, y)

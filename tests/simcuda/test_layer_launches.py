@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_kvret.layer.layer import RetrievalLayer
 
-from ..methods.test_paris import TorchOps
 from ..simulated_gpu.simulation import active
 from .cases import Case, run
 
@@ -29,6 +29,30 @@ LAUNCHES = {
     ("lrqk", "host"): (7, 5),
 }
 QUICK = ("paris", "device")
+
+
+# They make a tensor and leave what is in it to others.
+_EMPTY = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty"}
+
+
+class TorchOps(TorchDispatchMode):
+    """Names of the operations of torch that run a kernel: views and empty tensors don't."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        name = func._schema.name
+        views = name == "aten::_unsafe_view" or any(
+            result.alias_info is not None and not result.alias_info.is_write
+            for result in func._schema.returns
+        )
+        if not views and name not in _EMPTY:
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize(

@@ -237,9 +237,7 @@ def test_a_captured_step_may_read_what_stays(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [DEVICE, GRAPH], ids=str)
-def test_other_rows_than_on_a_cpu_change_the_logits(
-    case: Case, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_rows_than_a_cpus_change_logits(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     with_ids(lambda ids: (ids - 1).clamp(min=0) if ids.is_cuda else None)(monkeypatch)
     with pytest.raises(AssertionError, match="Tensor-likes are not close"):
         check_logits(attempt(case))
