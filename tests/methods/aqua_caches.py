@@ -16,12 +16,8 @@ from hf_kvret.methods.aqua import AquaKVCache, AquaStore
 from hf_kvret.testing import COVERING_OPTIONS
 from hf_kvret_kernels.higgs import HiggsCodec
 
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "original_max_position_embeddings": 256,
-}
+from ..patches.test_rope import YARN
+
 LAYERS, HEADS, DIM = 3, 2, 16
 
 

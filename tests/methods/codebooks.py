@@ -16,6 +16,9 @@ import torch
 from hf_kvret.artifacts import CalibrationArtifact, ModelIdentity
 from hf_kvret.contracts.block import TokenBlock
 from hf_kvret.methods.a2ats import A2ATSConfig, A2ATSIndex
+from hf_kvret_model_patches.rope import Rope
+
+from ..patches.test_rope import by_complex_numbers
 
 HEADS, GROUP, DIM = 2, 3, 16
 WORDS, WINDOW = 64, 100
@@ -31,22 +34,12 @@ class Turn(NamedTuple):
     factor: float = 1.0
     layout: str = "half"
 
-    def __call__(self, x: torch.Tensor, positions: torch.Tensor, sign: int = 1) -> torch.Tensor:
-        """float64 ``x [B, H, n, D]``, turned and stretched; ``sign=-1`` undoes it."""
+    def __call__(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """float64 ``x [B, H, n, D]``, turned and stretched."""
         if not self.pairs:
             return x.double()
-        width = 2 * self.pairs
-        turned, rest = x.double()[..., :width], x.double()[..., width:]
-        split = (2, self.pairs) if self.layout == "half" else (self.pairs, 2)
-        part = turned.unflatten(-1, split).unbind(-2 if self.layout == "half" else -1)
-        angles = positions[..., None].float() * FREQUENCIES[: self.pairs]
-        angles = angles[:, None] if angles.ndim == 3 else angles
-        spun = torch.polar(torch.full_like(angles, self.factor**sign), sign * angles).to(
-            torch.complex128
-        ) * torch.complex(*part)
-        both = (spun.real, spun.imag)
-        joined = torch.cat(both, -1) if self.layout == "half" else torch.stack(both, -1).flatten(-2)
-        return torch.cat([joined, rest], -1)
+        rope = Rope(FREQUENCIES[: self.pairs], self.factor, self.layout)
+        return by_complex_numbers(x, positions, rope)
 
 
 PLAIN = Turn()

@@ -1,9 +1,11 @@
-"""A2ATSCache and its artifact: found, read once, checked, refused; the options; the name."""
+"""Caches with an artifact, which is found, read once, checked, refused; what A2ATS makes of it."""
 
 from __future__ import annotations
 
 import dataclasses
 import shutil
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -12,15 +14,22 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from hf_kvret import registered_methods
 from hf_kvret.artifacts import CalibrationArtifact, files
 from hf_kvret.lab.calibrate.tiny import tiny_artifact
 from hf_kvret.methods.a2ats import A2ATSCache, A2ATSConfig
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
-from hf_kvret.testing.scenario import prompt
+from hf_kvret.testing.scenario import prompt, ragged
 
 from ..saved.saved_files import read_saved, write_saved
+from .aqua_caches import attached, read
 
 SMALL: dict[str, Any] = {**COVERING_OPTIONS, "top_k": 6}
+# Spaces of rows before RoPE and after it, and the way out of one who has no positions.
+SPACES = {
+    "a2ats": ("windowed", "rotated", "or use another"),
+    "aqua": ("before", "after", "use predictor='none'"),
+}
 RUN: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
 
 
@@ -62,9 +71,7 @@ def test_generate_takes_it_by_name(llama: PreTrainedModel, artifact: Path) -> No
         llama.generate(prompt(1, 60), cache_implementation="a2ats", **RUN)
 
 
-def test_an_artifact_in_the_models_folder_is_found(
-    tmp_path: Path, llama: PreTrainedModel, made: Path
-) -> None:
+def test_the_models_folder_may_have_it(tmp_path: Path, llama: PreTrainedModel, made: Path) -> None:
     home = tmp_path / "model"
     llama.save_pretrained(home)
     loaded = AutoModelForCausalLM.from_pretrained(home)
@@ -93,9 +100,7 @@ def test_an_artifact_of_another_model_or_method_is_refused_when_the_cache_is_mad
         A2ATSCache(MODELS[name].config(), **{"artifact": artifact, **options})
 
 
-def test_an_artifact_of_other_options_is_refused_before_the_first_token(
-    llama: PreTrainedModel, artifact: Path
-) -> None:
+def test_an_artifact_of_other_options_is_refused(llama: PreTrainedModel, artifact: Path) -> None:
     whole = CalibrationArtifact.from_pretrained(artifact)
     options = {**whole.options, "window": "2048"}
     dataclasses.replace(whole, options=options).save_pretrained(artifact)
@@ -116,9 +121,7 @@ def test_other_weights_are_refused_by_generate_and_can_be_checked_by_hand(artifa
     assert cache.get_seq_length() == 0
 
 
-def test_a_folder_that_was_written_anew_is_read_anew(
-    llama: PreTrainedModel, artifact: Path
-) -> None:
+def test_a_folder_that_was_rewritten_is_read_anew(llama: PreTrainedModel, artifact: Path) -> None:
     quantizers = []
     for seed in (0, 1):
         _calibrate(llama, artifact, seed)
@@ -176,3 +179,62 @@ def test_a_saved_cache_takes_the_artifact_beside_the_model_if_it_is_the_same(
     for named in ({}, {"artifact": beside}):
         with pytest.raises(ValueError, match="saved with another artifact than"):
             A2ATSCache.from_pretrained(tmp_path / "saved", llama.config, **named)
+
+
+def _codes(cache: A2ATSCache) -> torch.Tensor:
+    """``[layers, B, Hkv, n]``: those of all tokens that the cache holds."""
+    length = cache.get_seq_length()
+    rows = [layer.kv.index._codes.rows for layer in cache.retrieval_layers]
+    return torch.stack([row[:, :, :length] for row in rows])
+
+
+# Rows without RoPE in some layers, with learned positions, of YaRN.
+@pytest.mark.parametrize("name", ["smollm3", "gpt2", "gpt_oss"])
+def test_padding_and_positions_change_no_code(name: str, artifact_of: Callable[..., str]) -> None:
+    model, place = attached(MODELS[name].build()), artifact_of("a2ats", name)
+    alone, padded, moved = (A2ATSCache(model.config, artifact=place, **SMALL) for _ in range(3))
+    ids, mask = ragged((60, 41))
+    read(model, alone, ids[1:, 19:])
+    read(model, padded, ids, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0))
+    read(model, moved, ids[1:, 19:], position_ids=torch.arange(300, 341)[None])
+    same = [_codes(padded)[:, 1:, :, 19:] == _codes(alone), _codes(moved) == _codes(alone)]
+    # Of two codewords almost as near, rounding chooses.
+    assert same[0].float().mean() > 0.99
+    # GPT-2's positions are learned, and part of its keys.
+    assert name == "gpt2" or same[1].float().mean() > 0.99
+
+
+@pytest.mark.parametrize("method", SPACES)
+def test_without_positions_nothing_is_taken_in(
+    method: str,
+    llama: PreTrainedModel,
+    artifact_of: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before, after, way_out = SPACES[method]
+    cls, spaces = registered_methods()[method], partial(artifact_of, method, "llama")
+    cache = cls(llama.config, **SMALL, artifact=spaces(space=before))
+    monkeypatch.setattr("hf_kvret.attention.attention._positions", lambda ids, query: None)
+    with pytest.raises(ValueError, match=f"pass position_ids to the model, {way_out}"):
+        read(llama, cache, prompt(1, 60))
+    assert cache.get_seq_length() == 0
+    others = [{"artifact": spaces(space=after)}, *[{"predictor": "none"}] * (method == "aqua")]
+    for options in others:
+        other = cls(llama.config, **SMALL, **options)
+        assert torch.isfinite(read(llama, other, prompt(1, 60))).all()
+
+
+@pytest.mark.parametrize("method", SPACES)
+def test_images_need_keys_that_stay_rotated(method: str, artifact_of: Callable[..., str]) -> None:
+    """Its attention is told positions that are not those of its RoPE, or none."""
+    model, (before, after, _) = MODELS["qwen2_vl"].build(), SPACES[method]
+    cls, spaces = registered_methods()[method], partial(artifact_of, method, "qwen2_vl")
+    with pytest.raises(ValueError, match=rf"positions of three parts.*--space {after}"):
+        cls(model.config, artifact=spaces(space=before))
+    others = [{"artifact": spaces(space=after)}, *[{"predictor": "none"}] * (method == "aqua")]
+    for options in others:
+        cache = cls(model.config, **SMALL, **options)
+        model.generate(prompt(1, 60), past_key_values=cache, max_new_tokens=4, do_sample=False)
+        assert cache.stats()["layers"][1]["selected"] > 0
+    # The text decoder by itself knows no images.
+    assert cls(model.config.get_text_config(), artifact=spaces(space=before)).options.artifact

@@ -126,9 +126,7 @@ def test_rows_are_near_those_stored_and_those_of_the_codes_decoded_layer_by_laye
         _assert_as_reference(each, artifact)
 
 
-def test_a_reconstruction_is_dropped_once_the_layer_above_has_read_it(
-    model: PreTrainedModel, artifact: str
-) -> None:
+def test_a_reconstruction_is_dropped_once_read(model: PreTrainedModel, artifact: str) -> None:
     cache = make_cache(model, artifact)
     for count in (200, 1, 30, 9):
         read(model, cache, prompt(1, count, salt=count))
@@ -165,9 +163,7 @@ def test_each_layer_is_decoded_once_a_step(
     assert decoded == LAYERS * [5]
 
 
-def test_bytes_are_those_of_packed_codes_and_of_one_scale_a_group(
-    model: PreTrainedModel, artifact: str
-) -> None:
+def test_bytes_are_those_of_codes_and_their_scales(model: PreTrainedModel, artifact: str) -> None:
     """2 + 16 / group + 2 / L bits a value; nothing is unpacked, or padded to 1024 numbers."""
     cache = make_cache(model, artifact, bits=2)
     read(model, cache, prompt(1, 200))
@@ -190,9 +186,7 @@ def test_bytes_are_those_of_packed_codes_and_of_one_scale_a_group(
     assert report.shared == learned
 
 
-def test_no_reconstruction_outlives_a_crop_or_a_new_order(
-    model: PreTrainedModel, artifact: str
-) -> None:
+def test_no_reconstruction_outlives_crop_or_reorder(model: PreTrainedModel, artifact: str) -> None:
     """One is left where a pass breaks off, as an error in attention does it."""
     for change in (lambda store: store.crop(30), lambda store: store.reorder(torch.tensor([0]))):
         cache = make_cache(model, artifact)

@@ -16,6 +16,7 @@ from hf_kvret.methods.flat import FlatIndex
 from hf_kvret.methods.lrqk import LRQKConfig, LRQKIndex, PaperLRQKIndex
 from hf_kvret.methods.paris import ParisConfig, ParisIndex
 
+from ..kernels.draws import best_places, best_share
 from .codebooks import DIM, GROUP, HEADS, write_book
 from .index_runs import BUDGET, PROMPT, SEQUENCES, IndexRun, draw, ragged, slot_sets, slot_sets_of
 
@@ -149,9 +150,7 @@ def test_sequences_in_another_order_select_as_before(make: Make) -> None:
 
 
 @pytest.mark.parametrize("left", [100, 1])
-def test_tokens_that_were_cropped_are_forgotten_and_others_take_their_slots(
-    left: int, make: Make
-) -> None:
+def test_cropped_tokens_are_forgotten_and_others_take_their_slots(left: int, make: Make) -> None:
     run = _after_steps(make)
     run.crop(left)
     ids = run.step(20)
@@ -198,3 +197,25 @@ def test_a_cold_token_takes_so_many_bytes_for_each_kv_head(make: Make, nbytes: i
     state, length = run.index.state_dict(), len(run.store)
     rows = [x for x in state.values() if x.ndim > 2 and x.shape[2] == length]
     assert sum(x.nbytes for x in rows) == 2 * HEADS * length * nbytes
+
+
+@pytest.mark.parametrize("budget", [1, 7, 50])
+@pytest.mark.parametrize("cuts", [(), (1, 2, 33)])
+@pytest.mark.parametrize("softcap", [None, 1.0])
+def test_flat_selects_the_exact_top_k(
+    budget: int, cuts: tuple[int, ...], softcap: float | None
+) -> None:
+    """Heads of a group compete by shares, which the scale and the cap of scores change."""
+    valid = ragged(SEQUENCES, 50)
+    run = IndexRun(FlatIndex, range(SEQUENCES), softcap=softcap)
+    run.prompt(draw(0, 50), valid, cuts, recent=0)
+    query, keys = draw(9, 3)
+    run.see(query, keys)
+    ids = run.select(query, budget)
+    assert ids.shape == (SEQUENCES, HEADS, 3, budget) and ids.dtype == torch.int32
+    cold_keys = run.keys[:, :, :50].double().repeat_interleave(GROUP, dim=1)
+    scores = query.double() @ cold_keys.mT * run.scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    shares = best_share(scores.masked_fill(~valid[:, None, None], -math.inf), HEADS)
+    assert slot_sets(ids) == slot_sets(best_places(shares, budget))

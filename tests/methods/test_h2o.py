@@ -220,15 +220,6 @@ def test_queries_of_a_cropped_question_and_of_two_short_ones_count_once() -> Non
     short.check_step(_tokens(30))
 
 
-@pytest.mark.parametrize("top_k", [1.0, 10**6])
-def test_a_covering_budget_keeps_every_valid_token(top_k: int | float) -> None:
-    run = Simulation(top_k=top_k)
-    run.prompt(_tokens(0, 50), _ragged(50))
-    for number in range(12):
-        run.check_step(_tokens(10 + number))
-    assert run.index.stats() == {"evicted": 0}
-
-
 def test_only_the_observed_queries_of_a_prompt_count() -> None:
     run = Simulation(observed=8)
     run.prompt(_tokens(0, 60))

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from hf_kvret import LRQKCache
 from hf_kvret.methods.lrqk import LRQKConfig, LRQKIndex
 
+from ..kernels.draws import best_places, best_share
 from .codebooks import GROUP, HEADS, normal
 from .index_runs import IndexRun, overlap, ragged, slot_sets
 
@@ -58,35 +59,26 @@ def _tokens(count: int, batch: int = 2, seed: int = 0) -> tuple[torch.Tensor, to
 def _by_hand(
     index: LRQKIndex, query: torch.Tensor, budget: int, valid: torch.Tensor, softcap: float | None
 ) -> list[set[int]]:
-    """The best slots by the index's own proxies, in fp64, one query at a time."""
+    """The best slots by the index's own proxies, in fp64."""
     factors, mean = index._factors, index._mean
     assert factors is not None and mean is not None
-    rows = index._proxies.values(index._proxies.rows).double()
-    answer = []
-    for b in range(len(query)):
-        for h in range(HEADS):
-            for t in range(query.shape[2]):
-                best = torch.full((rows.shape[2],), float("-inf"), dtype=torch.float64)
-                for head in range(h * GROUP, (h + 1) * GROUP):
-                    q = query[b, head, t].double()
-                    number = head * rows.shape[1] // query.shape[1]
-                    scores = rows[b, number] @ (q @ factors.to_query[b, number].double())
-                    scores = (scores + q @ mean[b, h].double()) * SCALE
-                    if softcap is not None:
-                        scores = softcap * torch.tanh(scores / softcap)
-                    shares = scores.masked_fill(~valid[b], float("-inf")).log_softmax(0)
-                    best = torch.maximum(best, shares.nan_to_num(nan=float("-inf")))
-                count = min(budget, int(valid[b].sum()))
-                answer.append(set(best.topk(count).indices.tolist()))
-    return answer
+    rows, heads = index._proxies.values(index._proxies.rows), query.shape[1]
+    # A set of proxies, a map and a mean key for each query head.
+    rows, to_query, mean = (
+        x.double().repeat_interleave(heads // x.shape[1], dim=1)
+        for x in (rows, factors.to_query, mean.unsqueeze(3))
+    )
+    scores = (query.double() @ to_query @ rows.mT + query.double() @ mean) * SCALE
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    shares = best_share(scores.masked_fill(~valid[:, None, None], -math.inf), HEADS)
+    return slot_sets(best_places(shares, budget))
 
 
 @pytest.mark.factor("softcap", [None, 3.0])
 @pytest.mark.factor("proxy_dtype", ["bfloat16", "int8"])
 @pytest.mark.factor("budget", [1, 25, 120])
-def test_the_selection_is_the_top_k_of_its_own_proxies(
-    budget: int, proxy_dtype: str, softcap: float | None
-) -> None:
+def test_the_best_proxies_are_taken(budget: int, proxy_dtype: str, softcap: float | None) -> None:
     queries, keys = _tokens(120)
     keys = keys + 2 * normal(7, 2, HEADS, 1, DIM)
     valid = ragged(2, 120)
@@ -279,9 +271,7 @@ def test_the_papers_options_are_those_of_its_section_5() -> None:
     assert LRQKConfig().factors == "closed" and LRQKConfig().top_k is None
 
 
-def test_a_rank_above_the_head_dim_or_that_of_kernels_is_refused_at_once(
-    llama: PreTrainedModel,
-) -> None:
+def test_a_rank_above_the_head_dim_or_that_of_kernels_is_refused(llama: PreTrainedModel) -> None:
     with pytest.raises(ValueError, match=r"rank=17 is above the head dim 16.*or None"):
         LRQKCache(llama.config, rank=17)
     config = copy.deepcopy(llama.config)
