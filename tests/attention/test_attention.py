@@ -34,9 +34,7 @@ def blocks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize(
     ("name", "base"), [("llama", "sdpa"), ("gemma2", "eager"), ("gpt_oss", "eager")]
 )
-def test_long_prompts_go_block_by_block_and_agree_with_the_base(
-    name: str, base: str, blocks: list[tuple[int, ...]]
-) -> None:
+def test_long_prompts_go_in_blocks(name: str, base: str, blocks: list[tuple[int, ...]]) -> None:
     model = MODELS[name].build()
     model.set_attn_implementation(base)
     ids, mask = ragged((40, 29, 1))

@@ -72,9 +72,7 @@ def test_a_cache_filled_by_another_model_is_refused(llama: PreTrainedModel) -> N
         (0, torch.float64, r"float64.*model\.to\(torch\.float32\)"),
     ],
 )
-def test_a_layer_or_a_dtype_that_the_cache_has_not_is_refused(
-    layer: int, dtype: torch.dtype, words: str
-) -> None:
+def test_another_layer_or_dtype_is_refused(layer: int, dtype: torch.dtype, words: str) -> None:
     cache, rows = FlatKVCache(MODELS["llama"].config()), torch.randn(1, 2, 3, 16, dtype=dtype)
     with pytest.raises(ValueError, match=words):
         cache.update(rows, rows, layer)

@@ -40,9 +40,7 @@ WHOLE: dict[str, Any] = {"backend": "eager", "fullgraph": True}
 REMEDY = "leave out fullgraph=True: what a retrieval cache does"
 
 
-def test_a_compiled_model_gives_the_same_tokens_and_hardly_a_warning(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_compiled_model_gives_the_same_tokens(caplog: pytest.LogCaptureFixture) -> None:
     torch.compiler.reset()
     model = MODELS["llama"].build()
     expected = _tokens(model)

@@ -51,9 +51,7 @@ def _padding(total: int) -> torch.Tensor:
 @pytest.mark.factor("new", [1, 3, 12])
 @pytest.mark.factor("padded", [False, True])
 @pytest.mark.factor("window", [None, 4])
-def test_the_base_gets_the_very_mask_that_it_would_have_made(
-    base: str, new: int, padded: bool, window: int | None
-) -> None:
+def test_the_base_gets_its_own_mask(base: str, new: int, padded: bool, window: int | None) -> None:
     arguments = _arguments(new, 12, _padding(12) if padded else None)
     if window is not None:
         function = sliding_window_causal_mask_function(window)
@@ -167,8 +165,11 @@ def test_one_query_sees_what_any_mask_shows_it() -> None:
 
 
 def test_the_tokens_a_query_sees_are_a_mask_also_where_sdpa_needs_none() -> None:
-    seen = retrieval_mask(**_arguments(6, 6, None, mask_function=causal_mask_function))[:, 0]
-    assert torch.equal(seen, torch.ones(2, 6, 6, dtype=torch.bool).tril())
+    for queries in (6, 3):
+        arguments = _arguments(queries, 6, None, mask_function=causal_mask_function)
+        for seen in (retrieval_mask(**arguments)[:, 0], retrieval_mask(**arguments)[:, 0, :, :]):
+            expected = torch.ones(2, queries, 6, dtype=torch.bool).tril(6 - queries)
+            assert torch.equal(seen, expected)
 
 
 def test_a_counter_that_moves_on_does_not_change_the_mask() -> None:
@@ -260,9 +261,7 @@ def test_a_mask_made_twice_is_that_of_the_base(
         assert torch.equal(found, expected)
 
 
-def test_padding_is_not_looked_at_where_nobody_asks_for_the_form(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_padding_is_read_only_where_the_form_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU that would wait for the device."""
 
     def forbidden(arguments: dict[str, Any]) -> None:

@@ -8,15 +8,13 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoConfig, DynamicCache, PreTrainedModel
-from transformers.cache_utils import Cache
 
 from hf_kvret import FlatKVCache, attach, restore
 from hf_kvret.commands.models import text_class, type_names
 from hf_kvret.models.versions import as_argument
 from hf_kvret.testing.conformance import COVERING_OPTIONS, LOGIT_TOLERANCE
-from hf_kvret.testing.models import PAD_TOKEN
 
-from ..model_types.small import VOCAB_SIZE, build, small_config, small_model
+from ..model_types.small import build, generate, padded_prompt, small_config, small_model
 
 PROMPT_LEN, PADDING_LEN = 60, 17
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
@@ -39,13 +37,10 @@ def molmo2() -> PreTrainedModel:
 
 def _inputs(types: str, *, padded: bool) -> dict[str, Any]:
     """Two rows with a block of another token type, as tokens of a picture have it."""
-    shape = (2, PROMPT_LEN)
-    generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(VOCAB_SIZE // 2, VOCAB_SIZE, shape, generator=generator)
-    mask, block = torch.ones_like(tokens), torch.zeros_like(tokens)
-    mask[1, : PADDING_LEN * padded], block[:, 25:35] = 0, 1
-    ids = tokens.masked_fill(mask == 0, PAD_TOKEN)
-    return {"input_ids": ids, "attention_mask": mask, **({types: block} if types else {})}
+    inputs = padded_prompt(PROMPT_LEN, PADDING_LEN * padded)
+    block = torch.zeros_like(inputs["input_ids"])
+    block[:, 25:35] = 1
+    return inputs | ({types: block} if types else {})
 
 
 def _token_types(model: PreTrainedModel) -> list[str]:
@@ -54,24 +49,13 @@ def _token_types(model: PreTrainedModel) -> list[str]:
     return ["", *(name for name in TOKEN_TYPES if name in parameters)]
 
 
-def _generate(model: PreTrainedModel, inputs: dict[str, Any], cache: Cache) -> Any:
-    return model.generate(
-        **inputs,
-        **as_argument(cache),
-        max_new_tokens=3,
-        do_sample=False,
-        output_logits=True,
-        return_dict_in_generate=True,
-    )
-
-
 def _check(model: PreTrainedModel, inputs: dict[str, Any]) -> None:
     """Our caches, and the model's own under our attention, give the text of its own attention."""
-    own = _generate(model, inputs, DynamicCache(config=model.config))
+    own = generate(model, DynamicCache(config=model.config), 3, **inputs)
     attach(model)
     caches = FlatKVCache(model.config, **COVERING_OPTIONS), DynamicCache(config=model.config)
     try:
-        texts = [_generate(model, inputs, cache) for cache in caches]
+        texts = [generate(model, cache, 3, **inputs) for cache in caches]
     finally:
         restore(model)
     expected = torch.stack(own.logits)

@@ -24,10 +24,7 @@ TELLING_MODES = (
     "second_turn_ragged",
     "crop_deep",
 )
-RESTS: dict[str, dict[str, Any]] = {
-    "nothing": {"rest": None},
-    "mean": {"rest": "mean"},
-}
+RESTS: dict[str, dict[str, Any]] = {"nothing": {"rest": None}, "mean": {"rest": "mean"}}
 
 
 def caches(*methods: str) -> dict[str, Callable[..., RetrievalCache]]:

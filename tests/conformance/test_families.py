@@ -156,17 +156,13 @@ def check(case: dict[str, Any], artifact_options: ArtifactOptions) -> None:
 @pytest.mark.parametrize(
     "case", [*filter(is_known, named_cases(FEW)), *latent_cases()], ids=name_of
 )
-def test_families_give_what_full_attention_gives(
-    case: dict[str, Any], artifact_options: ArtifactOptions
-) -> None:
+def test_same_as_full_attention(case: dict[str, Any], artifact_options: ArtifactOptions) -> None:
     check(case, artifact_options)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", all_cases(), ids=name_of)
-def test_all_modes_methods_and_stores(
-    case: dict[str, Any], artifact_options: ArtifactOptions
-) -> None:
+def test_all_modes_and_stores(case: dict[str, Any], artifact_options: ArtifactOptions) -> None:
     check(case, artifact_options)
 
 

@@ -43,9 +43,7 @@ def step(
     return logits
 
 
-def test_a_fork_has_states_of_its_own_and_a_loaded_cache_the_same(
-    filled: Filled, tmp_path: Path
-) -> None:
+def test_forks_have_their_own_states_loaded_caches_the_same(filled: Filled, tmp_path: Path) -> None:
     model, cache, mask = filled
     twin = cache.fork()
     cache.save_pretrained(tmp_path)

@@ -56,19 +56,6 @@ def test_paris_serves_rows_of_576_elements(store: str, long_rows: Any) -> None:
     assert 0.6 * layer["cold_rows"] < layer["selected"] < layer["cold_rows"]
 
 
-def test_paris_finds_the_best_of_long_rows(long_rows: Any) -> None:
-    """A tenth of the tokens by codes in blocks of 512 + 64, of which half are candidates."""
-    ids = torch.randint(3, 128, (1, 400), generator=torch.Generator().manual_seed(2))
-    options: dict[str, Any] = {"top_k": 36, "sink": 2, "recent": 16, "flush": 8, "dense_below": 0}
-    cache = ParisKVCache(config=long_rows.config, track_recall=True, **options)
-    run = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12, "do_sample": False}
-    long_rows.generate(ids, past_key_values=cache, **run)
-    (layer,) = cache.stats()["layers"]
-    # Chance gives 0.1 of either.
-    assert layer["recall_overlap"] > 0.8
-    assert layer["recall_mass"] > 0.95 * layer["recall_best_mass"]
-
-
 def test_paris_says_at_once_which_rows_it_has_no_codes_for() -> None:
     config = LONG_LATENT_MODEL.config()
     for rank, options, remedy in (

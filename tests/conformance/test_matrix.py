@@ -32,6 +32,7 @@ from .cases import (
     check_case,
     is_served,
     name_of,
+    named_cases,
 )
 
 CACHES: dict[str, Callable[..., RetrievalCache]] = {
@@ -91,17 +92,28 @@ def default_cases() -> list[dict[str, Any]]:
     return [*pairwise(telling, _possible, meet), *pairwise(others, _possible, meet=[])]
 
 
+# At 16 bits the outcome is that of full attention; what fewer bits lose is held by the tests of
+# stores. Heads of qwen3 have 24 dims, which 8 divides.
+CODED = (
+    ("llama", "beams_ragged", "flat", "higgs"),
+    ("qwen3", "chunked_prefill", "paris", "higgs-host"),
+    ("gemma2", "crop_deep", "lrqk", "higgs-host"),
+    ("gpt_oss", "second_turn_ragged", "ctkvr", "higgs"),
+    ("llama", "prompt_lookup", "a2ats", "higgs-host"),
+)
+
+
 def _check(case: dict[str, Any], artifact_options: Callable[..., dict[str, Any]]) -> None:
     model, method = case["model"], case["method"]
     # The codec alone has no use for an artifact.
     learned = {} if method == "aqua_codec" else artifact_options(method.split("_")[0], model)
     impossible = IMPOSSIBLE.get(RELEASE)
     may_skip = None if impossible is None else impossible.get(model, ())
-    options = {**learned, **RESTS[case["rest"]]}
+    options = {**learned, **RESTS[case.get("rest", "nothing")]}
     check_case(CACHES[method], model, case["mode"], case["store"], options, may_skip)
 
 
-@pytest.mark.parametrize("case", default_cases(), ids=name_of)
+@pytest.mark.parametrize("case", [*default_cases(), *named_cases(CODED)], ids=name_of)
 def test_same_as_full_attention(case: dict[str, Any], artifact_options: ArtifactOptions) -> None:
     _check(case, artifact_options)
 
@@ -116,9 +128,7 @@ BORROWED = {
 
 
 @pytest.mark.parametrize("case", pairwise(BORROWED, _possible, meet=[]), ids=name_of)
-def test_layers_that_borrow_are_the_same(
-    case: dict[str, Any], artifact_options: ArtifactOptions
-) -> None:
+def test_borrowing_is_the_same(case: dict[str, Any], artifact_options: ArtifactOptions) -> None:
     _check(case, lambda *names: {**artifact_options(*names), "select_every": 2})
 
 
@@ -130,12 +140,7 @@ def test_layers_that_borrow_are_the_same(
 @pytest.mark.factor("mode", list(MODES))
 @pytest.mark.factor("model", list(MODELS))
 def test_all_are_the_same_as_full_attention(
-    model: str,
-    mode: str,
-    method: str,
-    store: str,
-    rest: str,
-    artifact_options: ArtifactOptions,
+    model: str, mode: str, method: str, store: str, rest: str, artifact_options: ArtifactOptions
 ) -> None:
     case = {"model": model, "mode": mode, "method": method, "store": store, "rest": rest}
     _check(case, artifact_options)

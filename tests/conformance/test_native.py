@@ -70,9 +70,7 @@ def test_a_cache_that_inference_mode_filled_goes_on_outside(model: PreTrainedMod
     assert torch.equal(*logits)
 
 
-def test_a_refused_pass_leaves_a_cache_that_can_be_saved(
-    model: PreTrainedModel, tmp_path: Path
-) -> None:
+def test_a_refused_pass_leaves_a_cache_to_save(model: PreTrainedModel, tmp_path: Path) -> None:
     ids = prompt(1, 60)
     cache = NativeKVCache(model.config, **OPTIONS)
     hf_kvret.attach(model)
@@ -151,12 +149,6 @@ def carrier() -> torch.Tensor:
     return retrieval_mask(**arguments, attention_mask=None, device="cpu")
 
 
-def test_mask_without_heads_is_that_of_the_base(carrier: torch.Tensor) -> None:
-    assert carrier[:, 0, :, :].sum(2).tolist() == [[3, 4, 5]] * 2
-    assert carrier[:, 0].dtype == torch.bool
-    assert carrier[1, 0, 1].tolist() == [True, True, True, True, False]
-
-
 @pytest.mark.parametrize("base", ["eager", "sdpa"])
 def test_a_restricted_mask_is_restricted_for_the_base_too(base: str, carrier: torch.Tensor) -> None:
     chosen = torch.rand(2, 1, 3, 5, generator=torch.Generator().manual_seed(0)) < 0.5
@@ -179,9 +171,7 @@ def test_a_restricted_mask_is_restricted_for_the_base_too(base: str, carrier: to
             wrong()
 
 
-def test_choices_of_all_kinds_become_tokens(
-    carrier: torch.Tensor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_choices_become_tokens(carrier: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     module = SimpleNamespace(indexer=SimpleNamespace(block_size=2))
     assert chosen_tokens(module, carrier, {}) is None
     indices = torch.tensor([[[3, 0], [1, 2], [0, 4]]] * 2, dtype=torch.int32)
@@ -294,9 +284,7 @@ def test_unregistering_leaves_no_patch_of_an_indexer() -> None:
         hf_kvret.register()
 
 
-def test_attention_in_chunks_of_queries_is_that_at_once(
-    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chunks_attend_as_a_whole(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[LayerKV] = []
 
     def counted(kv: LayerKV, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor | None]:

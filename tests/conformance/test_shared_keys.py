@@ -37,11 +37,7 @@ def test_keys_that_are_shared_over_devices_are_refused(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("keep", "attention", "recipe"),
-    [
-        (0, "sdpa", None),
-        (1, "eager", None),
-        (5, "sdpa", {"above": 0, "floor": 0, "top_k": 1.0}),
-    ],
+    [(0, "sdpa", None), (1, "eager", None), (5, "sdpa", {"above": 0, "floor": 0, "top_k": 1.0})],
 )
 def test_readers_get_as_many_queries_as_logits_are_kept(
     keep: int, attention: str, recipe: dict[str, Any] | None
@@ -70,9 +66,7 @@ def test_a_reader_retrieves_with_a_small_budget() -> None:
 
 
 @pytest.mark.parametrize("cache_class", [LRQKCache, CTkvrCache, H2OCache])
-def test_methods_that_learn_from_one_layers_queries_are_refused(
-    cache_class: type[RetrievalCache],
-) -> None:
+def test_methods_that_learn_from_one_layer_are_refused(cache_class: type[RetrievalCache]) -> None:
     config = SHARED_MODELS["gemma3n"].config()
     with pytest.raises(
         ValueError, match=r"2 layers of gemma3n_text read .* take cache_implementation='paris'"

@@ -165,9 +165,7 @@ def test_a_lost_token_shows_in_the_logits_of_every_model() -> None:
         ({"dense_below": 10_000}, "greedy", "no cold row was read"),
     ],
 )
-def test_too_small_a_budget_and_no_retrieval_fail(
-    options: dict[str, Any], mode: str, detail: str
-) -> None:
+def test_no_retrieval_and_few_rows_fail(options: dict[str, Any], mode: str, detail: str) -> None:
     given = {**COVERING_OPTIONS, **options}
     result = run_case(Case("llama", mode), lambda m: FlatKVCache(config=m.config, **given))
     assert result.status == "failed" and detail in result.detail

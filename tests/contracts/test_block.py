@@ -30,9 +30,7 @@ def test_mean_key(count: int, padded: bool, dtype: torch.dtype) -> None:
         torch.testing.assert_close(got[row].double(), want, rtol=0, atol=1e-5)
 
 
-def test_a_prompt_is_never_in_fp32_as_a_whole(
-    temporaries: Callable[[Callable[[], object]], int],
-) -> None:
+def test_a_prompt_is_never_all_in_fp32(temporaries: Callable[[Callable[[], object]], int]) -> None:
     keys = torch.ones(1, 8, 16_000, 64, dtype=torch.bfloat16)
     block = TokenBlock(keys, keys, 0, torch.ones(1, 16_000, dtype=torch.bool))
     # A chunk of bf16 without padding, and the same in fp32.

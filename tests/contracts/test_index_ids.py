@@ -73,11 +73,7 @@ def generate(
 @pytest.mark.factor("store", ["device", "host", "cpu", "resident", "higgs"])
 @pytest.mark.factor("way", ["as it is", "part by part", "torch"])
 def test_it_is_named_with_what_it_returned(
-    llama: PreTrainedModel,
-    monkeypatch: pytest.MonkeyPatch,
-    wrong: str,
-    store: str,
-    way: str,
+    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, wrong: str, store: str, way: str
 ) -> None:
     if way == "part by part":
         monkeypatch.setattr(host_step, "why_not", lambda: "switched off by a test")

@@ -18,6 +18,8 @@ from hf_kvret.layer.queries import AttentionCall
 from hf_kvret.layer.step import StepRecord
 from hf_kvret_kernels import host_step
 
+from ..kernels.draws import attention64
+
 HEADS, GROUP, DIM = 2, 3, 32
 SCALE = 0.4
 CONFIG = LlamaConfig(
@@ -58,20 +60,13 @@ def full_attention(
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of the newest tokens, causal among them, in float64; 0 where all is hidden."""
-    group = query.shape[1] // keys.shape[1]
-    keys, values = (x.double().repeat_interleave(group, dim=1) for x in (keys, values))
-    scores = query.double() @ keys.mT * scoring.scale
-    if scoring.softcap is not None:
-        scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
-    length, count = keys.shape[2], query.shape[2]
-    hidden = torch.arange(length) > torch.arange(length - count, length)[:, None]
-    scores = scores.masked_fill(hidden, float("-inf"))
+    group, (length, count) = query.shape[1] // keys.shape[1], (keys.shape[2], query.shape[2])
+    keys, values = (x.repeat_interleave(group, dim=1) for x in (keys, values))
+    seen = torch.ones(count, length, dtype=torch.bool).tril(length - count)
     if scoring.valid is not None:
-        scores = scores.masked_fill(~scoring.valid[:, None, None], float("-inf"))
-    if sinks is not None:
-        column = sinks.double()[None, :, None, None].expand(len(query), -1, count, 1)
-        scores = torch.cat([scores, column], dim=-1)
-    return scores.softmax(-1)[..., :length].nan_to_num() @ values
+        seen = seen & scoring.valid[:, None, None]
+    sinks = None if sinks is None else sinks.view(-1, 1, 1)
+    return attention64(query, keys, values, seen, scoring.scale, scoring.softcap, sinks)[0]
 
 
 class Driver:

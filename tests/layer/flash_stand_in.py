@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from ..kernels.draws import attention64
+
 calls: list[str] = []
 """Names of the functions that were called, and whether they were causal."""
 
@@ -24,18 +26,11 @@ def _check(q: Any, k: Any, v: Any, unused: tuple[Any, ...]) -> None:
 
 def _one(q: Any, k: Any, v: Any, scale: float, causal: bool, softcap: float) -> Any:
     """``out [Q, Hq, D]`` and ``lse [Hq, Q]`` of one sequence."""
-    group = q.shape[1] // k.shape[1]
-    q, k, v = q.double(), *(x.double().repeat_interleave(group, dim=1) for x in (k, v))
-    scores = torch.einsum("qhd,khd->hqk", q, k) * scale
-    if softcap > 0:
-        scores = softcap * torch.tanh(scores / softcap)
-    if causal:
-        seen = torch.ones(len(q), len(k), dtype=torch.bool).tril(len(k) - len(q))
-        scores = scores.masked_fill(~seen, float("-inf"))
-    lse = scores.logsumexp(-1)
-    weights = scores.softmax(-1).nan_to_num()
-    lse = lse.masked_fill(lse == float("-inf"), float("inf"))
-    return torch.einsum("hqk,khd->qhd", weights, v), lse.float()
+    seen = torch.ones(len(q), len(k), dtype=torch.bool)
+    seen = seen.tril(len(k) - len(q)) if causal else seen
+    rows = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1).transpose(0, 1) for x in (k, v))
+    out, lse, _ = attention64(q.transpose(0, 1), *rows, seen, scale, softcap or None)
+    return out.transpose(0, 1), lse.masked_fill(lse == float("-inf"), float("inf")).float()
 
 
 def flash_attn_func(

@@ -59,9 +59,7 @@ def test_an_empty_cache_has_no_rows(llama: PreTrainedModel) -> None:
     assert [layer[:2] for layer in empty] == [(None, None), (None, None)]
 
 
-def test_shape_dtype_and_device_read_nothing(
-    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_shape_reads_nothing(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = _filled(llama, prompt(2, 60))
 
     def reads(*arguments: object, **keywords: object) -> None:

@@ -134,14 +134,6 @@ def reload(driver: Driver, folder: Path, **options: Any) -> None:
     driver.cache = FlatKVCache.from_pretrained(folder, CONFIG, **options)
 
 
-def test_a_crop_gives_what_never_having_seen_the_tokens_gives(driver: Driver) -> None:
-    sums = driver.kv.sums
-    # Cropped tokens would drown the others in any running sum.
-    sums._sums, sums._mean = sums._sums + 1e30, None
-    driver.crop(40)
-    check(driver, driver.forward(1))
-
-
 def test_a_fork_and_a_load_switch_it_on(tmp_path: Path) -> None:
     driver = Driver()
     driver.forward(90, padded=11)
@@ -174,24 +166,13 @@ def test_loaded_sums_are_not_made_of_the_rows_again(
     check(driver, driver.forward(1))
 
 
-def test_sums_after_a_crop_are_saved_and_loaded(driver: Driver, tmp_path: Path) -> None:
-    for gone in (20, 20, 0):
-        # In the end loaded, and cropped before any pass.
-        if gone:
-            driver.crop(gone)
-        reload(driver, tmp_path)
-    check(driver, driver.forward(1))
-
-
 def test_sums_are_of_what_the_store_reads_back(driver: Driver, tmp_path: Path) -> None:
     """Coded rows are others than those that were summed, so a load sums them again."""
     reload(driver, tmp_path, store="higgs")
     check(driver, driver.forward(1))
 
 
-def test_infinite_sums_are_not_saved_and_those_of_another_shape_are_refused(
-    driver: Driver,
-) -> None:
+def test_infinite_sums_are_not_saved_and_other_shapes_are_refused(driver: Driver) -> None:
     state = driver.layer.state_dict()
     state["rest.sums"] = state["rest.sums"][:, :1]
     with pytest.raises(ValueError, match=r"rest\.sums is .* the file is damaged"):

@@ -79,9 +79,7 @@ class Making(Heads):
 
 
 @pytest.mark.parametrize("padded", [False, True])
-def test_what_is_made_of_a_long_window_is_made_in_chunks(
-    padded: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_window_is_made_in_chunks(padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a dense cache, whose window holds all tokens; a chunk is hidden as a whole."""
     monkeypatch.setattr(exact_attention, "chunk_len", lambda *_: 16)
     valid = torch.ones(BATCH, PAST + NEW, dtype=torch.bool)

@@ -43,9 +43,7 @@ def test_one_call_is_all_the_steps(
         assert value == close, name
 
 
-def test_a_step_that_fails_counts_nothing_and_is_dropped_by_a_crop(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_failed_step_counts_nothing_and_can_be_cropped(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_room(*args: object, **kwargs: object) -> None:
         raise MemoryError("no room for the work space")
 
@@ -64,9 +62,7 @@ def test_a_step_that_fails_counts_nothing_and_is_dropped_by_a_crop(
 
 
 @pytest.mark.parametrize("method", [name for name in METHODS if name != "h2o"])
-def test_no_part_of_a_step_is_left_to_the_search_in_torch(
-    method: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_left_to_torchs_search(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kind, options = METHODS[method]
     driver = Driver(kind, **options)
     driver.forward(150)
@@ -164,21 +160,3 @@ def test_defaults_of_torch_do_not_matter(
         monkeypatch.setattr(RetrievalLayer, "attend", attend_with_default)
         got = steps()
     assert all(torch.equal(one, other) for one, other in zip(got, expected, strict=True))
-
-
-@pytest.mark.parametrize("count", [1, 3, 20])
-def test_layers_that_share_keys_attend_as_the_first_does(
-    count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A step, a draft and a second prompt: the second call of a pass sees the same past."""
-    driver = Driver()
-    driver.forward(90)
-    attend = driver.layer.attend
-
-    def twice(*args: Any) -> torch.Tensor:
-        first = attend(*args)
-        torch.testing.assert_close(attend(*args), first)
-        return first
-
-    monkeypatch.setattr(driver.layer, "attend", twice)
-    driver.forward(count)

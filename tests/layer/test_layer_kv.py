@@ -51,9 +51,7 @@ def _check_tokens(driver: Driver) -> None:
 @pytest.mark.factor("seed", range(2))
 @pytest.mark.factor("kind", [FlatKVCache, ParisKVCache])
 @pytest.mark.factor("sinks", [0, 2])
-def test_any_history_attends_like_a_dense_cache(
-    kind: type[RetrievalCache], seed: int, sinks: int
-) -> None:
+def test_any_history_attends_as_if_dense(kind: type[RetrievalCache], seed: int, sinks: int) -> None:
     choose = random.Random(seed)
     store = choose.choice(["device", "host"])
 
@@ -197,9 +195,7 @@ def test_an_index_hears_of_every_token_once_and_is_built_once() -> None:
 
 
 @torch.no_grad()
-def test_an_index_is_shown_the_newest_queries_of_long_passes(
-    llama: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_index_is_shown_the_newest_queries(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither steps nor drafts, nor the pass that verifies these."""
     shown: list[tuple[int, list[bool]]] = []
 

@@ -181,9 +181,7 @@ def test_short_prompts_and_large_shares_attend_to_everything(
             torch.testing.assert_close(layer.keys[:], other.keys[:], rtol=0, atol=1e-4)
 
 
-def test_spans_follow_forks_crops_and_saves(
-    model: PreTrainedModel, read: Any, tmp_path: Path
-) -> None:
+def test_spans_follow_their_tokens(model: PreTrainedModel, read: Any, tmp_path: Path) -> None:
     cache, _ = read
     fork = cache.fork()
     fork.crop(1500 - fork.get_seq_length())

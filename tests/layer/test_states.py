@@ -28,7 +28,6 @@ from hf_kvret.stores.memory import DeviceMemory
 HEADS, DIM, TOKENS = 2, 8, 40
 CONFIG = FlatConfig(sink=2, recent=5, flush=4, dense_below=0, top_k=3, max_draft=4)
 KEYS, VALUES = torch.randn(2, 3, HEADS, TOKENS, DIM, generator=torch.Generator().manual_seed(0))
-ONE = torch.ones(())
 # The last sequence is padded on the left.
 VALID = torch.arange(TOKENS) >= torch.tensor([[0], [0], [9]])
 
@@ -91,8 +90,7 @@ CASES = {
     "sums": Case(lambda n: ColdSums(DIM, DIM), fill_sums),
     "indexer": Case(lambda n: IndexerKeys(), fill_indexer),
     "retrieved": Case(
-        lambda n: RetrievedTokens(),
-        lambda state, rows: state.add([(8, 16), (16, 30)]),
+        lambda n: RetrievedTokens(), lambda state, rows: state.add([(8, 16), (16, 30)])
     ),
     "tokens": Case(
         lambda n: TokenRecord(), lambda state, rows: state.write(100 * VALID[rows].long(), 0)
