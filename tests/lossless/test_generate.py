@@ -7,11 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    StoppingCriteriaList,
-)
+from transformers import LlamaConfig, LlamaForCausalLM, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 import hf_kvret
@@ -80,9 +76,7 @@ CALLS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("name", "method"), [(name, METHODS[i % len(METHODS)]) for i, name in enumerate(CALLS)]
 )
-def test_text_is_that_of_full_attention_with_the_same_seed(
-    model: Any, name: str, method: str
-) -> None:
+def test_text_is_full_attentions_with_the_same_seed(model: Any, name: str, method: str) -> None:
     full = generate(model, prompt(), **CALLS[name])
     ours = generate(model, prompt(), **CALLS[name], **lossless(method))
     assert torch.equal(ours.sequences, full.sequences)
@@ -252,9 +246,7 @@ def test_a_call_that_breaks_off_leaves_what_was_read(model: Any) -> None:
     assert torch.equal(generate(model, more, **as_argument(cache)).sequences, expected)
 
 
-def test_an_index_that_returns_rubbish_changes_no_answer(
-    model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_index_of_rubbish_changes_no_answer(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def rubbish(self: Any, query: torch.Tensor, cold: ColdTokens) -> torch.Tensor:
         shape = (len(query), 2, query.shape[2], cold.budget)
         return torch.arange(cold.budget, dtype=torch.int32).expand(shape).contiguous()

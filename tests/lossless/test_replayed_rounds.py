@@ -36,27 +36,26 @@ def _text(model: Any, cache: RetrievalCache, graph: DecodeGraph | None, count: i
     return tokens
 
 
+def _replayed(model: Any, count: int, method: str, **options: Any) -> tuple[DecodeGraph, Any]:
+    """The graph of some rounds, whose text is that of usual ones, and their counts."""
+    with taped():
+        own, usual = (small_cache(model, method, lossless=True, **options) for _ in range(2))
+        graph = DecodeGraph(model, own)
+        assert _text(model, own, graph, count) == _text(model, usual, None, count)
+    assert graph.reason is None
+    return graph, own.rounds
+
+
 def test_a_captured_step_serves_many_rounds() -> None:
     """It is captured anew behind a flush, but not behind an exact pass or dropped drafts."""
-    model = small_llama(layers=1)
-    with taped():
-        caches = [
-            small_cache(model, "flat", store="host", lossless=True, recent=8, flush=8)
-            for _ in range(2)
-        ]
-        graph = DecodeGraph(model, caches[0])
-        assert _text(model, caches[0], graph, 12) == _text(model, caches[1], None, 12)
-    assert graph.reason is None and caches[0].rounds.rounds > 2
-    assert graph.captures == 2 and graph.replays == caches[0].rounds.drafted - 2
+    graph, rounds = _replayed(small_llama(1), 12, "flat", store="host", recent=8, flush=8)
+    assert rounds.rounds > 2
+    assert graph.captures == 2 and graph.replays == rounds.drafted - 2
 
 
 def test_drafts_of_an_index_that_learns_are_captured_in_each_round() -> None:
-    model = small_llama(layers=1)
-    with taped():
-        caches = [small_cache(model, "lrqk", lossless=True) for _ in range(2)]
-        graph = DecodeGraph(model, caches[0])
-        assert _text(model, caches[0], graph, 6) == _text(model, caches[1], None, 6)
-    assert graph.reason is None and graph.captures == caches[0].rounds.rounds
+    graph, rounds = _replayed(small_llama(1), 6, "lrqk")
+    assert graph.captures == rounds.rounds
 
 
 @pytest.mark.slow
@@ -64,10 +63,6 @@ def test_drafts_with_a_recurrent_state_are_replayed_across_rounds() -> None:
     """A state goes back in place, so the captured step finds it there."""
     model = MODELS["qwen3_next"].build()
     hf_kvret.attach(model)
-    with taped():
-        caches = [small_cache(model, "flat", lossless=True, recent=8, flush=8) for _ in range(2)]
-        graph = DecodeGraph(model, caches[0])
-        assert _text(model, caches[0], graph, 7) == _text(model, caches[1], None, 7)
-    rounds = caches[0].rounds
-    assert graph.reason is None and graph.replays > rounds.rounds
+    graph, rounds = _replayed(model, 7, "flat", recent=8, flush=8)
+    assert graph.replays > rounds.rounds
     assert rounds.accepted < rounds.drafted

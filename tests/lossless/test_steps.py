@@ -189,9 +189,7 @@ def test_a_round_that_breaks_leaves_states_as_they_were(broken: int) -> None:
 
 
 @pytest.mark.parametrize(("models", "name"), [(HYBRID_MODELS, "falcon_h1"), (MODELS, "qwen3_next")])
-def test_a_ctrl_c_as_close_reads_again_leaves_the_cache_as_before_the_round(
-    models: Any, name: str
-) -> None:
+def test_a_ctrl_c_in_close_leaves_the_cache_as_before_the_round(models: Any, name: str) -> None:
     recurrent = models[name].build()
     hf_kvret.attach(recurrent)
     cache, token = _filled(recurrent)

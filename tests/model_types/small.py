@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache
 
 from hf_kvret.commands.models import default_config, text_class
 from hf_kvret.models.compatibility import by_layer, text_key
+from hf_kvret.models.versions import as_argument
 from hf_kvret.testing.models import PAD_TOKEN, spread_weights
 
 VOCAB_SIZE = 256
@@ -324,3 +326,20 @@ def image_inputs(name: str, batch: int, length: int) -> dict[str, torch.Tensor]:
     pixels = torch.linspace(0, 1, 3 * 224 * 224).view(1, 1, 3, 224, 224)
     seen = torch.ones(batch, length, 1, dtype=torch.int64)
     return {"pixel_values": pixels.expand(batch, -1, -1, -1, -1), "image_attention_mask": seen}
+
+
+def padded_prompt(length: int, padding: int = 0) -> dict[str, torch.Tensor]:
+    """``input_ids`` and ``attention_mask`` of two sequences; the second is padded at its left."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(VOCAB_SIZE // 2, VOCAB_SIZE, (2, length), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[1, :padding] = 0
+    return {"input_ids": ids.masked_fill(mask == 0, PAD_TOKEN), "attention_mask": mask}
+
+
+def generate(model: PreTrainedModel, cache: Cache, new_tokens: int, **inputs: Any) -> Any:
+    """``generate``'s output with ``logits``, greedy and without an end."""
+    return model.generate(
+        **inputs, **as_argument(cache), max_new_tokens=new_tokens, do_sample=False,
+        eos_token_id=None, output_logits=True, return_dict_in_generate=True,
+    )  # fmt: skip

@@ -35,9 +35,7 @@ def test_a_lost_row_is_seen(flat_only: None, monkeypatch: pytest.MonkeyPatch) ->
     assert result.failures["flat"].startswith("logits differ")
 
 
-def test_an_error_of_ours_is_not_taken_for_one_of_transformers(
-    flat_only: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_our_error_is_not_transformers(flat_only: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*given: object) -> None:
         raise RuntimeError("a planted fault")
 

@@ -17,7 +17,6 @@ from transformers.cache_utils import Cache
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.generate.attach import restore
 from hf_kvret.models.compatibility import index_budget, retrieval_shapes
-from hf_kvret.models.versions import as_argument
 from hf_kvret.registry import registered_methods
 from hf_kvret.testing.conformance import (
     COVERING_OPTIONS,
@@ -25,10 +24,9 @@ from hf_kvret.testing.conformance import (
     cold_rows_read,
     widest_span,
 )
-from hf_kvret.testing.models import PAD_TOKEN
 from hf_kvret.testing.scenario import FAILURES, describe
 
-from .small import VOCAB_SIZE, image_inputs, small_model, small_text_part
+from .small import generate, image_inputs, padded_prompt, small_model, small_text_part
 
 PROMPT_LEN, PADDING_LEN, NEW_TOKENS = 200, 57, 8
 
@@ -168,20 +166,7 @@ def _bites(model: PreTrainedModel, reference: _Text, cls: Any) -> str:
 
 def _generate(model: PreTrainedModel, cache: Cache) -> _Text:
     """Greedy text after two prompts, the second padded at its left."""
-    generator = torch.Generator().manual_seed(1)
-    shape = (2, PROMPT_LEN)
-    tokens = torch.randint(VOCAB_SIZE // 2, VOCAB_SIZE, shape, generator=generator)
-    mask = torch.ones_like(tokens)
-    mask[1, :PADDING_LEN] = 0
-    output = model.generate(
-        input_ids=tokens.masked_fill(mask == 0, PAD_TOKEN),
-        attention_mask=mask,
-        **as_argument(cache),
-        max_new_tokens=NEW_TOKENS,
-        do_sample=False,
-        eos_token_id=None,
-        output_logits=True,
-        return_dict_in_generate=True,
-        **image_inputs(model.config.model_type, *shape),
-    )
+    extra = image_inputs(model.config.model_type, 2, PROMPT_LEN)
+    inputs = {**padded_prompt(PROMPT_LEN, PADDING_LEN), **extra}
+    output = generate(model, cache, NEW_TOKENS, **inputs)
     return _Text(output.sequences, torch.stack(output.logits), cache)

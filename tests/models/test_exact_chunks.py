@@ -16,7 +16,14 @@ from hf_kvret.models.versions import as_argument
 from hf_kvret.testing.conformance import COVERING_OPTIONS, LOGIT_TOLERANCE
 from hf_kvret.testing.models import PAD_TOKEN, spread_weights
 
-from ..model_types.small import VOCAB_SIZE, image_inputs, small_model, small_text_part
+from ..model_types.small import (
+    VOCAB_SIZE,
+    generate,
+    image_inputs,
+    padded_prompt,
+    small_model,
+    small_text_part,
+)
 from ..model_types.trial import IMPOSSIBLE
 
 LIMIT, CHUNK = 96, 40
@@ -61,23 +68,8 @@ def _rotating(kind: str, model_type: str = "llama") -> PreTrainedModel:
     return model.eval()
 
 
-def _prompt(length: int, padding: int = 0) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(VOCAB_SIZE // 2, VOCAB_SIZE, (2, length), generator=generator)
-    mask = torch.ones_like(ids)
-    mask[1, :padding] = 0
-    return {"input_ids": ids.masked_fill(mask == 0, PAD_TOKEN), "attention_mask": mask}
-
-
 def _generate(model: PreTrainedModel, cache: Any, **inputs: Any) -> Any:
-    return model.generate(
-        **inputs,
-        **as_argument(cache),
-        max_new_tokens=5,
-        do_sample=False,
-        output_logits=True,
-        return_dict_in_generate=True,
-    )
+    return generate(model, cache, 5, **inputs)
 
 
 def _passes(model: PreTrainedModel) -> list[int]:
@@ -114,7 +106,7 @@ def _cache(model: PreTrainedModel, chunk: int = CHUNK) -> FlatKVCache:
     ],
 )
 def test_a_rotation_is_that_of_one_pass(model_type: str, kind: str, length: int) -> None:
-    inputs = _prompt(length, padding=11)
+    inputs = padded_prompt(length, padding=11)
     own_model, model = _rotating(kind, model_type), _rotating(kind, model_type)
     try:
         own = _generate(own_model, DynamicCache(config=own_model.config), **inputs)
@@ -131,20 +123,20 @@ def test_a_rotation_is_that_of_one_pass(model_type: str, kind: str, length: int)
 @pytest.mark.parametrize("kind", sorted(CHANGING))
 def test_a_callers_chunks_are_refused_there(kind: str) -> None:
     model = _rotating(kind)
-    inputs = {**_prompt(LIMIT + 40), "prefill_chunk_size": CHUNK}
+    inputs = {**padded_prompt(LIMIT + 40), "prefill_chunk_size": CHUNK}
     with pytest.raises(ValueError, match=rf"prefill_chunk_size={CHUNK} .*{kind}.*=None"):
         _generate(model, _cache(model), **inputs)
     _generate(model, _cache(model), **{**inputs, "prefill_chunk_size": LIMIT + 40})
-    short = {**_prompt(LIMIT - 6), "prefill_chunk_size": CHUNK}
+    short = {**padded_prompt(LIMIT - 6), "prefill_chunk_size": CHUNK}
     _generate(model, _cache(model), **short)
 
 
 def test_why_a_prompt_goes_in_one_pass_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "hf_kvret"):
         model = _rotating("longrope")
-        _generate(model, _cache(model), **_prompt(LIMIT + 40))
+        _generate(model, _cache(model), **padded_prompt(LIMIT + 40))
         model.generate(
-            inputs_embeds=model.get_input_embeddings()(_prompt(LIMIT)["input_ids"]),
+            inputs_embeds=model.get_input_embeddings()(padded_prompt(LIMIT)["input_ids"]),
             **as_argument(_cache(model)),
             max_new_tokens=1,
         )
@@ -212,7 +204,7 @@ def _model(name: str) -> PreTrainedModel:
 
 
 def _inputs(model: PreTrainedModel, padding: int, length: int = 150) -> dict[str, Any]:
-    return {**_prompt(length, padding), **image_inputs(model.config.model_type, 2, length)}
+    return {**padded_prompt(length, padding), **image_inputs(model.config.model_type, 2, length)}
 
 
 # A mask in both directions, and states that go on.

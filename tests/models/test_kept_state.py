@@ -323,18 +323,6 @@ def test_a_crop_goes_back_to_the_shift_of_its_length(copy: Callable[..., ModelSt
         assert torch.equal(state.values()[NAME], shift(0, 0))
 
 
-def test_rows_move_with_the_batch_and_so_do_their_cuts() -> None:
-    state = filled()
-    fork = state.fork()
-    state.reorder(torch.tensor([1, 1, 0]))
-    assert torch.equal(state.values()[NAME], shift(-3, -3, -4))
-    state.reorder(torch.arange(3).repeat_interleave(2))
-    assert torch.equal(state.values()[NAME], shift(-3, -3, -3, -3, -4, -4))
-    state.crop(13)
-    assert torch.equal(state.values()[NAME], shift(-3, -3, -3, -3, -2, -2))
-    assert torch.equal(fork.values()[NAME], shift(-4, -3))
-
-
 def test_a_pass_whose_positions_are_unknown_or_contradict_is_not_cut() -> None:
     for cuts in (None, torch.zeros(1, 6, dtype=torch.int32)):
         state = ModelState()
@@ -346,25 +334,3 @@ def test_a_pass_whose_positions_are_unknown_or_contradict_is_not_cut() -> None:
             one.crop(4)
             with pytest.raises(ValueError, match="whose positions it does not know"):
                 one.values()
-
-
-def test_a_shift_of_fewer_rows_is_that_of_their_repetitions() -> None:
-    state = ModelState()
-    state.record({NAME: shift(-2, -3)}, 0, 5, 6, None)
-    assert torch.equal(state.values()[NAME], shift(-2, -2, -2, -3, -3, -3))
-
-
-def test_frequencies_stay_through_a_crop_and_go_with_the_last_token() -> None:
-    state = ModelState()
-    values = {
-        "rotary_emb.inv_freq": torch.rand(4),
-        "rotary_emb.max_seq_len_cached": torch.tensor(9),
-    }
-    state.record(values, 0, 9, 2, None)
-    state.crop(5)
-    state.reorder(torch.tensor([1, 0]))
-    for one in (state, loaded(state)):
-        assert torch.equal(one.values()["rotary_emb.inv_freq"], values["rotary_emb.inv_freq"])
-        assert one.values()["rotary_emb.max_seq_len_cached"] == 9
-        one.crop(0)
-        assert one.values() == {}

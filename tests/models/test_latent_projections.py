@@ -113,9 +113,7 @@ class Offloaded(nn.Module):
         return out
 
 
-def test_an_offloaded_weight_comes_for_each_call(
-    model: PreTrainedModel, calls: list[nn.Module]
-) -> None:
+def test_an_offloaded_weight_is_read_anew(model: PreTrainedModel, calls: list[nn.Module]) -> None:
     check(replaced(model, Offloaded), {2: in_all(lambda module: module.on_host.mul_(2))})
     assert len(calls) == 4 * STEPS
 

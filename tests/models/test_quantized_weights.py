@@ -67,9 +67,7 @@ def test_tokens_are_those_of_the_models_full_attention(
 
 
 @pytest.mark.parametrize("bits", ["int8", "int4"])
-def test_the_same_codes_made_again_are_the_same_model(
-    bits: str, models: dict[str, PreTrainedModel]
-) -> None:
+def test_codes_made_again_are_the_same_model(bits: str, models: dict[str, PreTrainedModel]) -> None:
     model, plain = models[bits], models["plain"]
     caches = [hf_kvret.FlatKVCache(model.config, **COVERING_OPTIONS) for _ in range(2)]
     answer = model.generate(prompt(1, 50), past_key_values=caches[0], **RUN)
@@ -81,9 +79,7 @@ def test_the_same_codes_made_again_are_the_same_model(
 
 
 @pytest.mark.parametrize("bits", ["int8", "int4"])
-def test_an_artifact_compares_what_is_not_coded(
-    bits: str, models: dict[str, PreTrainedModel]
-) -> None:
+def test_an_artifact_compares_plain_weights(bits: str, models: dict[str, PreTrainedModel]) -> None:
     samples = ModelIdentity.of(models["plain"]).weights
     count, differences = compare_weights(samples, models[bits])
     assert not differences and 0 < count < len(samples)

@@ -48,9 +48,7 @@ def split(model: Any) -> PreTrainedModel:
     return model  # type: ignore[no-any-return]
 
 
-def test_a_mesh_without_a_name_divides_heads_where_transformers_says_so(
-    group: int, model: Any
-) -> None:
+def test_an_unnamed_mesh_divides_heads_where_transformers_says_so(group: int, model: Any) -> None:
     """FSDP's own meshes have none either, and each process has all heads there."""
     projection = model.model.layers[0].self_attn.q_proj
     mesh = init_device_mesh("cpu", (2,))
@@ -61,9 +59,7 @@ def test_a_mesh_without_a_name_divides_heads_where_transformers_says_so(
     assert part_of(model) == Part(0, 2)
 
 
-def test_a_saved_cache_is_of_whole_models(
-    group: int, model: PreTrainedModel, tmp_path: Path
-) -> None:
+def test_a_save_is_of_whole_models(group: int, model: PreTrainedModel, tmp_path: Path) -> None:
     """As each of several data parallel processes has (accelerate, lm-eval)."""
     cls, cache = FlatKVCache, FlatKVCache(model.config, **COVERING_OPTIONS)
     model.generate(prompt(1, 100), past_key_values=cache, **RUN)
@@ -104,9 +100,7 @@ def test_weights_in_shards_are_compared_by_their_place(group: int, model: PreTra
     assert name in whole.weights and f"{name} at 0 of 2" in shards.weights
 
 
-def test_a_split_model_is_not_calibrated(
-    group: int, model: PreTrainedModel, tmp_path: Path
-) -> None:
+def test_no_split_model_is_calibrated(group: int, model: PreTrainedModel, tmp_path: Path) -> None:
     assert not is_split(model)
     assert is_split(split(model))
     with pytest.raises(ValueError, match="the model is split over processes"):

@@ -25,9 +25,7 @@ RUN: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
 
 @pytest.mark.parametrize(("name", "other"), [CACHE_NAMES, CACHE_NAMES[::-1]])
 @torch.no_grad()
-def test_a_cache_may_have_either_name_without_a_warning(
-    name: str, other: str, llama: PreTrainedModel
-) -> None:
+def test_a_cache_may_have_either_name(name: str, other: str, llama: PreTrainedModel) -> None:
     """In ``generate``, in a loop and in a captured step; wrappers pass the other name as None."""
     ids = prompt(1, 40)
     hf_kvret.attach(llama)

@@ -48,9 +48,7 @@ def test_a_compiled_decoder_is_seen_through() -> None:
     assert decoder_of(model) is model.model._orig_mod
 
 
-def test_a_model_whose_decoder_is_a_linear_layer_is_served(
-    modernbert: PreTrainedModel, tmp_path: Path
-) -> None:
+def test_a_linear_layer_as_decoder_is_served(modernbert: PreTrainedModel, tmp_path: Path) -> None:
     ids = prompt(2, 200)
     expected = modernbert.generate(ids, **RUN)
     cache = FlatKVCache(modernbert.config, **COVERING_OPTIONS)

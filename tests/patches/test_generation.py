@@ -194,9 +194,7 @@ def test_a_choice_is_handed_out_once(model: Any, monkeypatch: pytest.MonkeyPatch
     assert [model.get_compiled_call(None) for _ in range(2)] == ["ours", "theirs"]
 
 
-def test_disable_compile_and_foreign_caches_are_left_alone(
-    model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_not_ours_is_left_alone(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     hf_kvret.register()
     graphs: list[Any] = []
     monkeypatch.setattr("hf_kvret.generate.call.DecodeGraph", lambda *args: graphs.append(args))

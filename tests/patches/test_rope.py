@@ -109,9 +109,7 @@ def test_rotating_to_one_position_is_rotating_all_tokens_there(x: torch.Tensor) 
     assert ROPES["half"].rotate_to(x[:, :, :0], 3).shape == (2, 3, 0, 16)
 
 
-def test_the_arithmetic_is_fp32_and_the_result_has_the_dtype_that_was_asked_for(
-    x: torch.Tensor,
-) -> None:
+def test_arithmetic_is_fp32_and_the_result_has_the_dtype_asked_for(x: torch.Tensor) -> None:
     rope, half = ROPES["factor"], x.bfloat16()
     exact = rope.rotate(half.float(), POSITIONS)
     assert torch.equal(rope.rotate(half, POSITIONS, dtype=torch.float32), exact)
@@ -218,9 +216,7 @@ LONGROPE = {
     ],
     ids=["dynamic", "longrope", "type", "layout", "layer", "config", "code", "none", "rotation"],
 )
-def test_rotations_that_are_not_known_are_refused(
-    config: Any, arguments: tuple[Any, ...], words: str
-) -> None:
+def test_unknown_rotations_are_refused(config: Any, arguments: tuple[Any, ...], words: str) -> None:
     with pytest.raises((ValueError, TypeError), match=words):
         Rope.of(config, *arguments)
 

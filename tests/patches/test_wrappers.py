@@ -93,9 +93,7 @@ def test_a_wrapper_that_another_hides_passes_calls_on_once_there_is_a_new_one(cl
 
 @wrappings
 @pytest.mark.parametrize("ours_first", [True, False])
-def test_wrappers_from_before_us_go_in_any_order(
-    wrap: Wrapping, ours_first: bool, cls: Any
-) -> None:
+def test_wrappers_from_before_go_in_any_order(wrap: Wrapping, ours_first: bool, cls: Any) -> None:
     base = cls.__mro__[1]
     plain = base.speak
     base.speak = theirs = wrap(plain)

@@ -154,9 +154,7 @@ def test_generate_compiles_where_it_is_asked_to(caplog: pytest.LogCaptureFixture
 
 
 @pytest.mark.skipif(bool(host_library.why_not()), reason="no compiled library")
-def test_weights_of_16_bits_multiply_in_the_library_where_it_is_quicker(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_weights_of_16_bits_multiply_in_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     model, product, shapes = small_llama().bfloat16(), host_library.product, []
 
     def spy(x: torch.Tensor, *rest: Any) -> torch.Tensor:
@@ -209,9 +207,7 @@ def test_layers_of_a_replayed_type_compile_or_say_why(name: str) -> None:
     assert reason is None if words is None else words in str(reason)
 
 
-def test_what_torch_refuses_stays_as_it_is_and_is_logged_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_what_torch_refuses_stays_and_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     model = small_llama()
     layer = model.model.layers[1]
     layer.input_layernorm = Waiting(layer.input_layernorm)
@@ -265,29 +261,28 @@ def test_two_models_in_two_threads_do_not_disturb_each_other() -> None:
         assert torch.equal(run.result(), one)
 
 
-@pytest.mark.parametrize("padded", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_a_graph_captures_compiled_layers(padded: bool) -> None:
-    model = small_llama(layers=1)
+@pytest.mark.parametrize(
+    ("name", "padded"),
+    [
+        ("small", True),
+        *(
+            pytest.param(name, False, marks=pytest.mark.slow)
+            for name in ("small", "gemma3", "lfm2", "llama", "qwen3_next")
+        ),
+    ],
+)
+def test_a_graph_captures_compiled_layers(name: str, padded: bool) -> None:
+    """Also beside states and windows that slide."""
+    model = small_llama(layers=1) if name == "small" else MODELS[name].build().eval()
+    hf_kvret.attach(model)
+    prompt = PROMPT if name == "small" else 26
     with taped():
-        expected = plain(model, padded, flush=12).run(5)
-        loop = graphed(model, padded=padded, flush=12, compile=True)
+        expected = plain(model, padded, prompt, flush=12).run(5)
+        loop = compiled(model, padded, prompt, flush=12)
         assert torch.equal(loop.run(5), expected)
     assert loop.call.reason is None and why(loop) is None
     assert loop.call.captures and loop.call.replays
-    assert graphs() == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["gemma3", "lfm2", "llama", "qwen3_next"])
-def test_a_graph_captures_compiled_layers_beside_states_and_windows(name: str) -> None:
-    model = MODELS[name].build().eval()
-    hf_kvret.attach(model)
-    with taped():
-        expected = plain(model, prompt=26, flush=12).run(4)
-        loop = graphed(model, prompt=26, flush=12, compile=True)
-        assert torch.equal(loop.run(4), expected)
-    assert loop.call.reason is None and why(loop) is None
-    assert loop.call.captures and loop.call.replays
+    assert name != "small" or graphs() == 1
 
 
 @pytest.mark.slow

@@ -26,16 +26,7 @@ from hf_kvret.testing import MODELS
 from hf_kvret.testing.tape import taped
 
 from ..pictures import Conversation, ask, assert_same, next_turn, picture_model
-from .steps import (
-    OPTIONS,
-    PROMPT,
-    DecodeLoop,
-    Waiting,
-    compare,
-    graphed,
-    small_cache,
-    small_llama,
-)
+from .steps import OPTIONS, PROMPT, DecodeLoop, Waiting, compare, graphed, small_cache, small_llama
 
 COVERING = {**OPTIONS, "top_k": 10**6}
 TOKENS = torch.arange(2 * PROMPT).view(2, PROMPT) % 40 + 10
@@ -106,9 +97,7 @@ def generate(
     return model.generate(tokens, **{"max_new_tokens": 6, "do_sample": False} | cached | more)
 
 
-def test_generate_replays_by_itself_and_gives_the_same_tokens(
-    shallow: PreTrainedModel, graphs: list[DecodeGraph]
-) -> None:
+def test_generate_replays_by_itself(shallow: PreTrainedModel, graphs: list[DecodeGraph]) -> None:
     mask = torch.ones_like(TOKENS)
     mask[1, :5] = 0
     request = {"attention_mask": mask, "max_new_tokens": 9, "min_new_tokens": 9}
@@ -129,9 +118,7 @@ def test_beams_and_drafts_go_the_usual_way(shallow: PreTrainedModel, mode: dict[
         assert torch.equal(generate(shallow, tokens, COVERING, **mode), expected)
 
 
-def test_no_graph_is_left_after_generate(
-    shallow: PreTrainedModel, graphs: list[DecodeGraph]
-) -> None:
+def test_no_graph_outlives_generate(shallow: PreTrainedModel, graphs: list[DecodeGraph]) -> None:
     with taped():
         output = generate(shallow, TOKENS[:1], OPTIONS, return_dict_in_generate=True)
     (step,) = map(weakref.ref, graphs)
@@ -259,9 +246,7 @@ def test_a_gpu_replays_what_it_would_compute(method: str, store: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_second_turn_after_replayed_steps_has_its_own_positions(
-    graphs: list[DecodeGraph],
-) -> None:
+def test_a_second_turn_after_replays_has_its_own_positions(graphs: list[DecodeGraph]) -> None:
     """Replays read positions and call no hook, so another request may come between."""
     talk = Conversation(picture_model("qwen2_5_vl"))
     model, cache = talk.model, talk.filled()

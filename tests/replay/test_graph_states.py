@@ -27,9 +27,7 @@ def silent(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, logger="hf_kvret.replay")
 
 
-def test_a_model_that_waits_for_the_device_runs_as_usual_and_says_so_once(
-    silent: None, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_model_that_waits_runs_as_usual(silent: None, caplog: pytest.LogCaptureFixture) -> None:
     model = small_llama(layers=1)
     usual = DecodeLoop(model, small_cache(model)).run(3)
     model.model.norm = Waiting(model.model.norm)
@@ -66,9 +64,7 @@ def test_an_error_of_another_kind_passes_and_leaves_the_cache_as_it_was() -> Non
     assert cache.get_seq_length() == length + 1
 
 
-def test_a_rehearsal_that_breaks_leaves_no_token_for_the_next_step(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_broken_rehearsal_leaves_no_token_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     model = small_llama()
     first, broken, other = (torch.full((2, 1), token) for token in (3, 7, 11))
 
@@ -228,9 +224,7 @@ def test_with_gradients_on_a_step_runs_as_usual() -> None:
     assert step.replays == replays
 
 
-def test_memory_that_ran_out_is_tried_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_memory_that_ran_out_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     record, failures = TapeRecorder.record, [1, 1, 1]
 
     def full(recorder: TapeRecorder, step: Any) -> Any:
@@ -253,9 +247,7 @@ def test_memory_that_ran_out_is_tried_again(
 
 
 @pytest.mark.parametrize("method", ["h2o", "aqua"])
-def test_what_sees_each_pass_is_not_replayed_before_anything_is_cold(
-    method: str, tmp_path: Path
-) -> None:
+def test_what_sees_each_pass_is_not_replayed_while_dense(method: str, tmp_path: Path) -> None:
     """It would not see the passes that are replayed, and lack them when tokens turn cold."""
     model = small_llama(layers=1)
     learned = {"artifact": tiny_artifact(model, method, tmp_path)} if method == "aqua" else {}
@@ -266,11 +258,7 @@ def test_what_sees_each_pass_is_not_replayed_before_anything_is_cold(
 
 @pytest.mark.parametrize(
     ("device", "cuda", "level"),
-    [
-        ("meta", False, logging.DEBUG),
-        ("meta", True, logging.WARNING),
-        ("cpu", True, logging.DEBUG),
-    ],
+    [("meta", False, logging.DEBUG), ("meta", True, logging.WARNING), ("cpu", True, logging.DEBUG)],
 )
 def test_a_missing_graph_is_a_warning_only_where_one_is_expected(
     device: str,

@@ -44,9 +44,7 @@ def test_a_replay_reads_what_stands_in_the_same_memory_now() -> None:
 
 @gpu
 @pytest.mark.parametrize("step", [lambda x: x.sum().item(), lambda x: x.nonzero(), _broken])
-def test_a_capture_that_fails_leaves_device_and_allocator_sound(
-    step: Callable[[torch.Tensor], Any],
-) -> None:
+def test_a_failed_capture_leaves_the_device_sound(step: Callable[[torch.Tensor], Any]) -> None:
     recorder, x = CudaRecorder(DEVICE), torch.ones(64, 64, device=DEVICE)
     for _ in range(2):
         with pytest.raises((RuntimeError, KeyError)):

@@ -141,9 +141,7 @@ def test_replayed_steps_give_the_tokens_of_usual_ones(
         for name in WITH_STATES
     ],
 )
-def test_layers_with_states_are_replayed_without_padding(
-    name: str, graphs: list[DecodeGraph]
-) -> None:
+def test_layers_with_states_are_replayed_unpadded(name: str, graphs: list[DecodeGraph]) -> None:
     is_small = name in SMALL_WITH_STATES
     model = small_model(name, **SMALL_WITH_STATES[name]) if is_small else ALL_MODELS[name].build()
     model = with_batched_experts(model)
@@ -155,9 +153,7 @@ def test_layers_with_states_are_replayed_without_padding(
 
 
 @pytest.mark.slow
-def test_a_number_that_a_model_counts_on_the_host_is_noticed_by_the_comparison(
-    graphs: list[DecodeGraph],
-) -> None:
+def test_a_number_that_a_model_counts_on_the_host_is_noticed(graphs: list[DecodeGraph]) -> None:
     model = build("llama")
     rope, calls = model.model.rotary_emb.forward, 0
 
