@@ -125,7 +125,8 @@ def _operations() -> Iterator[tuple[str, int, Any, list[Callable[[], object]]]]:
     query, buffer = torch.zeros(2, 8, 1, 128, dtype=half), torch.zeros(2, 2, 800, 128, dtype=half)
     others = Partials(torch.zeros(2, 8, 1, 4, 128), torch.zeros(2, 8, 1, 4))
     mask = torch.ones(2, 800, dtype=torch.bool)
-    windows = ((60, False), (130, False), (800, False), (800, True))
+    lengths = (60, *range(130, 800, 67), 800)
+    windows = (*((length, False) for length in lengths), (800, True))
     yield (
         "windows",
         0,

@@ -9,6 +9,7 @@ import torch
 
 from hf_kvret.methods.lrqk.als import AlternatingFactors, Moments, alternating
 from hf_kvret.methods.lrqk.factors import Factors, KeyGrams, QueryGrams, closed_form
+from hf_kvret.testing.tape import TapeRecorder
 
 DIM, RANK = 24, 8
 CASES = ("full", "ragged", "deficient", "few_rows", "zero", "scaled", "thin_overlap")
@@ -217,3 +218,27 @@ def test_sums_for_als_are_of_one_random_matrix_without_padding(cuts: tuple[int, 
     torch.testing.assert_close(sketch.cross, (start.mT @ rows).double(), rtol=1e-5, atol=1e-3)
     torch.testing.assert_close(sketch.own, (start.mT @ start).double(), rtol=1e-5, atol=1e-3)
     assert math.isclose(float(start.std()), math.sqrt(float(valid.float().mean())), rel_tol=0.05)
+
+
+@pytest.mark.parametrize("earlier", range(1, 6))
+def test_queries_of_replayed_steps_are_summed_in_the_groups_of_usual_ones(
+    earlier: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever in the buffer the step was captured; no replay writes behind it."""
+    monkeypatch.setattr("hf_kvret.methods.lrqk.factors._PENDING", 4)
+    queries = torch.randn(earlier + 5, 1, 2, 1, DIM)
+    usual, replayed = (QueryGrams(1, half_life=3.0) for _ in range(2))
+    for query in queries[:earlier]:
+        replayed.add(query, None)
+    step_query = queries[0].clone()
+    replayed.before_capture()
+    _, replay = TapeRecorder(step_query.device).record(lambda: replayed.add(step_query, None))
+    for number, query in enumerate(queries[earlier:]):
+        if number:
+            replayed.before_replay()
+        step_query.copy_(query)
+        replay()
+    for query in queries:
+        usual.add(query, None)
+    assert replayed._buffer.count == usual._buffer.count
+    assert torch.equal(replayed.weighted(0.5), usual.weighted(0.5))

@@ -334,3 +334,13 @@ def test_a_pass_whose_positions_are_unknown_or_contradict_is_not_cut() -> None:
             one.crop(4)
             with pytest.raises(ValueError, match="whose positions it does not know"):
                 one.values()
+
+
+def test_frequencies_stay_through_a_crop_and_go_with_the_last_token() -> None:
+    state, values = ModelState(), {"rotary_emb.inv_freq": torch.rand(4)}
+    state.record(values, 0, 9, 2, None)
+    state.crop(5)
+    for one in (state, loaded(state)):
+        assert torch.equal(one.values()["rotary_emb.inv_freq"], values["rotary_emb.inv_freq"])
+        one.crop(0)
+        assert one.values() == {}
