@@ -47,6 +47,14 @@ def test_what_stays_selected_is_a_hit_and_only_new_tokens_are_missed() -> None:
     assert (store.stats()["hits"], store.stats()["misses"]) == (6 * rows, 6 * rows)
 
 
+def test_spare_slots_keep_what_was_used_last() -> None:
+    store, _ = pair = _pair(6)
+    for chosen in (3, 4, 5, 3):
+        _attend_both(pair, same_ids(0, 1, 2, chosen))
+    # 3, 4 and 5 take turns: with six slots the third of them still fits.
+    assert store.stats()["misses"] == 6 * 2 * HEADS
+
+
 def test_heads_of_a_group_that_want_the_same_row_fetch_it_once() -> None:
     store, _ = pair = _pair(1.0)
     _attend_both(pair, same_ids(1, 2, 3, heads=HEADS * GROUP))
