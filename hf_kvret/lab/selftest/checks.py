@@ -329,25 +329,21 @@ def step_checks(bundled: Bundled) -> Iterator[Check]:
     """Steps beside those of plain torch, and on a GPU replayed ones beside usual ones."""
     on_gpu = bundled.device.type == "cuda"
     remedy = "cache_implementation='dynamic'" if on_gpu else "HF_KVRET_CPU_PATH=portable"
-    for method, store in itertools.product(METHODS, ("device", "host", "higgs")):
-        if not registered_methods()[method].Config.takes("store", store):
-            continue
-        name = f"{method}, store={store!r}"
+    half = Bundled(bundled.device, torch.bfloat16)
+    cases = [
+        (bundled, method, store, f"{method}, store={store!r}")
+        for method, store in itertools.product(METHODS, ("device", "host", "higgs"))
+        if registered_methods()[method].Config.takes("store", store)
+    ]
+    cases += [(half, method, "device", f"{method}, bf16") for method in ("flat", "paris", "lrqk")]
+    for model, method, store, name in cases:
         # torch reads no rows over the bus.
         if not on_gpu or store != "host":
-            yield Check(
-                "steps", f"{name}, torch", partial(_beside_torch, bundled, method, store), remedy
-            )
+            run = partial(_beside_torch, model, method, store)
+            yield Check("steps", f"{name}, torch", run, remedy)
         if on_gpu:
-            run = partial(replayed, bundled, method, store)
+            run = partial(replayed, model, method, store)
             yield Check("steps", f"{name}, graph", run, "graph=False")
-    half = Bundled(bundled.device, torch.bfloat16)
-    for method in ("flat", "paris", "lrqk"):
-        run = partial(_beside_torch, half, method, "device")
-        yield Check("steps", f"{method}, bf16, torch", run, remedy)
-        if on_gpu:
-            run = partial(replayed, half, method, "device")
-            yield Check("steps", f"{method}, bf16, graph", run, "graph=False")
     if on_gpu:
         run = partial(replayed, bundled, "flat", "device", compile=True)
         yield Check("steps", "flat, compiled layers, graph", run, "compile=False")
