@@ -41,10 +41,7 @@ COUNTED = {
     "paris.encode": (600 * 32 + 6 * 16 * 4 + 16 * 4, 0),
     # Queries, and how many tokens have each of 256 patterns in each of two subspaces.
     # Half of the tokens are candidates.
-    "paris.search": (
-        600 * 2 + 300 * 12 + 12 * 32 + 16 * 4 + 12 * 256 * 4 + 8 * 4 + 200,
-        600 * 16,
-    ),
+    "paris.search": (600 * 2 + 300 * 12 + 12 * 32 + 16 * 4 + 12 * 256 * 4 + 8 * 4 + 200, 600 * 16),
     "relevance.best_ids": (300 * (4 + 2 * 4), 0),
     # Coded at 4 bits with one scale, a vector has 10 bytes.
     "higgs.encode": (600 * 32, 0),
@@ -157,9 +154,7 @@ def test_auto_is_the_library_where_an_operation_has_it_and_torch_stands_beside(
 
 
 def test_nothing_is_reported_of_a_way_that_is_wrong_and_others_go_on(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    measure: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], measure: Callable[..., Any]
 ) -> None:
     name, prepare = "codebook.lookup_scores", KernelOp.prepare
     worse = {"naive": 1.0, "other": 1.01}

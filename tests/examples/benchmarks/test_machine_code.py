@@ -85,7 +85,7 @@ def test_the_table_has_a_line_for_each_kernel() -> None:
     )
     words = [word.strip() for word in table_of([launch]).splitlines()[-1].split("|")]
     assert words[1:11] == [
-        *("merge", "merge.merge", "64", "4", "40", "8", "2048", "12", "16", "16: 3, 4: 1"),
+        *("merge", "merge.merge", "64", "4", "40", "8", "2048", "12", "16", "16: 3, 4: 1")
     ]
     assert words[11:15] == ["110 / 10", "5 / 1", "4 / 1", "3 / 1"]
 

@@ -38,12 +38,7 @@ def test_every_script_describes_itself_and_has_a_smallest_run(title: str) -> Non
     ("name", "more"), [("literal", ["--calibration-tokens", "1K"]), ("assumptions", [])]
 )
 def test_what_the_last_cell_lacks_is_said_before_the_first(
-    name: str,
-    more: list[str],
-    refused: Any,
-    tiny_model_dir: Path,
-    tiny_text: Path,
-    tmp_path: Path,
+    name: str, more: list[str], refused: Any, tiny_model_dir: Path, tiny_text: Path, tmp_path: Path
 ) -> None:
     given = ["--model", str(tiny_model_dir), "--text", str(tiny_text), "--context", "64,32K"]
     path = tmp_path / "x.json"
