@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.contracts.index import Index, Scoring
 from hf_kvret.generate.attach import attach, restore
-from hf_kvret.lab.bench.opponents import CPP_ATTENTION, CppDenseCache, attention_of
+from hf_kvret.lab.bench.opponents import CppDenseCache, in_cpp
 from hf_kvret.lab.bench.shapes import WeightBytes
 from hf_kvret.lab.calibrate.a2ats import A2ATSCalibration
 from hf_kvret.lab.calibrate.aqua import AquaCalibration
@@ -68,7 +68,7 @@ def serving(model: PreTrainedModel, cache: Cache) -> Iterator[None]:
     if not hasattr(cache, "update"):
         raise CheckFailed("it answers by itself: only tasks of eval that ask for answers take it")
     if isinstance(cache, CppDenseCache):
-        with attention_of(model, CPP_ATTENTION):
+        with in_cpp(model):
             yield
     elif isinstance(cache, RetrievalCache):
         attach(model)

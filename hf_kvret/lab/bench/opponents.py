@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_kvret.lab.evaluate.caches import CacheChoice, choose_cache, is_stranger, known_caches
 from hf_kvret.models.compatibility import head_dims, model_layers
+from hf_kvret.models.products import fits, linear, may_be_quicker
 from hf_kvret_kernels.host_step import HostWindow, run_step, why_not
 
 CAPTURED = ("dense-graph", "dense-compiled")
@@ -203,6 +205,27 @@ def attend_to_all(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     out, _ = run_step(query, HostWindow(key, value, key.shape[2]), scale=scale, dtype=query.dtype)
     return out.transpose(1, 2).contiguous(), None
+
+
+@contextmanager
+def in_cpp(model: PreTrainedModel) -> Iterator[None]:
+    """``model`` with ``attend_to_all``, and products in C++ where a retrieval cache has them."""
+    every: Iterator[Any] = (module for module in model.modules() if type(module) is nn.Linear)
+    linears = [module for module in every if may_be_quicker(module.weight)]
+    for module in linears:
+        module.forward = partial(_multiply, module)
+    try:
+        with attention_of(model, CPP_ATTENTION):
+            yield
+    finally:
+        for module in linears:
+            del module.forward
+
+
+def _multiply(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    weight, bias = module.weight, module.bias
+    is_quick = fits(x, weight, bias) and not torch.is_grad_enabled()
+    return (linear if is_quick else nn.functional.linear)(x, weight, bias)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import torch
 from torch._dynamo.utils import counters
 from transformers import PreTrainedModel
 
-from hf_kvret.lab.bench import stepping
+from hf_kvret.lab.bench import opponents, stepping
 from hf_kvret.lab.bench.filling import random_tokens, serving
 from hf_kvret.lab.bench.opponents import PreallocatedCache, attend_to_all, choose_bench_cache
 from hf_kvret.lab.bench.stepping import (
@@ -26,6 +26,7 @@ from hf_kvret.lab.bench.stepping import (
 from hf_kvret.lab.evaluate.caches import CacheChoice
 from hf_kvret.lab.evaluate.reader import feed
 from hf_kvret.lab.report.results import Results
+from hf_kvret.models import products
 from hf_kvret.replay import compiled_layers
 
 SMALL = "dense_below=0:recent=16:flush=8:sink=2:top_k=8"
@@ -126,6 +127,19 @@ def test_dense_steps_in_cpp_give_the_logits_of_usual_ones(model: PreTrainedModel
     for place, logits in enumerate(results, LENGTH):
         # Sums in another order; logits are about 1.
         torch.testing.assert_close(logits, feed(model, plain, token, place), rtol=0, atol=1e-4)
+
+
+def test_dense_in_cpp_multiplies_in_cpp(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(products, "most_tokens", lambda dtype: 64)
+    linear, head, shapes = torch.nn.functional.linear, vars(model.lm_head), []
+    monkeypatch.setattr(opponents, "linear", lambda x, *_: shapes.append(x.shape) or linear(x, *_))
+    choice, cache, token = make(model, "dense-cpp")
+    with serving(model, cache):
+        make_steps(choice, model, cache, LENGTH).take(token)
+    assert len(shapes) == sum(isinstance(one, torch.nn.Linear) for one in model.modules())
+    assert "forward" not in head
 
 
 def test_dense_in_cpp_is_for_plain_attention_on_a_cpu() -> None:
