@@ -132,7 +132,7 @@ def test_dense_steps_in_cpp_give_the_logits_of_usual_ones(model: PreTrainedModel
 def test_dense_in_cpp_multiplies_in_cpp(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(products, "most_tokens", lambda dtype: 64)
+    monkeypatch.setattr(products, "most_tokens", lambda dtype: 4)
     linear, head, shapes = torch.nn.functional.linear, vars(model.lm_head), []
     monkeypatch.setattr(opponents, "linear", lambda x, *_: shapes.append(x.shape) or linear(x, *_))
     choice, cache, token = make(model, "dense-cpp")
