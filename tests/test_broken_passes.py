@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import copy
-import random
 import signal
-import sys
 import threading
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -109,73 +105,6 @@ def test_a_crop_drops_a_pass_that_broke_off(name: str, method: str, length: int,
             outputs.append(model(more, past_key_values=cache).logits)
             outputs.append(model(STEP, past_key_values=cache.fork()).logits)
     torch.testing.assert_close(outputs[2:], outputs[:2], atol=1e-5, rtol=0)
-
-
-def _interrupted(call: Callable[[], Any], at: int) -> int:
-    """Calls of functions in ``call``, of which number ``at`` raises KeyboardInterrupt."""
-    count = 0
-
-    def profile(frame: FrameType, event: str, argument: Any) -> None:
-        nonlocal count
-        # No signal comes before a lock is given back, which others would wait for without end.
-        releases = event == "c_call" and argument.__name__ in ("__exit__", "release")
-        if event in ("call", "c_call") and not releases:
-            count += 1
-            if count == at:
-                sys.setprofile(None)
-                raise KeyboardInterrupt
-
-    sys.setprofile(profile)
-    try:
-        call()
-    except KeyboardInterrupt:
-        pass
-    finally:
-        sys.setprofile(None)
-    return count
-
-
-@pytest.mark.parametrize(
-    ("method", "options"),
-    [
-        ("ctkvr", {"store": "cpu"}),
-        ("h2o", {}),
-        ("paris", {"prompt": "retrieve"}),
-    ],
-)
-def test_a_pass_that_is_interrupted_anywhere_is_dropped_by_a_crop(
-    method: str, options: dict[str, Any]
-) -> None:
-    """But for the moments in which a layer takes its tokens in, for which a real signal waits."""
-    model, ids, past, torn = MODELS["llama"].build(), prompt(1, 121), 60, 0
-    hf_kvret.attach(model)
-    options = {**COVERING_OPTIONS, **options}
-    filled = hf_kvret.registered_methods()[method](model.config, **options)
-    draws = random.Random(past)
-    with torch.no_grad():
-        model(ids[:, :past], past_key_values=filled)
-        for new in (ids[:, past:120], ids[:, past : past + 1]):
-            whole, outputs = filled.fork(), []
-            calls = _interrupted(partial(model, new, past_key_values=filled.fork()), -1)
-            for tokens in (new, ids[:, 120:]):
-                outputs.append(model(tokens, past_key_values=whole).logits)
-            for _ in range(4):
-                cache = filled.fork()
-                _interrupted(partial(model, new, past_key_values=cache), draws.randrange(calls))
-                try:
-                    cache.crop(0)
-                except RuntimeError as error:
-                    assert "while a layer took its tokens in" in str(error)
-                    torn += 1
-                    continue
-                # Behind all layers the pass is whole.
-                cache.crop(past - cache.get_seq_length())
-                for tokens, expected in zip((new, ids[:, 120:]), outputs, strict=True):
-                    # torch's modes may have stayed as they were when the interrupt came.
-                    with torch.no_grad():
-                        got = model(tokens, past_key_values=cache).logits
-                    torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
-    assert torn < 5
 
 
 def test_a_signal_tears_no_layer(monkeypatch: pytest.MonkeyPatch) -> None:

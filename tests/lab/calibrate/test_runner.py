@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from hf_kvret.artifacts import CalibrationArtifact
 from hf_kvret.lab.calibrate.a2ats import A2ATSCalibration
 from hf_kvret.lab.calibrate.study import (
     Calibration,
@@ -80,16 +79,6 @@ def test_every_full_attention_layer_is_shown_every_token_once(name: str, tmp_pat
         assert [held_out for _, held_out in study.seen] == [False, False, True]
         for tokens, _ in study.seen:
             assert len(tokens.key) == 1 and not tokens.key.requires_grad
-
-
-def test_layers_without_rope_are_known(tmp_path: Path) -> None:
-    model = MODELS["smollm3"].build()
-    artifact = calibrate(model, corpus(40), SMALL, tmp_path, progress=False)
-    settings = artifact.options["layers"]
-    assert [settings[str(n)]["layout"] for n in range(3)] == ["half", "none", "half"]
-    assert artifact.tensors["layers.1.inv_freq"].shape == (0,)
-    loaded = CalibrationArtifact.from_pretrained(tmp_path, method="a2ats")
-    assert loaded.tensors["layers.1.inv_freq"].shape == (0,)
 
 
 @pytest.mark.parametrize(("held", "readings"), [(1 << 30, 1), (2 * 50 * 2 * 2 * 16 * 4, 2), (1, 3)])
