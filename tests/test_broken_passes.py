@@ -46,30 +46,6 @@ def _break_off(
     hook.remove()
 
 
-def test_a_pass_that_broke_off_within_a_layer_leaves_a_cache_to_reset(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    model, cache = _filled("llama")
-
-    def broken(*args: object, **kwargs: object) -> None:
-        raise MemoryError("out of paper")
-
-    with torch.no_grad():
-        with monkeypatch.context() as patch:
-            patch.setattr(cache.retrieval_layers[1].kv.store, "append", broken)
-            with pytest.raises(MemoryError):
-                for _ in range(10):
-                    model(STEP, past_key_values=cache)
-        with pytest.raises(RuntimeError, match=r"broke off.*crop\(0\)"):
-            model(STEP, past_key_values=cache)
-        with pytest.raises(RuntimeError, match="while a layer took its tokens in"):
-            cache.crop(0)
-        cache.reset()
-        model(prompt(1, 60), past_key_values=cache)
-        model(STEP, past_key_values=cache)
-    assert cache.get_seq_length() == 61
-
-
 @pytest.mark.parametrize(
     ("name", "method", "length", "crop"),
     [

@@ -20,7 +20,6 @@ from hf_kvret import FlatKVCache, ParisKVCache, RetrievalCache
 from hf_kvret.models.versions import CACHE_NAME
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
 
-OURS = ("hf_kvret", "flat", "paris", "lrqk", "ctkvr", "a2ats", "aqua", "h2o", "latent", "native")
 SMALL: dict[str, Any] = {**COVERING_OPTIONS, "top_k": 1.0}
 RUN = {"max_new_tokens": 10, "do_sample": False}
 PREPARE = "_prepare_cache_for_generation"
@@ -119,24 +118,6 @@ def test_nothing_of_ours_is_written_into_a_saved_config(
     llama.save_pretrained(tmp_path)
     for file in tmp_path.glob("*.json"):
         assert not re.search(r"kvret|\"flat\"", file.read_text())
-
-
-@pytest.mark.usefixtures("names_again")
-def test_registering_twice_and_undoing_twice_is_harmless() -> None:
-    registered = _state()
-    hf_kvret.register()
-    assert registered[0] == configuration_utils.ALL_CACHE_IMPLEMENTATIONS
-    assert getattr(GenerationMixin, PREPARE).__wrapped__ is registered[1].__wrapped__
-    hf_kvret.unregister()
-    clean = _state()
-    hf_kvret.unregister()
-    assert _state() == clean
-    for mapping in (clean[0], clean[2], clean[3]):
-        assert not set(OURS) & set(mapping)
-    assert not hasattr(clean[1], "__wrapped__") and clean[1] is registered[1].__wrapped__
-    assert tuple(registered[0]) == (*clean[0], *OURS[1:]), "other names are untouched"
-    hf_kvret.register()
-    assert registered[0] == configuration_utils.ALL_CACHE_IMPLEMENTATIONS
 
 
 @pytest.mark.usefixtures("names_again")

@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoTokenizer, DynamicCache, LogitsProcessor, PreTrainedModel
+from transformers import AutoConfig, DynamicCache, LogitsProcessor, PreTrainedModel
 
 import hf_kvret
-from hf_kvret.lab.evaluate.bundled import REFERENCE_MODEL
 from hf_kvret.models.versions import as_argument, cache_of
 from hf_kvret.testing import COVERING_OPTIONS
 from hf_kvret.testing.models import TinyModel
@@ -22,7 +21,6 @@ from hf_kvret.testing.scenario import prompt, ragged
 from .filled_caches import new_cache
 
 RUN: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
-PARIS: dict[str, Any] = {"cache_implementation": "paris", "cache_config": COVERING_OPTIONS}
 
 
 def test_a_cache_that_stayed_dense_says_so(llama: PreTrainedModel) -> None:
@@ -36,16 +34,6 @@ def test_a_cache_that_stayed_dense_says_so(llama: PreTrainedModel) -> None:
     cache = hf_kvret.ParisKVCache(llama.config, **COVERING_OPTIONS)
     llama.generate(prompt(1, 40), **RUN, past_key_values=cache)
     assert cache.stats()["dense"] is None
-
-
-def test_a_tokenizer_handed_to_generate_passes(llama: PreTrainedModel) -> None:
-    """For stop strings, and what ``transformers serve`` does with every request."""
-    tokenizer = AutoTokenizer.from_pretrained(REFERENCE_MODEL)
-    settings = {**RUN, "tokenizer": tokenizer, "stop_strings": ["never to be seen"]}
-    expected = llama.generate(prompt(1, 40), **settings)
-    llama.set_attn_implementation("paris")
-    result = llama.generate(prompt(1, 40), **settings, cache_config=COVERING_OPTIONS)
-    assert torch.equal(result, expected)
 
 
 def test_a_call_owns_its_cache_until_it_is_over(llama: PreTrainedModel) -> None:

@@ -43,16 +43,6 @@ def test_counts_of_a_hand_made_case(llama: PreTrainedModel) -> None:
         assert not any(value for name, value in layer.items() if name != "layer")
 
 
-def test_recall_is_reported_when_it_is_asked_for(llama: PreTrainedModel) -> None:
-    cache = FlatKVCache(llama.config, **SMALL, track_recall=True)
-    assert "recall_overlap" not in cache.stats()["layers"][0]
-    _feed(llama, cache, 40)
-    _feed(llama, cache, 1)
-    for layer in cache.stats()["layers"]:
-        assert layer["recall_overlap"] == 1.0
-        assert 0 < layer["recall_mass"] == layer["recall_best_mass"] <= 1.0 + 1e-6
-
-
 @pytest.mark.parametrize("store", ["device", "host"])
 def test_bytes_of_a_hand_made_case(llama: PreTrainedModel, store: str) -> None:
     cache = FlatKVCache(llama.config, store=store, **SMALL)

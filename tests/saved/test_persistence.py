@@ -21,7 +21,8 @@ from hf_kvret import (
     registered_methods,
 )
 from hf_kvret.models.versions import INDEXED_MODELS_CACHE_LATENTS
-from hf_kvret.testing import COVERING_OPTIONS, INDEXED_MODELS, LATENT_MODELS, MODELS
+from hf_kvret.testing import COVERING_OPTIONS, MODELS
+from hf_kvret.testing.conformance import ALL_MODELS
 
 from .saved_files import read_saved, saved_file, write_saved
 
@@ -65,19 +66,28 @@ def saved(original: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(original, tmp_path / "saved"))
 
 
-@pytest.mark.parametrize("name", list(registered_methods()))
+# One method needs latent attention, and one a model's own indexer.
+OWN = {"latent": "deepseek_v3", "native": "deepseek_v32"}
+
+
+@pytest.mark.parametrize(
+    ("name", "model_name"),
+    [
+        *((name, OWN.get(name, "llama")) for name in registered_methods()),
+        # The last has a KV head for each query head, whatever its configuration says.
+        *(("paris", "gemma3"), ("flat", "qwen3_next"), ("flat", "gpt_neox")),
+    ],
+)
 def test_every_method_goes_on_from_a_save(
-    llama: PreTrainedModel,
     name: str,
+    model_name: str,
     tmp_path: Path,
     artifact_options: Callable[[str, str], dict[str, str]],
 ) -> None:
     """As a model fills it: what an index keeps may be views of the model's tensors."""
-    # One method needs latent attention, and one a model's own indexer.
-    own = {"latent": LATENT_MODELS["deepseek_v3"], "native": INDEXED_MODELS["deepseek_v32"]}
     if name == "native" and not INDEXED_MODELS_CACHE_LATENTS:
         pytest.skip("models with an indexer cache the keys of each head")
-    model = own[name].build() if name in own else llama
+    model = ALL_MODELS[model_name].build()
     attach(model)
     cls = registered_methods()[name]
     place = artifact_options(name, "llama")
@@ -96,32 +106,6 @@ def test_every_method_goes_on_from_a_save(
             ids = torch.randint(3, 128, (2, 1), generator=generator)
             logits = [model(ids, past_key_values=one).logits for one in (cache, twin)]
             assert torch.equal(*logits)
-
-
-@pytest.mark.parametrize(
-    ("name", "cls", "store"),
-    [
-        ("llama", FlatKVCache, "host"),
-        ("gemma3", ParisKVCache, "host"),
-        ("qwen3_next", FlatKVCache, "device"),
-        # It has a KV head for each query head, whatever its configuration says.
-        ("gpt_neox", FlatKVCache, "device"),
-    ],
-)
-def test_a_loaded_cache_goes_on_with_the_same_tokens(
-    name: str, cls: type[RetrievalCache], store: str, tmp_path: Path
-) -> None:
-    model = MODELS[name].build()
-    cache = _prefill(model, cls(model.config, store="device", **COVERING_OPTIONS))
-    expected = _continue(model, cache.fork())
-    cache.save_pretrained(tmp_path / "deep" / "down")
-    loaded = cls.from_pretrained(tmp_path / "deep" / "down", model.config, store=store)
-    assert loaded.options == cache.options.replace(store=store)
-    assert loaded.get_seq_length() == cache.get_seq_length() == 40
-    assert torch.equal(_continue(model, loaded), expected)
-    assert torch.equal(_continue(model, cache), expected), "saving leaves a cache as it was"
-    assert all(layer["selected"] > 0 for layer in loaded.stats()["layers"])
-    assert (loaded.memory().store_host > 0) == (store == "host")
 
 
 def test_a_cache_without_tokens_or_without_cold_ones_comes_back(
