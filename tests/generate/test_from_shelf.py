@@ -62,17 +62,6 @@ def test_a_talk_goes_on_with_another_object(llama: PreTrainedModel, tmp_path: Pa
     assert entry.tokens > 400, "the turns before it have left"
 
 
-def test_what_can_not_go_back_is_found_without_its_last_tokens(tmp_path: Path) -> None:
-    model: Any = MODELS["gemma3"].build()
-    more = torch.cat([_asked(1), prompt(1, 9)], dim=1)
-    # As many as a pass needs to attend to everything (max_draft=6) are read again, and none where
-    # the prompt goes on.
-    for ids, found in ((_asked(1), 0), (_asked(1), 213), (more, 220), (_asked(2), 0)):
-        _, stats = _ask(model, ids, tmp_path, "paris")
-        assert stats["from_shelf"] == found
-        assert stats["shelf_note"].startswith("not put" if found else "put as ")
-
-
 @pytest.mark.parametrize(
     ("name", "method", "length", "chunk"),
     [("llama", "paris", 65, None), ("lfm2", "lrqk", 128, 16)],

@@ -23,7 +23,7 @@ from hf_kvret.lab.evaluate import measurement
 from hf_kvret.lab.report.results import Results
 from hf_kvret.testing import MODELS
 
-from .conftest import find_only, newer_half, nothing
+from .conftest import find_only, nothing
 
 SMALL = "dense_below=0:recent=64:flush=64:top_k=16"
 ONCE = ["--context", "256", "--steps", "3", "--warmup", "1", "--rounds", "1"]
@@ -159,10 +159,6 @@ def test_a_need_beyond_the_memory_is_a_row_and_allocates_nothing(
     assert model_measurement.shortage(on_meta, choose_bench_cache("paris"), 10**6, 10**6) is None
 
 
-def finds_half(patch: pytest.MonkeyPatch) -> None:
-    find_only(newer_half, patch)
-
-
 def finds_nothing(patch: pytest.MonkeyPatch) -> None:
     find_only(nothing, patch)
     patch.setattr(Checker, "check", lambda *arguments: "passed")
@@ -182,7 +178,6 @@ def memory_is_full(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("fault", "entry", "why", "status"),
     [
-        (finds_half, "check_failed", "differ from full attention", 1),
         (finds_nothing, "check_failed", "retrieved nothing", 1),
         (memory_is_full, "out_of_memory", "CUDA out of memory", 0),
     ],
