@@ -134,7 +134,7 @@ class LayerKV(State):
     index: Index | None = part(may_be_empty=True)
     positions: TokenBuffer = part(saved=False)
     store: Store | None = part(may_be_empty=True)
-    sums: ColdSums | None = part(key="rest", may_be_empty=True)
+    sums: ColdSums | None = part(key="moments", may_be_empty=True)
     retrieved: RetrievedTokens = part(RetrievedTokens, key="prompt", may_be_empty=True)
     built: bool = number(False)
     _retrievable: torch.Tensor | None = transient()
@@ -449,7 +449,7 @@ class LayerKV(State):
         return twin
 
     def state_dict(self) -> Tensors:
-        """Tensors on the CPU, named ``window.*``, ``index.*``, ``store.*``, ``rest.*``, ``built``.
+        """Tensors on the CPU: ``window.*``, ``index.*``, ``store.*``, ``moments.*`` and ``built``.
 
         Positions lie beside the index.
         """
@@ -483,7 +483,7 @@ class LayerKV(State):
         plain = self.store is not None and not self.store.codes_rows
         if plain and self.config.rest is not None:
             self.sums = self._new_sums()
-        absent = (("index.", self.index), ("rest.", self.sums))
+        absent = (("index.", self.index), ("moments.", self.sums))
         unread = tuple(prefix for prefix, own in absent if own is None)
         parts = {name: x for name, x in state.items() if not name.startswith(unread)}
         if not rows_bytes:

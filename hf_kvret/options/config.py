@@ -100,7 +100,7 @@ class RetrievalConfig:
             the model's own dtype.
         disk: with ``store="disk"``, the folder for its files.
         rest: the token that represents the cold tokens that are not selected. ``"mean"``: one per
-            KV head, the mean of all cold tokens. ``None``: no token.
+            KV head, of the mean and covariance of all cold tokens. ``None``: no token.
         select_every: one selection for so many layers. Retrieval layers that are alike stand in
             groups of so many: the first layer of a group selects, and the others attend to the
             tokens that it selected. 1: each layer selects for itself.

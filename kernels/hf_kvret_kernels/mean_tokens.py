@@ -1,9 +1,4 @@
-"""Mean tokens: what stands for the cold tokens that a query does not select, in plain torch.
-
-A mean token has the mean key and the mean value of all cold tokens of a KV head, and the weight of
-as many of them as are left out: its logit is ``score(q, mean key) + log(n - k)``, with ``k`` of
-``n`` tokens selected.
-"""
+"""Mean tokens: a query's scores with all cold tokens of a KV head, by moments, in plain torch."""
 
 from __future__ import annotations
 
@@ -16,30 +11,34 @@ from hf_kvret_kernels.soft_cap import soft_cap_
 
 @dataclass(frozen=True, eq=False)
 class MeanToken:
-    """The mean of a KV head's tokens.
+    """The mean of a KV head's tokens, and how their keys and values vary with the keys.
 
     Attributes:
         keys: ``[B, Hkv, 1, Dk]`` fp32.
         values: ``[B, Hkv, 1, Dv]`` fp32.
+        covariances: ``[B, Hkv, Dk, Dk + Dv]`` fp32, of keys with keys and with values.
         counts: ``[B, 1]`` integers, of the tokens. A mean of none is finite.
     """
 
     keys: torch.Tensor
     values: torch.Tensor
+    covariances: torch.Tensor
     counts: torch.Tensor
 
-    def attend(
-        self, query: torch.Tensor, ids: torch.Tensor, scale: float, softcap: float | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention of ``query [B, Hq, Q, Dk]`` to the mean of what ``ids`` leave out.
+    def scores(
+        self, query: torch.Tensor, scale: float, softcap: float | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The scores of ``query [B, Hq, Q, Dk]`` with all tokens, by KV head and group, fp32.
 
-        ``ids [B, H, Q, K]`` are selected tokens, -1 for none; H is Hkv or a multiple of it.
-        Returns ``out [B, Hq, Q, Dv]``, 0 where all are selected, and ``lse [B, Hq, Q]``, fp32.
+        Returns their mean and variance ``[B, Hkv, G, Q, 1]``, and their covariance with the values
+        ``[B, Hkv, G, Q, Dv]``. A soft cap is taken as straight around the mean.
         """
-        heads, group = self.keys.shape[1], query.shape[1] // ids.shape[1]
-        grouped = query.float().unflatten(1, (heads, -1)).flatten(2, 3)
-        scores = soft_cap_(grouped @ self.keys.mT * scale, softcap).view(query.shape[:3])
-        left = self.counts[:, None] - (ids >= 0).sum(dim=-1)
-        lse = scores + left.clamp(min=0).log().repeat_interleave(group, dim=1)
-        values = self.values.repeat_interleave(query.shape[1] // heads, dim=1)
-        return values.masked_fill(lse.isneginf().unsqueeze(-1), 0.0), lse
+        heads, dim = self.keys.shape[1], query.shape[3]
+        grouped = query.float().unflatten(1, (heads, -1))
+        shape = (*grouped.shape[:4], -1)
+        grouped = grouped.flatten(2, 3) * scale
+        mean = soft_cap_(grouped @ self.keys.mT, softcap)
+        slope = 1.0 if softcap is None else 1 - (mean / softcap).square()
+        along = grouped @ self.covariances * slope
+        variance = (along[..., :dim] * grouped * slope).sum(-1, keepdim=True).clamp_(min=0.0)
+        return mean.view(shape), variance.view(shape), along[..., dim:].view(shape)
