@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import cycle
@@ -15,13 +14,12 @@ import torch
 from hf_kvret import AquaKVCache, FlatKVCache
 from hf_kvret.contracts.block import TokenBlock
 from hf_kvret.contracts.index import ColdTokens, Scoring
-from hf_kvret.layer.cold_sums import ColdSums, attend_unselected
+from hf_kvret.layer.cold_sums import ColdSums
 from hf_kvret.methods.latent import LatentConfig
 from hf_kvret.stores.memory import DeviceMemory
 from hf_kvret.stores.paged import PagedStore
 from hf_kvret_kernels import host_step
 from hf_kvret_kernels._dispatch import prefer
-from hf_kvret_kernels.mean_tokens import MeanToken
 
 from .driver import CONFIG, ERROR, GROUP, HEADS, METHODS, SCALE, Driver, step_by_step
 
@@ -52,44 +50,30 @@ def expected(driver: Driver) -> torch.Tensor:
     recent = recent.tril(recent.shape[1] - new) & driver.mask[:, None, None, cold:]
     near = torch.cat([recent, (window.sink_slots >= 0)[:, None, None].expand(2, 1, new, -1)], -1)
     seen = torch.cat([chosen, near.expand(-1, HEADS * GROUP, -1, -1)], dim=-1)
-    raw = query @ keys.mT * SCALE
-    scores = capped(raw, driver.softcap).masked_fill(~seen, float("-inf"))
-    out, logit = estimate(raw[..., :cold], values[:, :, :cold], free, chosen, driver.softcap)
-    scores = torch.cat([scores, logit], dim=-1)
+    # A cap of a million is none.
+    cap = driver.softcap or 1e6
+    scores = query @ keys.mT * SCALE
+    score, value = scores[..., :cold], values[:, :, :cold]
+    # What is left out, were scores a normal distribution cut at the share that is selected.
+    free = free[:, None, None]
+    total, left = (marks.sum(-1, keepdim=True) for marks in (free, free & ~chosen))
+    weights = free / total.double()
+    mean = (weights * score).sum(-1, keepdim=True)
+    slope = 1 - (mean / cap).tanh() ** 2
+    spread = (weights * (score - mean) ** 2).sum(-1, keepdim=True).sqrt() * slope
+    bound = torch.special.ndtri(left / total.double()) - spread
+    below = torch.special.ndtr(bound)
+    density = (-(bound**2) / 2).exp() / (2 * torch.pi) ** 0.5
+    gain = (1 - density / below / spread) * slope
+    rest = weights @ value + gain * ((weights * (score - mean)) @ value)
+    logit = cap * (mean / cap).tanh() + spread**2 / 2 + (total * below).log()
+    scores = (cap * (scores / cap).tanh()).masked_fill(~seen, float("-inf"))
     if driver.sink_logits is not None:
         own = driver.sink_logits.double().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, own], dim=-1)
-    weights, seen_len = scores.softmax(-1), seen.shape[-1]
-    return weights[..., :seen_len] @ values + weights[..., seen_len : seen_len + 1] * out
-
-
-def capped(scores: torch.Tensor, softcap: float | None) -> torch.Tensor:
-    return scores if softcap is None else softcap * torch.tanh(scores / softcap)
-
-
-def estimate(
-    raw: torch.Tensor,
-    values: torch.Tensor,
-    free: torch.Tensor,
-    chosen: torch.Tensor,
-    softcap: float | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and logit of what is left out, had scores a normal distribution."""
-    total = free.sum(1)[:, None, None, None]
-    weights = free[:, None, None] / total.double().clamp(min=1)
-    mean = (weights * raw).sum(-1, keepdim=True)
-    slope = 1.0 if softcap is None else 1 - torch.tanh(mean / softcap) ** 2
-    shared = (weights * (raw - mean)) @ values * slope
-    spread = (weights * (raw - mean) ** 2).sum(-1, keepdim=True).sqrt() * slope
-    left = (free[:, None, None] & ~chosen).sum(-1, keepdim=True)
-    bound = torch.special.ndtri(left / total.double().clamp(min=1)) - spread
-    below = torch.special.ndtr(bound)
-    logit = capped(mean, softcap) + spread**2 / 2 + (total * below).log()
-    # The mean of the scores that are left out, weighted by the exponentiated scores.
-    density = (-(bound**2) / 2).exp() / (2 * torch.pi) ** 0.5
-    off = spread**2 - spread * density / below
-    out = (weights @ values) + off / spread**2 * shared
-    return out.masked_fill(left == 0, 0.0), logit
+        values = torch.cat([values, torch.zeros_like(values[:, :, :1])], dim=2)
+    weights = torch.cat([scores, logit], dim=-1).softmax(-1)
+    return weights[..., :-1] @ values + weights[..., -1:] * rest.masked_fill(left == 0, 0.0)
 
 
 def check(driver: Driver, out: torch.Tensor) -> None:
@@ -110,9 +94,9 @@ def on(place: str) -> Iterator[None]:
 
 @pytest.mark.parametrize("by", PLACES)
 def test_what_is_not_selected_counts_by_its_mean(by: str) -> None:
-    """With capped scores, learned sinks and groups of heads, too."""
+    """With capped scores, learned sinks, groups of heads, and where nothing is left out, too."""
     with on(by):
-        for more in ({}, {"softcap": 2.0, "sinks": True}):
+        for more in ({}, {"softcap": 2.0, "sinks": True}, {"top_k": 1.0}):
             driver = Driver(**more, rest="mean")
             driver.forward(60, padded=11)
             for count in (1, 3):
@@ -128,25 +112,6 @@ def test_it_does_with_every_method_and_store(method: str, store: str) -> None:
         check(driver, out)
 
 
-@pytest.mark.parametrize(("group", "choosers"), [(1, 2), (3, 2), (4, 8)])
-def test_without_a_spread_the_mean_counts_for_each_token_that_is_left_out(
-    group: int, choosers: int
-) -> None:
-    generator = torch.Generator().manual_seed(group)
-    query = torch.randn(2, 2 * group, 3, 24, generator=generator)
-    keys, values = torch.randn(2, 2, 2, 1, 24, generator=generator).unbind()
-    ids = torch.rand(2, choosers, 3, 9, generator=generator).argsort(-1)[..., :6].int()
-    ids[..., 0] = -1
-    # The second sequence has as many tokens as are selected of it: nothing is left out.
-    mean = MeanToken(keys, values, torch.zeros(2, 2, 24, 48), torch.tensor([[9], [5]]))
-    out, lse = attend_unselected(mean, query, ids, Scoring(None, 0.3))
-    logits = (query * keys.repeat_interleave(group, dim=1)).sum(-1) * 0.3
-    # The quantile of 5 / 9 and back, in fp32.
-    torch.testing.assert_close(lse[0], logits[0] + math.log(4), rtol=1e-5, atol=2e-5)
-    assert torch.equal(out[0], values[0].repeat_interleave(group, dim=0).expand(-1, 3, -1))
-    assert not out[1].any() and bool((lse[1] == -torch.inf).all())
-
-
 def test_means_of_many_rows_are_rounded_once() -> None:
     total, dim = 1 << 18, 4
     generator = torch.Generator().manual_seed(0)
@@ -158,11 +123,9 @@ def test_means_of_many_rows_are_rounded_once() -> None:
     sums.catch_up(cold, 1, 0)
     mean = sums.mean()
     assert mean.counts.tolist() == [[total]]
-    centered = (keys - 3.0)[0, 0].double()
-    variances = centered.mT @ centered / total - centered.mean(0)[:, None] * centered.mean(0)
-    # Of 64 pieces, around their own means; products are fp32.
-    expected = torch.cat([variances, -variances], dim=-1)
-    torch.testing.assert_close(mean.covariances[0, 0].double(), expected, rtol=1e-5, atol=1e-5)
+    both = torch.cov(torch.cat([keys, -keys], dim=-1)[0, 0].double().mT, correction=0)
+    # Products are fp32.
+    torch.testing.assert_close(mean.covariances[0, 0].double(), both[:dim], rtol=1e-5, atol=1e-5)
     for rows, sign in ((mean.keys, 1), (mean.values, -1)):
         # One rounding to fp32; sums of 64 rows are fp32 too.
         exact = sign * keys[0, 0].double().mean(0)
@@ -210,7 +173,7 @@ def test_loaded_sums_are_not_made_of_the_rows_again(
     reload(driver, tmp_path)
     loaded = driver.kv.sums
     assert loaded.end == saved.end == driver.kv.cold_len > 0
-    for name in ("keys", "values", "counts"):
+    for name in ("keys", "values", "covariances", "counts"):
         assert torch.equal(getattr(loaded.mean(), name), getattr(saved.mean(), name))
     monkeypatch.setattr(ColdSums, "add", lambda *_: pytest.fail("rows were added again"))
     check(driver, driver.forward(1))
