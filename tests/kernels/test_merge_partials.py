@@ -1,14 +1,13 @@
-"""The merge of partial attention against float64; attention to a mean of what is not selected."""
+"""The merge of partial attention against float64."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from hf_kvret_kernels.mean_tokens import MeanToken
 from hf_kvret_kernels.merge import merge_partials
 
-from .draws import Place, draw, generator, run_at
+from .draws import Place, draw, run_at
 
 INF = float("inf")
 
@@ -95,22 +94,3 @@ def test_large_logits_keep_their_digits(place: Place) -> None:
     share = torch.tensor(1.0).sigmoid().item()
     assert out.flatten().tolist() == pytest.approx([share, share], rel=1e-6)
     assert lse.item() == pytest.approx(3e4 + 0.3133, abs=2e-3)
-
-
-@pytest.mark.parametrize("softcap", [None, 1.5])
-@pytest.mark.parametrize(("group", "choosers"), [(1, 2), (3, 2), (4, 8)])
-def test_a_mean_counts_for_the_others(group: int, choosers: int, softcap: float | None) -> None:
-    query, (keys, values) = draw(2, 2 * group, 3, 24), draw(2, 2, 2, 1, 24, seed=1).unbind()
-    ids = torch.rand(2, choosers, 3, 9, generator=generator(group)).argsort(-1)[..., :6].int()
-    ids[..., 0] = -1
-    # The second sequence has as many tokens as are selected of it: nothing is left out.
-    means = MeanToken(keys, values, torch.tensor([[9], [5]]))
-    out, lse = means.attend(query, ids, 0.3, softcap)
-    logits = (query.double() * keys.double().repeat_interleave(group, dim=1)).sum(-1) * 0.3
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
-    expected = logits[0] + torch.tensor(4.0).double().log()
-    torch.testing.assert_close(lse[0].double(), expected, rtol=1e-5, atol=2e-5)
-    wanted = values[0].repeat_interleave(group, dim=0).expand(-1, 3, -1)
-    assert torch.equal(out[0], wanted)
-    assert not out[1].any() and bool((lse[1] == -torch.inf).all())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import cycle
@@ -14,12 +15,12 @@ import torch
 from hf_kvret import AquaKVCache, FlatKVCache
 from hf_kvret.contracts.block import TokenBlock
 from hf_kvret.contracts.index import ColdTokens, Scoring
-from hf_kvret.layer.cold_sums import ColdSums
-from hf_kvret.methods.latent import LatentConfig
+from hf_kvret.layer.cold_sums import ColdSums, attend_unselected
 from hf_kvret.stores.memory import DeviceMemory
 from hf_kvret.stores.paged import PagedStore
 from hf_kvret_kernels import host_step
 from hf_kvret_kernels._dispatch import prefer
+from hf_kvret_kernels.mean_tokens import MeanToken
 
 from .driver import CONFIG, ERROR, GROUP, HEADS, METHODS, SCALE, Driver, step_by_step
 
@@ -42,7 +43,8 @@ def expected(driver: Driver) -> torch.Tensor:
         for old, rows, first in zip(coded, held, sinks, strict=True)
     )
     free = torch.cat([driver.mask[:, :cold], torch.zeros(2, 1, dtype=torch.bool)], dim=1)
-    free = free.scatter(1, window.sink_slots.where(window.sink_slots >= 0, cold), False)[:, :cold]
+    free = free.scatter(1, window.sink_slots.where(window.sink_slots >= 0, cold), False)
+    free = free[:, None, None, :cold]
     ids = driver.ids.repeat_interleave(HEADS * GROUP // driver.ids.shape[1], dim=1).long()
     chosen = torch.zeros(2, HEADS * GROUP, new, cold + 1, dtype=torch.bool)
     chosen = chosen.scatter(-1, ids.where(ids >= 0, cold), True)[..., :cold]
@@ -50,12 +52,10 @@ def expected(driver: Driver) -> torch.Tensor:
     recent = recent.tril(recent.shape[1] - new) & driver.mask[:, None, None, cold:]
     near = torch.cat([recent, (window.sink_slots >= 0)[:, None, None].expand(2, 1, new, -1)], -1)
     seen = torch.cat([chosen, near.expand(-1, HEADS * GROUP, -1, -1)], dim=-1)
-    # A cap of a million is none.
-    cap = driver.softcap or 1e6
+    cap = driver.softcap or 1e6  # which is none
     scores = query @ keys.mT * SCALE
     score, value = scores[..., :cold], values[:, :, :cold]
     # What is left out, were scores a normal distribution cut at the share that is selected.
-    free = free[:, None, None]
     total, left = (marks.sum(-1, keepdim=True) for marks in (free, free & ~chosen))
     weights = free / total.double()
     mean = (weights * score).sum(-1, keepdim=True)
@@ -63,7 +63,7 @@ def expected(driver: Driver) -> torch.Tensor:
     spread = (weights * (score - mean) ** 2).sum(-1, keepdim=True).sqrt() * slope
     bound = torch.special.ndtri(left / total.double()) - spread
     below = torch.special.ndtr(bound)
-    density = (-(bound**2) / 2).exp() / (2 * torch.pi) ** 0.5
+    density = torch.distributions.Normal(0.0, 1.0).log_prob(bound).exp()
     gain = (1 - density / below / spread) * slope
     rest = weights @ value + gain * ((weights * (score - mean)) @ value)
     logit = cap * (mean / cap).tanh() + spread**2 / 2 + (total * below).log()
@@ -110,6 +110,17 @@ def test_it_does_with_every_method_and_store(method: str, store: str) -> None:
     driver = Driver(kind, store=store, rest="mean", **options)
     for out in driver.life():
         check(driver, out)
+
+
+def test_equal_scores_count_for_each_token_that_is_left_out() -> None:
+    keys, values = torch.linspace(0, 1, 96).view(2, 1, 2, 1, 24).unbind()
+    mean = MeanToken(keys, values, torch.zeros(1, 2, 24, 48), torch.tensor([[9]]))
+    ids = torch.arange(5).expand(1, 8, 1, 5)
+    out, lse = attend_unselected(mean, torch.ones(1, 8, 1, 24), ids, Scoring(None, 0.3))
+    expected = keys.sum(-1).repeat_interleave(4, dim=1) * 0.3 + math.log(4)
+    # From the share of 5 of 9 to its quantile and back, in fp32.
+    torch.testing.assert_close(lse, expected, rtol=1e-5, atol=2e-5)
+    assert torch.equal(out, values.repeat_interleave(4, dim=1))
 
 
 def test_means_of_many_rows_are_rounded_once() -> None:
@@ -162,8 +173,6 @@ def test_bad_options_say_what_to_do() -> None:
         Driver(rest="average")
     with pytest.raises(ValueError, match="nothing is left out"):
         Driver(AquaKVCache, rest="mean")
-    with pytest.raises(ValueError, match="rest='mean': it has no meaning"):
-        LatentConfig(rest="mean")
 
 
 def test_loaded_sums_are_not_made_of_the_rows_again(
