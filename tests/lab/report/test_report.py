@@ -94,16 +94,6 @@ def test_places_that_cant_be_written_are_refused_and_trials_leave_no_file(tmp_pa
         check_picture(tmp_path / "a.gif")
 
 
-def test_a_command_tries_its_outputs_before_the_work(
-    tmp_path: Path, program: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begun = "hf_kvret.lab.evaluate.measurement.Results"
-    monkeypatch.setattr(begun, lambda *given: pytest.fail("work has begun"))
-    (tmp_path / "file").write_text("")
-    (line,) = program("demo", "--json", tmp_path / "file" / "x", status=2).err.splitlines()
-    assert "--json: no file can be written to" in line
-
-
 PUBLISHED = Path(__file__).parents[3] / "docs" / "results"
 report = site_tool("report")
 
