@@ -123,14 +123,6 @@ def test_a_step_of_paris_reads_what_its_tables_say(name: str, tiny: PreTrainedMo
         assert got.read_bus == pytest.approx(want.read_bus, rel=0.01)
 
 
-def test_a_store_that_asks_the_machine_is_refused() -> None:
-    config = load_shape("tiny").config
-    with pytest.raises(ValueError, match="name a store, as store=host"):
-        Predictor(config, choose_cache("paris:store=auto"), torch.float32)
-    with pytest.raises(ValueError, match="no latent attention"):
-        Predictor(config, choose_cache("latent"), torch.float32)
-
-
 def test_predicted_rows_are_handed_on_from_layer_to_layer(tmp_path: Path) -> None:
     config = copy.deepcopy(load_shape("tiny").config)
     config.num_hidden_layers = 3
