@@ -11,7 +11,6 @@ from transformers import DynamicCache, LlamaConfig, PreTrainedConfig, masking_ut
 from transformers.masking_utils import (
     ALL_MASK_ATTENTION_FUNCTIONS,
     causal_mask_function,
-    sliding_window_causal_mask_function,
 )
 
 from hf_kvret.attention.base import record_base
@@ -45,23 +44,6 @@ def _padding(total: int) -> torch.Tensor:
     padding = torch.ones(2, total, dtype=torch.bool)
     padding[1, : total // 3] = False
     return padding
-
-
-@pytest.mark.factor("base", ["sdpa", "eager", "flash_attention_2"])
-@pytest.mark.factor("new", [1, 3, 12])
-@pytest.mark.factor("padded", [False, True])
-@pytest.mark.factor("window", [None, 4])
-def test_the_base_gets_its_own_mask(base: str, new: int, padded: bool, window: int | None) -> None:
-    arguments = _arguments(new, 12, _padding(12) if padded else None)
-    if window is not None:
-        function = sliding_window_causal_mask_function(window)
-        arguments |= {"mask_function": function, "local_size": window}
-    expected = ALL_MASK_ATTENTION_FUNCTIONS[base](**arguments)
-    got = base_mask(retrieval_mask(**arguments), base, CPU)
-    if expected is None:
-        assert got is None
-    else:
-        assert torch.equal(got, expected)
 
 
 def _padding_of(carrier: torch.Tensor) -> torch.Tensor:
@@ -205,9 +187,7 @@ def _configs(base: str) -> tuple[PreTrainedConfig, PreTrainedConfig]:
 
 
 def _token_mask(kind: str) -> torch.Tensor | None:
-    padding = torch.ones(BATCH, TOTAL, dtype=torch.int64)
-    padding[1, :8] = 0
-    return None if kind == "none" else padding
+    return None if kind == "none" else _padding(TOTAL).long()
 
 
 def _make(name: str, config: PreTrainedConfig, mask: Any, new: int, **changes: Any) -> Any:

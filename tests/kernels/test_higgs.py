@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hf_kvret_kernels.higgs import HiggsCodec, naive
-from hf_kvret_kernels.higgs.naive import WORDS, grid_points, pack, random_signs, unpack
+from hf_kvret_kernels.higgs.naive import WORDS, grid_points, random_signs
 
 from .draws import Place, draw, hadamard, run_at
 
@@ -107,18 +107,6 @@ def decode_slowly(codec: HiggsCodec, codes: torch.Tensor, scales: torch.Tensor) 
     """fp64 groups of their codes and scales, from the definition."""
     points = grid_points(codec.bits, CPU).double()[codes].flatten(1)
     return points * scales @ hadamard(codec.group) * codec.sign_tensor(CPU).double()
-
-
-@pytest.mark.parametrize("code_bits", WORDS)
-def test_packing_is_undone_exactly(code_bits: int) -> None:
-    for words in (0, 1, 5):
-        codes = torch.randint(0, 2**code_bits, (3, 2, words * WORDS[code_bits][0]))
-        packed = pack(codes, code_bits)
-        assert packed.dtype == torch.uint8
-        assert packed.shape == (3, 2, codes.shape[-1] * code_bits // 8)
-        assert torch.equal(unpack(packed, code_bits).long(), codes)
-        for row, expected in zip(packed.view(6, -1).tolist(), codes.view(6, -1), strict=True):
-            assert unpack_slowly(row, code_bits) == expected.tolist()
 
 
 @pytest.mark.factor("codec", CODECS, ids=name)

@@ -161,15 +161,6 @@ def test_a_search_reads_a_window_and_rows_of_keys_alone(queries: int, path: str)
     check_attention(out, shape.query(), keys, keys[..., :10], ids, window, scale=0.2)
 
 
-def test_ids_of_a_head_that_has_no_rows_are_refused() -> None:
-    rows, _ = KINDS["4 bits"].rows()
-    ids = torch.zeros(2, 1, 1, 5, dtype=torch.int32)
-    cold = HostCold(rows, GivenIds(ids), torch.ones(2, 32, dtype=torch.bool), 5)
-    near = HostWindow(draw(2, 2, 5, 64), draw(2, 2, 5, 64), 5)
-    with pytest.raises(ValueError, match=r"pass int32 \[2, 2 or a multiple"):
-        run_step(draw(2, 4, 1, 64), near, cold, scale=0.1)
-
-
 @pytest.mark.parametrize("kind", ["(8, 8)", "2 bits"])
 def test_ids_of_no_token_are_refused(kind: str, path: str) -> None:
     rows, plain = KINDS[kind].rows()
@@ -262,11 +253,13 @@ def test_cold_rows_that_do_not_fit_are_refused() -> None:
     rows, valid = cold.rows, cold.valid
     halves = replace(rows, chunks=[chunk.half() for chunk in rows.chunks], page_address=None)
     short = replace(rows, table=rows.table[:, :2], page_address=None)
+    one_head = GivenIds(torch.zeros(1, 1, 1, 3, dtype=torch.int32))
     changes: list[tuple[dict[str, Any], str]] = [
         ({"rows": halves}, "rows of one form"),
         ({"rows": short, "budget": 90}, "of 32 tokens: allowed are 0 to 31"),
         ({"valid": valid.float()}, "bool mask"),
         ({"valid": valid.expand(2, -1)}, "batch of 1"),
+        ({"search": one_head}, r"pass int32 \[1, 2 or a multiple"),
     ]
     for change, message in changes:
         with pytest.raises(ValueError, match=message):

@@ -100,12 +100,6 @@ def _tokens(count: int, batch: int = 1) -> torch.Tensor:
     return torch.randn(batch, 1, count, 2)
 
 
-def test_a_prompt_leaves_exactly_the_recent_tokens_in_the_window() -> None:
-    kv = _kv(FlatConfig(**SIZES))
-    kv.take_prompt(_tokens(20), _tokens(20), None)
-    assert (kv.cold_len, kv.window.length, kv.length) == (15, 5, 20)
-
-
 def test_a_step_flushes_only_what_came_before_it() -> None:
     kv = _kv(FlatConfig(**SIZES))
     held = []

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 import hf_kvret
-from hf_kvret import FlatKVCache, LatentKVCache, ParisKVCache
+from hf_kvret import FlatKVCache, LatentKVCache
 from hf_kvret.layer.latent import ModuleHeads
 from hf_kvret.testing import COVERING_OPTIONS, LATENT_MODELS, MODELS
 from hf_kvret.testing.scenario import prompt
@@ -121,15 +121,3 @@ def test_a_token_is_held_once(model: PreTrainedModel, tmp_path: Path) -> None:
     names = read_saved(tmp_path)[1]
     assert names["layers.0.store.pages"].shape[-1] == numbers and "layers.0.window.keys" in names
     assert not [name for name in names if name.endswith(("window.values", "store.values"))]
-
-
-def test_a_saved_cache_of_latents_goes_on(model: PreTrainedModel, tmp_path: Path) -> None:
-    options = {**COVERING_OPTIONS, "top_k": 40, "store": "resident"}
-    cache = ParisKVCache(model.config, **options)
-    answer = model.generate(prompt(1, 120), past_key_values=cache, **GREEDY)
-    cache.save_pretrained(tmp_path)
-    twin = ParisKVCache.from_pretrained(tmp_path, model.config)
-    fork = cache.fork()
-    more = torch.cat([answer, prompt(1, 5)], dim=1)
-    answers = [model.generate(more, past_key_values=one, **GREEDY) for one in (cache, twin, fork)]
-    assert torch.equal(answers[0], answers[1]) and torch.equal(answers[0], answers[2])
