@@ -23,12 +23,9 @@ from ..kernels.draws import attention64
 HEADS, GROUP, DIM = 2, 3, 32
 SCALE = 0.4
 CONFIG = LlamaConfig(
-    hidden_size=HEADS * GROUP * DIM,
-    num_hidden_layers=1,
-    num_attention_heads=HEADS * GROUP,
-    num_key_value_heads=HEADS,
-    head_dim=DIM,
-)
+    hidden_size=HEADS * GROUP * DIM, num_hidden_layers=1, num_attention_heads=HEADS * GROUP,
+    num_key_value_heads=HEADS, head_dim=DIM,
+)  # fmt: skip
 SIZES = {"sink": 2, "recent": 8, "flush": 4, "max_draft": 4, "top_k": 12, "dense_below": 0}
 METHODS: dict[str, tuple[type[RetrievalCache], dict[str, Any]]] = {
     "flat": (FlatKVCache, {}),

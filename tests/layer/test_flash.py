@@ -55,11 +55,8 @@ def test_it_gives_what_our_own_attention_gives(
 ) -> None:
     count = 9
     length = count if offset == 0 else 14
-    query, keys, values = (
-        draw(1, QUERY_HEADS, count),
-        draw(2, HEADS, length),
-        draw(3, HEADS, length),
-    )
+    query = draw(1, QUERY_HEADS, count)
+    keys, values = (draw(seed, HEADS, length) for seed in (2, 3))
     valid = None
     if padded:
         # Left-padded, with a hole, and empty.

@@ -38,10 +38,10 @@ def group() -> Iterator[int]:
     distributed.destroy_process_group()
 
 
-def split(model: Any) -> PreTrainedModel:
+def split(model: Any, names: tuple[str, ...] | None = ("tp",)) -> PreTrainedModel:
     """``model`` with the queries of a layer in shards, as transformers' tensor parallelism."""
     projection: Any = model.model.layers[0].self_attn.q_proj
-    mesh = init_device_mesh("cpu", (distributed.get_world_size(),), mesh_dim_names=("tp",))
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=names)
     projection.weight = nn.Parameter(
         distribute_tensor(projection.weight.detach(), mesh, [Shard(0)], src_data_rank=None)
     )
@@ -50,11 +50,7 @@ def split(model: Any) -> PreTrainedModel:
 
 def test_an_unnamed_mesh_divides_heads_where_transformers_says_so(group: int, model: Any) -> None:
     """FSDP's own meshes have none either, and each process has all heads there."""
-    projection = model.model.layers[0].self_attn.q_proj
-    mesh = init_device_mesh("cpu", (2,))
-    weight = distribute_tensor(projection.weight.detach(), mesh, [Shard(0)], src_data_rank=None)
-    projection.weight = nn.Parameter(weight)
-    assert is_split(model) and part_of(model) == WHOLE
+    assert is_split(split(model, None)) and part_of(model) == WHOLE
     model._tp_size = 2
     assert part_of(model) == Part(0, 2)
 
@@ -102,7 +98,7 @@ def test_weights_in_shards_are_compared_by_their_place(group: int, model: PreTra
 
 def test_no_split_model_is_calibrated(group: int, model: PreTrainedModel, tmp_path: Path) -> None:
     assert not is_split(model)
-    assert is_split(split(model))
+    split(model)
     with pytest.raises(ValueError, match="the model is split over processes"):
         tiny_artifact(model, "a2ats", tmp_path / "out")
     assert not (tmp_path / "out").exists()
