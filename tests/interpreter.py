@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import types
 from collections.abc import Callable
 from typing import Any
@@ -55,7 +54,6 @@ def patch_interpreter() -> None:
         interpreter.interpreter_builder.options, sanitize_overflow=False
     )
     # A launch restores the language, and each call of a device function patches it again.
-    interpreter._patch_attr = _patch_attr
     interpreter._patch_lang(types.FunctionType((lambda: None).__code__, {"a": language, "b": core}))
     interpreter._patch_lang = lambda function: interpreter._LangPatchScope()
 
@@ -67,7 +65,6 @@ def patch_interpreter() -> None:
     core.tensor.__init__ = _tensor_init
     # Sizes of data are those of their types.
     interpreter.TensorHandle.__post_init__ = lambda self: None
-    interpreter.inspect = _inspect()
     operators = Operators(core, interpreter.TensorHandle)
     for name, (operation, kinds) in _OPERATORS.items():
         for method, is_reflected in ((f"__{name}__", False), (f"__r{name}__", True)):
@@ -89,33 +86,6 @@ def patch_interpreter() -> None:
     for name, function in quick.items():
         setattr(core, name, function)
         setattr(language, name, function)
-
-
-def _patch_attr(target: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
-    """As the interpreter's function, without a copy of the keywords and a check of them."""
-    from triton.runtime.interpreter import interpreter_semantic
-
-    member = getattr(member, "__wrapped__", member)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        kwargs["_semantic"] = interpreter_semantic
-        return member(*args, **kwargs)
-
-    scope.set_attr(target, name, call)
-
-
-def _inspect() -> Any:
-    """The module ``inspect``, which looks at each kernel once."""
-    spec_of = functools.cache(inspect.getfullargspec)
-
-    def call_args(function: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        spec = spec_of(function)
-        defaults = dict(zip(spec.args[::-1], (spec.defaults or ())[::-1], strict=False))
-        return defaults | dict(zip(spec.args, args, strict=False)) | kwargs
-
-    annotations = functools.cache(inspect.get_annotations)
-    once = {"getfullargspec": spec_of, "getcallargs": call_args, "get_annotations": annotations}
-    return types.SimpleNamespace(**{**vars(inspect), **once})
 
 
 def _arange(arange: Callable[[int, int], Any]) -> Callable[[Any, Any], Any]:
