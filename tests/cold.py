@@ -1,7 +1,5 @@
 """Cold tokens for tests that drive an index without a model and without a store."""
 
-from __future__ import annotations
-
 import torch
 
 from hf_kvret.contracts.index import ColdTokens, Scoring

@@ -1,7 +1,5 @@
 """Shared by all tests: Triton's interpreter where there is no GPU, and places to run a kernel."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import importlib.util

@@ -5,8 +5,6 @@ patches of its language that it makes anew for each call. Here types and patches
 operators of tensors of one kind, loads and stores are a call. What kernels compute stays the same.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import types

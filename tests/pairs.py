@@ -1,7 +1,5 @@
 """Pairwise designs: few cases in which any two values of two factors meet at least once."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from itertools import combinations, product

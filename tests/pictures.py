@@ -4,8 +4,6 @@ They are of types that take pictures as patches, with a grid for each: types who
 behind a picture (see ``hf_kvret.models.kept_state``).
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Sequence
 from typing import Any, NamedTuple

@@ -5,8 +5,6 @@ imports only rooms below it. Imports are read from the source; those inside func
 ``if TYPE_CHECKING:`` count too.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 from collections import Counter

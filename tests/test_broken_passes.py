@@ -1,7 +1,5 @@
 """Forward passes that broke off, and threads that share a cache."""
 
-from __future__ import annotations
-
 import copy
 import signal
 import threading

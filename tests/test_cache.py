@@ -1,7 +1,5 @@
 """RetrievalCache: which layers it takes, and the edges of its life."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import pickle

@@ -1,7 +1,5 @@
 """The command line: help, versions, errors in one line, its start, and Ctrl-C."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import subprocess

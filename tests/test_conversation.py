@@ -1,7 +1,5 @@
 """Conversations whose earlier text changes: snapshots, ``on_divergence`` and ``hf_kvret.chat``."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The check of sdist and wheels before a release notices what is wrong with them."""
 
-from __future__ import annotations
-
 import importlib
 import io
 import shutil

@@ -1,7 +1,5 @@
 """Forks: cheap, independent in both directions, and what ``copy.deepcopy`` makes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path

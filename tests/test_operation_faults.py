@@ -5,8 +5,6 @@ to the last bit of what a pass without the error gives, or refused; never anothe
 that was refused is as new after ``reset()``, and a fork's original is unharmed.
 """
 
-from __future__ import annotations
-
 import functools
 import random
 from collections import Counter

@@ -1,7 +1,5 @@
 """The package ships what it should, pins what it needs, and stays out of others' way."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

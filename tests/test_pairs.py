@@ -1,7 +1,5 @@
 """Pairwise designs of cases."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Names in transformers: registered, undone, and a switched model that goes on as before."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every room of the library imports only rooms below it, and sums of lines only fall."""
 
-from __future__ import annotations
-
 import json
 import sys
 

@@ -1,7 +1,5 @@
 """A shelf: what was read once is found again, and nothing that doesn't fit."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import shutil

@@ -1,7 +1,5 @@
 """How much of our Python code a decode step runs."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext

@@ -1,7 +1,5 @@
 """Workflows call scripts that exist, with few rights and for a limited time."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Folders: of artifacts, found and changed as damage would, and of models that are calibrated."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A small model and an artifact of it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

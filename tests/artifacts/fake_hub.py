@@ -4,8 +4,6 @@ It stands in place of the client's transport. No file goes through LFS. Every re
 down.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import importlib

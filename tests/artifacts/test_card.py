@@ -1,7 +1,5 @@
 """The model card: metadata that the hub reads, and code that runs."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

@@ -1,7 +1,5 @@
 """The files of an artifact: read back as they were written, and refused where they are not."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

@@ -1,7 +1,5 @@
 """Artifacts on a hub: the real client against a server on this machine."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """An artifact knows its model: by facts of the configuration, and by a sample of the weights."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import json

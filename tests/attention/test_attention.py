@@ -1,7 +1,5 @@
 """The registered function: long prompts block by block, and what it refuses to pass over."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

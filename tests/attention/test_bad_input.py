@@ -1,7 +1,5 @@
 """A user's mistakes are refused at once, with the way out; what models and wrappers do is borne."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The attention that a model had: found, remembered, and never the wrong one."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A compiled model with a retrieval cache: the same tokens, and no storm of warnings."""
 
-from __future__ import annotations
-
 import logging
 import warnings
 from typing import Any

@@ -1,7 +1,5 @@
 """Heads and head dims by layer: layers that retrieve may differ, also among themselves."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from functools import partial

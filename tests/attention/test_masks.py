@@ -1,7 +1,5 @@
 """The mask carrier: one small tensor that becomes the base's mask or a layer's padding."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

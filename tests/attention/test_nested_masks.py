@@ -1,7 +1,5 @@
 """Models that make their mask twice: an outer one hands it to a text model that makes it again."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

@@ -1,7 +1,5 @@
 """``hf-kvret read``, ``ask`` and ``shelf``, and questions from Python."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import os

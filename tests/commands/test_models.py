@@ -1,7 +1,5 @@
 """``hf-kvret models``: one type, a configuration of the user's, mistakes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

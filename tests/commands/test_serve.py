@@ -1,7 +1,5 @@
 """``hf-kvret serve``: an OpenAI client against transformers' server on 127.0.0.1."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import socket

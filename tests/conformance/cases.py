@@ -1,7 +1,5 @@
 """Shared by the files of this folder: methods, modes that tell much, and verdicts on cases."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Container, Iterable
 from functools import partial
 from typing import Any

@@ -5,8 +5,6 @@ keys read another's; latents are shared by all heads; some models choose by an i
 particular has files of its own.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from pathlib import Path

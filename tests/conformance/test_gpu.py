@@ -1,7 +1,5 @@
 """Modes x methods x stores x models on a GPU: the same text and logits as full attention there."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

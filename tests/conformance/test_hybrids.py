@@ -1,7 +1,5 @@
 """Models whose layers attend and keep a linear state: forks, files, crops and passes that broke."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Latent attention beside the cases of families: absorbed attention to all, and long rows."""
 
-from __future__ import annotations
-
 from itertools import cycle
 from typing import Any
 

@@ -1,7 +1,5 @@
 """With ``lossless`` a cache that selects four rows gives full attention's own answers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

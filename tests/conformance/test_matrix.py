@@ -4,8 +4,6 @@ By default every method meets every store, every ``rest`` and the modes that tel
 mode and each other model runs once. Most other pairs, and presets, are slow.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

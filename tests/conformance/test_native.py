@@ -1,7 +1,5 @@
 """Models with an indexer of their own: their choices, masks, positions, and what is refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """In bf16 and under ``torch.autocast``: as close to fp32 as the model's own cache, or refused."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from functools import partial

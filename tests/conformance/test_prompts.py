@@ -1,7 +1,5 @@
 """Prompts that retrieve: where a group chooses all blocks before it, what full attention gives."""
 
-from __future__ import annotations
-
 from itertools import cycle
 
 import pytest

@@ -1,7 +1,5 @@
 """Models some of whose layers read another's keys: chunks, masks, budgets, and what is refused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """TokenBlock: the mean of its keys, in bounded memory."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """An index that names a token that there is not is told so by its own name, with every store."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 

@@ -1,7 +1,5 @@
 """Signals wait for the end of a change, and interrupt everything else."""
 
-from __future__ import annotations
-
 import signal
 import threading
 

@@ -1,7 +1,5 @@
 """State: what a class declares is reordered, cropped, forked, counted, saved, loaded and reset."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

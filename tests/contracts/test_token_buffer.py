@@ -1,7 +1,5 @@
 """TokenBuffer: rows of consecutive tokens, shared between forks until one side writes."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -4,8 +4,6 @@ A block after the comment ``<!-- not run: <reason> -->`` does not run, nor does 
 ``<!-- needs: <module> -->`` where that module is missing.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import re

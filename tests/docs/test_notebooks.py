@@ -3,8 +3,6 @@
 `.ci/docs` runs them; here they are read.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

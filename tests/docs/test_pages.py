@@ -6,8 +6,6 @@ whole. A block that does not run (``pages.py`` tells which) is parsed, and its n
 looked up. By default run the pages that a newcomer meets; `.ci/docs` runs all.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect

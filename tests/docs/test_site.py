@@ -3,8 +3,6 @@
 Building it takes packages of the extra ``docs``; `.ci/docs` does that.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import re

@@ -1,7 +1,5 @@
 """Tutorials run: commands and code in order, against the fake hub."""
 
-from __future__ import annotations
-
 import doctest
 import shlex
 from contextlib import redirect_stdout

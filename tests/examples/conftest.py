@@ -1,7 +1,5 @@
 """The scripts of ``examples`` by plain names, as they import each other; their smallest runs."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path

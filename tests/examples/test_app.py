@@ -1,7 +1,5 @@
 """The app: texts, events of the page, its logic; its server is in ``test_app_server.py``."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable, Iterator

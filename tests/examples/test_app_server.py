@@ -1,7 +1,5 @@
 """The app's server: this machine alone, no file of it, and nothing that a page of others asks."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Caches that ``generate`` filled with text, and the ways in which a test goes on with one."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 A single process plays along: what only ranks can show, it records as if it had.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A call of ``generate``: what a failed one leaves, and passes without its retrieval cache."""
 
-from __future__ import annotations
-
 import threading
 from functools import partial
 from itertools import count

@@ -1,7 +1,5 @@
 """Calls of ``generate``: each is served right, or refused at once with what it is and a way out."""
 
-from __future__ import annotations
-
 import copy
 import re
 import warnings

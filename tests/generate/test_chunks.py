@@ -1,7 +1,5 @@
 """Long prompts in chunks: of what size, the same text, far less memory, never by mistake."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial

@@ -1,7 +1,5 @@
 """Linear modules in passes with a retrieval cache."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from collections.abc import Callable

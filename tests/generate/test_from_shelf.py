@@ -1,7 +1,5 @@
 """A shelf in a call of ``generate``: prompts are found and put, and answers never suffer."""
 
-from __future__ import annotations
-
 import errno
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a model keeps of a conversation outside the cache: every conversation gets its own."""
 
-from __future__ import annotations
-
 import gc
 import inspect
 import threading

@@ -1,7 +1,5 @@
 """Other weights than those that filled a cache are seen wherever they lie, and in any pass."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from pathlib import Path

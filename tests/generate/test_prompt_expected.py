@@ -1,7 +1,5 @@
 """What a cache expects of the prompt that ``generate`` announces, and what becomes of it later."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

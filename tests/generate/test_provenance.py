@@ -1,7 +1,5 @@
 """Tokens and other inputs of a cache: recorded as they come, followed through edits, compared."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Soft prompts of PEFT, which add virtual tokens, are refused with the way out."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Two ranks, each with a part of the heads: the text of one process, or an error on both."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

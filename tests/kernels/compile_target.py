@@ -5,8 +5,6 @@ table of operations, in several shapes, and of what it lacks. Prints for each la
 is, the kernel, ``fused`` for products and sums in one, ``spills`` where registers do not suffice.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import sys

@@ -1,7 +1,5 @@
 """Shared by tests of kernels: the compiled library, and its instruction sets."""
 
-from __future__ import annotations
-
 import ctypes
 import warnings
 from collections.abc import Iterator

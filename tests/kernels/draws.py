@@ -1,7 +1,5 @@
 """What tests of kernels share: random tensors of a seed, their place, and refusals."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial

@@ -3,8 +3,6 @@
 Dimensions: B batch, H KV heads, G query heads of each, Q queries, n cold tokens, D head dim.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Paged rows of random numbers, ids of some of them, queries, and attention in float64."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

@@ -3,8 +3,6 @@
 The compiler does not run: a kernel that it is asked for is written down, and nothing is launched.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import os

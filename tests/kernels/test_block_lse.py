@@ -1,7 +1,5 @@
 """block_lse against whole matrices in float64, in every place it runs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Centroid lists against float64, and recalls: cosines, lists unpacked, ids united."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Attention to chosen rows and their scores against float64, in every place and kind of row."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

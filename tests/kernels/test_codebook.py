@@ -1,7 +1,5 @@
 """Nearest codewords, counts of codes, tables of scores and look-ups, against float64."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

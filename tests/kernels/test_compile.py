@@ -4,8 +4,6 @@ The interpreter accepts much that the compiler refuses. Here ``compile_target.py
 operations as on a GPU, in a process of its own.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

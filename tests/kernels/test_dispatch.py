@@ -1,7 +1,5 @@
 """Which backend runs: by device, by name, and by what a context prefers."""
 
-from __future__ import annotations
-
 import threading
 from importlib.util import find_spec
 

@@ -1,7 +1,5 @@
 """The codec of 2 to 4 bits: what comes back, in how many bytes, how good the grids are."""
 
-from __future__ import annotations
-
 import importlib.util
 import math
 import pickle

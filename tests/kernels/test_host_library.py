@@ -1,7 +1,5 @@
 """The compiled library: threads, ranks, its own errors, and what is done without it."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What searches of the compiled library choose, against the naive code of each operation."""
 
-from __future__ import annotations
-
 import ctypes
 import math
 import struct

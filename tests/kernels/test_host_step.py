@@ -1,7 +1,5 @@
 """Decode steps in one call of the compiled library, against attention worked out in double."""
 
-from __future__ import annotations
-
 import math
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace

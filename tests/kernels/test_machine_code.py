@@ -5,8 +5,6 @@ its ptxas; others make other code, so they only warn. After a change that makes 
 adds one, ``python tests/kernels/test_machine_code.py`` writes the limits anew.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sys

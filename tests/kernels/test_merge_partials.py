@@ -1,7 +1,5 @@
 """The merge of partial attention against float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

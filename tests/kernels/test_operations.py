@@ -1,7 +1,5 @@
 """The table of operations: each kernel, with each instruction set, does what plain torch does."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

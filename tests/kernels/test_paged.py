@@ -1,7 +1,5 @@
 """PagedRows: their form, rows in several memories, keys and values apart, copies of pages."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

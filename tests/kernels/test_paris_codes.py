@@ -1,7 +1,5 @@
 """Levels, rotation, and the codes that ``encode`` writes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

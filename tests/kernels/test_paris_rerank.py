@@ -1,7 +1,5 @@
 """Stage 2, and both stages together: estimates of inner products, recall of the true top-k."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

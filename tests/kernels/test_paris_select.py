@@ -1,7 +1,5 @@
 """Stage 1: centroid counts, points by tiers, collisions, the choice of candidates."""
 
-from __future__ import annotations
-
 import math
 from fractions import Fraction
 from typing import Any

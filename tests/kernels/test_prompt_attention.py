@@ -1,7 +1,5 @@
 """prompt_attention against softmax attention in float64, in every place it runs."""
 
-from __future__ import annotations
-
 import os
 import sys
 from typing import Any

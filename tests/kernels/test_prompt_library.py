@@ -1,7 +1,5 @@
 """prompt_attention in the compiled library, on each of its instruction sets."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Scores from proxies against float64."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Arguments that do not fit are refused: for each the words of the error, and the call."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial

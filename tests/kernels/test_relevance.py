@@ -1,7 +1,5 @@
 """The relevance of tokens to the heads of a group, and the best candidates, against float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Who gets which slot, against a slow LRU of plain loops, and rows copied into the slots."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """How many programs share a walk: the rule of all kernels that merge chunks."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The end of a step at once: the window, chunks of other tokens, learned sinks, a count."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

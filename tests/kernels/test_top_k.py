@@ -1,7 +1,5 @@
 """The highest scores against a stable sort."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

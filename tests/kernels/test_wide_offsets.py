@@ -1,7 +1,5 @@
 """Ids and page tables whose numbers lie more than 2^31 elements apart."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

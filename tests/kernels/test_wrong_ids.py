@@ -4,8 +4,6 @@ The last page has rows behind the last token, of NaN, and the page table a colum
 would crash as a page number; tables of slots and codewords are followed by others'.
 """
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """A tiny model with a tokenizer, in a folder as a user would have it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

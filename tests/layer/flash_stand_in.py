@@ -5,8 +5,6 @@ kernels refuse (``csrc/flash_attn/flash_api.cpp``) is an assertion here. The mas
 and a query that sees no key has ``out`` 0 and ``lse`` +inf.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

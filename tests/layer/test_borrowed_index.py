@@ -1,7 +1,5 @@
 """With ``select_every`` one layer selects for several, through all that may happen to a cache."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """layer.keys and layer.values: tensors that are made when they are used."""
 
-from __future__ import annotations
-
 import copy
 import io
 import operator

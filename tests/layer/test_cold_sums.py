@@ -1,7 +1,5 @@
 """The mean that stands for tokens that are not selected, against its definition, in every state."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import cycle

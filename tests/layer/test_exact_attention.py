@@ -1,7 +1,5 @@
 """Exact attention over all tokens of a layer, against softmax in float64."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 

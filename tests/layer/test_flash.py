@@ -1,7 +1,5 @@
 """flash-attn takes prompts and exact attention where it fits, and gives what ours gives."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from pathlib import Path

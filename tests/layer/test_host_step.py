@@ -1,7 +1,5 @@
 """A layer's step in one call of the CPU library does what it does step by step."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any

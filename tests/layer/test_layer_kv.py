@@ -4,8 +4,6 @@ The budget covers everything, so that whatever the index prefers, attention must
 attention; then every lost, doubled or stale token shows.
 """
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

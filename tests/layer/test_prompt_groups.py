@@ -1,7 +1,5 @@
 """A prompt in groups, against the same choice made with whole matrices of attention."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

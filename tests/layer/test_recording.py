@@ -1,7 +1,5 @@
 """Layers that transformers keeps record the past while it drafts, and no longer."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -3,8 +3,6 @@
 Indexes and stores have suites of their own, ``test_every_index`` and ``test_every_store``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple

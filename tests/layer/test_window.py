@@ -1,7 +1,5 @@
 """Window: sinks per row, recent tokens, and what moves between them."""
 
-from __future__ import annotations
-
 import torch
 
 from hf_kvret import TokenBlock

@@ -1,7 +1,5 @@
 """Sampled tokens of lossless rounds have full attention's distribution."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """``generate`` with ``lossless``: full attention's text, rows and scores."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """How many tokens a round drafts."""
 
-from __future__ import annotations
-
 import pytest
 
 from hf_kvret.lossless.pace import FastestPace, GivenPace

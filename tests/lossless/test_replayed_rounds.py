@@ -1,7 +1,5 @@
 """Rounds whose drafts are replayed from captured steps."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """LosslessSteps in a loop of one's own."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

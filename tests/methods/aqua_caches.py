@@ -1,7 +1,5 @@
 """AQUA-KV's caches on small models: artifacts, passes, and the rows that stores decode to."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -3,8 +3,6 @@
 Dimensions: B batch, ``HEADS`` KV heads, ``GROUP`` query heads of each, n tokens, D head dim.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import dataclass

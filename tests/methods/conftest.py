@@ -1,7 +1,5 @@
 """A small model that tests of methods share, and artifacts for it and others."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """A2ATSIndex by itself: codes and selection against sums worked out by hand, recall, bytes."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Caches with an artifact, which is found, read once, checked, refused; what A2ATS makes of it."""
 
-from __future__ import annotations
-
 import dataclasses
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A2ATS on latent attention: rows before RoPE, absorbed queries at a distance, many heads."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

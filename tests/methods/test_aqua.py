@@ -1,7 +1,5 @@
 """AQUA-KV's options, and its stores without predictors."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """AQUA-KV with every kind of artifact: spaces, anchors, bits, and what is refused."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import logging

@@ -3,8 +3,6 @@
 A layer's store leaves its reconstruction to the next, and never one out of date.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

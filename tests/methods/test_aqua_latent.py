@@ -1,7 +1,5 @@
 """AQUA-KV on latent attention: one row predicts the next layer's, and has its value in it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

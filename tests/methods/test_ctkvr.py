@@ -1,7 +1,5 @@
 """CTkvr: what the index selects, its options, its choice of queries, and its compact lists."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any

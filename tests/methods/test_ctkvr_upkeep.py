@@ -4,8 +4,6 @@ One query head for a KV head, so that a query which is a centroid with a list ov
 the exact top-k.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What every index must do: padding, neighbours, forks, saves, new orders and crops."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Options of absorbed attention to all tokens: those of passes alone."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,7 +1,5 @@
 """LRQKIndex: its selection, the factors over time, its options, and the cache on a small model."""
 
-from __future__ import annotations
-
 import copy
 import math
 from typing import Any

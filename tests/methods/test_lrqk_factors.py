@@ -1,7 +1,5 @@
 """Factors of LRQK: the closed form against the SVD, algorithm 1 against full matrices."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

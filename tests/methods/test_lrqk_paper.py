@@ -1,7 +1,5 @@
 """PaperLRQKIndex against a literal algorithm 2, and the faults of the published code."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """ParisIndex: its selection apart from the output, and the faults of the published code."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

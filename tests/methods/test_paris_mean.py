@@ -1,7 +1,5 @@
 """ParisKV's mean key: of the whole prompt, and taken anew as a context grows."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

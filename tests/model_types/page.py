@@ -4,8 +4,6 @@
 ``trials.json`` lacks, keeps the results there and writes the tables.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sys

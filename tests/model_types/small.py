@@ -4,8 +4,6 @@ Layers, heads, experts, widths and vocabulary become few; what shapes a head sta
 of latents, rotations, norms, biases.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Which model types are served: every one that generates text, by its default configuration."""
 
-from __future__ import annotations
-
 import pytest
 import transformers
 from transformers import AutoConfig, PreTrainedConfig

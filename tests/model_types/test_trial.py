@@ -1,7 +1,5 @@
 """A trial tells a type that is served from one that is not."""
 
-from __future__ import annotations
-
 import pytest
 import transformers
 from transformers import AutoConfig

@@ -4,8 +4,6 @@ Caches with a budget that covers everything must give the tokens of full attenti
 up to the order of summation; with a budget of one row they must not, or nothing was retrieved.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 

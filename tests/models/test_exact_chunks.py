@@ -1,7 +1,5 @@
 """Chunks give what one pass gives, or the prompt is not cut: rotations, and every type."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

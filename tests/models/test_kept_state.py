@@ -1,7 +1,5 @@
 """What models keep between passes: the sources of transformers are searched, and ModelState."""
 
-from __future__ import annotations
-
 import ast
 from collections import defaultdict
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Latent attention: the patch of its class, weights that are not plain, rows held once."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from types import SimpleNamespace

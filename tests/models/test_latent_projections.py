@@ -1,7 +1,5 @@
 """Latent attention with what stands in place of ``kv_b_proj``: its matrix is the current one."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Products of few tokens and weights of 16 bits by the compiled library."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

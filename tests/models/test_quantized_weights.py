@@ -1,7 +1,5 @@
 """Models whose weights torchao keeps in 8 or 4 bits: caches give what full attention gives them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

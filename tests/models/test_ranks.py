@@ -1,7 +1,5 @@
 """Several ranks: what would be wrong there is refused before anything is written or measured."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace

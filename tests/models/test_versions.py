@@ -1,7 +1,5 @@
 """Names and classes that differ by version of transformers, and warnings about versions."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any

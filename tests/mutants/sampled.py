@@ -14,8 +14,6 @@ cases of conformance, each for half a minute of CPU time. Rooms take turns, so a
 An entry may have the outcome of an earlier commit, too, as ``before``.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import importlib

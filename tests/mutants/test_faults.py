@@ -1,7 +1,5 @@
 """The planted faults still have their places in the code."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

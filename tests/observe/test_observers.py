@@ -1,7 +1,5 @@
 """Who observes a cache is told what every layer selects, whatever the method, and costs nothing."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Recall of a selection against exact top-k, on cases worked out by hand."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

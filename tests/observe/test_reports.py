@@ -1,7 +1,5 @@
 """Counts and bytes, checked against numbers worked out by hand."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Options: what is refused, what the numbers mean, sizes of memory, and that they survive JSON."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import pytest

@@ -1,7 +1,5 @@
 """Declared options: what every method's options refuse, and in which words."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

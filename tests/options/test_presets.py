@@ -1,7 +1,5 @@
 """Presets: what a paper gives, by name, wherever options go."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from typing import Any

@@ -1,7 +1,5 @@
 """The text model in a model: in types that call something else their decoder, in wrappers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

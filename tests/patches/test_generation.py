@@ -1,7 +1,5 @@
 """The patch of ``generate``: applied twice, undone, beside other libraries, and its hooks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """Names among attention functions and mask functions: a function of somebody else stays."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

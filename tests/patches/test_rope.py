@@ -1,7 +1,5 @@
 """Rope: the rotation by its definition, its inverse, and what configurations say about it."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

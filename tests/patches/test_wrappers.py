@@ -1,7 +1,5 @@
 """Wrappers beside those of other libraries: none is dropped, and each call is worked on once."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """The graphs that ``generate`` makes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

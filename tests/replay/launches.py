@@ -7,8 +7,6 @@ contents, on a device that is not there. What is counted are the calls in the co
 run at each step, but for that of attention.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from types import SimpleNamespace

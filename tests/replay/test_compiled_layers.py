@@ -1,7 +1,5 @@
 """Compiled layers give the logits of layers as they are, by one graph, and leave no trace."""
 
-from __future__ import annotations
-
 import copy
 import json
 import logging

@@ -1,7 +1,5 @@
 """Replayed decode steps are usual ones, bit for bit, and whatever can't be replayed says why."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from typing import Any

@@ -1,7 +1,5 @@
 """Replayed steps after whatever happened to the cache, the model or the call in between."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from pathlib import Path

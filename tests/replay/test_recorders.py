@@ -3,8 +3,6 @@
 Waits are tested without a GPU, with a played debug mode of torch; what graphs do, on the tape.
 """
 
-from __future__ import annotations
-
 import threading
 import warnings
 from collections.abc import Callable, Iterator

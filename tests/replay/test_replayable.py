@@ -4,8 +4,6 @@ A type gets into ``REPLAYABLE`` with a green run of
 ``python -m pytest -m slow tests/replay/test_replayable.py``.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The steps of a save, at each of which it can be made to fail or to be killed."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable, Iterator

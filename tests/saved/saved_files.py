@@ -1,7 +1,5 @@
 """Saved caches taken apart and put together again, as somebody who crafts one would."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A damaged cache is refused with ValueError or OSError, or holds exactly what was saved."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 import runpy

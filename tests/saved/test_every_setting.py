@@ -1,7 +1,5 @@
 """One setting of a configuration changed: rows are refused, or the model makes the same ones."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Files of a folder are replaced all at once or not at all, and only our own."""
 
-from __future__ import annotations
-
 import errno
 import json
 import multiprocessing

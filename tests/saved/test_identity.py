@@ -1,7 +1,5 @@
 """The model that filled a cache is known, and another one is refused."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from pathlib import Path

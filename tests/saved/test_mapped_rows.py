@@ -1,7 +1,5 @@
 """Rows that stay in their files: the same text, read where it is selected, and never written to."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

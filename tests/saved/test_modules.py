@@ -1,7 +1,5 @@
 """Rows are not taken where modules compute otherwise, which no configuration shows."""
 
-from __future__ import annotations
-
 import copy
 import shutil
 from collections.abc import Callable

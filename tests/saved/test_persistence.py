@@ -1,7 +1,5 @@
 """Filled caches: saved, loaded and continued."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

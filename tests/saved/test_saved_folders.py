@@ -1,7 +1,5 @@
 """Which folder may be saved to, what is replaced there, and what a check of it says."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

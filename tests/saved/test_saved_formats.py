@@ -1,7 +1,5 @@
 """Caches and artifacts that lie in the repository load, and go on with the same tokens."""
 
-from __future__ import annotations
-
 import json
 import runpy
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tensors in shards: few at a time, each with a checksum, and nothing of a file is trusted."""
 
-from __future__ import annotations
-
 import json
 import weakref
 from collections.abc import Iterator

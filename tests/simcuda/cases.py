@@ -1,7 +1,5 @@
 """Prompts and decode steps of a tiny model with a cache, on a simulated GPU."""
 
-from __future__ import annotations
-
 import tempfile
 import warnings
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A simulated machine for the tests of the simulator itself."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

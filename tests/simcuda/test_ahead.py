@@ -3,8 +3,6 @@
 The sizes at which other kernels are taken are made small here.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from typing import Any

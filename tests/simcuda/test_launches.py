@@ -1,7 +1,5 @@
 """Launches of Triton kernels on a simulated GPU: their arguments, and what they read and write."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """How many kernels a layer launches in a captured step, by method and store."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

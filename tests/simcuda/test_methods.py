@@ -3,8 +3,6 @@
 Decode steps wait for nothing.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from ..simulated_gpu.simulation import Finding, Wait

@@ -1,7 +1,5 @@
 """Where tensors of a simulated GPU lie, what refuses to mix them, and where the host waits."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

@@ -3,8 +3,6 @@
 The list was fixed before the simulator was tried on it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Clocks of a simulated GPU: what is not waited for is found, what is waited for is not."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Calls of torch that name a device, or ask a tensor for its own."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

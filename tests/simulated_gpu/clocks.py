@@ -1,7 +1,5 @@
 """Vector clocks: who has seen what of whom. Whoever runs in an order of its own is an agent."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 

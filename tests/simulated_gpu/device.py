@@ -18,8 +18,6 @@ nothing of time, of memory that runs out, of numbers that differ from a CPU's, n
 and CUDA that is not torch's.
 """
 
-from __future__ import annotations
-
 import concurrent.futures
 import importlib
 import types

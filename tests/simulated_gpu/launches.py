@@ -1,7 +1,5 @@
 """Launches of Triton kernels on a simulated GPU: run by the interpreter, after a check."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

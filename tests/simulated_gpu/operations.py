@@ -1,7 +1,5 @@
 """torch's operations on a simulated GPU: where results lie, who reads and writes, who waits."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The state of a simulated GPU: devices of tensors, agents, findings and waits."""
 
-from __future__ import annotations
-
 import itertools
 import sys
 import sysconfig

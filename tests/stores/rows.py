@@ -1,7 +1,5 @@
 """Rows as plain tensors: what a store must hold, and the reference for its answers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A captured decode step asks stores whether it can be, and finds that writes have arrived."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """store="disk": rows in files without names, asked for before they are read, and full disks."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import os

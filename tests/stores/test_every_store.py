@@ -1,7 +1,5 @@
 """Every store against dense rows: appends, page edges, crops, reorders, forks, loads and reads."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from functools import partial

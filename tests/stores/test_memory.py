@@ -1,7 +1,5 @@
 """HostMemory's chunks: where they begin, what the system is asked, and how long they live."""
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import os

@@ -1,7 +1,5 @@
 """PagedStore: bytes, sharing, and reading in chunks: what is in memory meanwhile, what follows."""
 
-from __future__ import annotations
-
 import os
 import weakref
 from contextlib import nullcontext

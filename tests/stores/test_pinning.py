@@ -1,7 +1,5 @@
 """Pinned chunks: how many and of what size, and how they come and go beside captures."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterator

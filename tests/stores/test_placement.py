@@ -1,7 +1,5 @@
 """What ``store="auto"`` chooses, and the host memory that is free, by files of the system."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """QuantizedStore: rows that go through the codec once, when they are appended; their bytes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

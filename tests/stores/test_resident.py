@@ -1,7 +1,5 @@
 """ResidentStore: slots never change a result, and hits and misses are what they should be."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The tape must behave as a CUDA graph: frozen numbers, the same memory, and no host in it."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """Which requests of vLLM's batches select. vLLM is not installed: its names are stood in for."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Indexes are found again by blocks and by how often these were used, not by requests."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The benches' modules by plain names, as their scripts import them, with little work."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

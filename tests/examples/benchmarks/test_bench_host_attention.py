@@ -1,7 +1,5 @@
 """``bench_host_attention.py``: ways that agree, rows, wrong ways, clear refusals."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """``bench_kernels.py``: floors, rows, turns, cold caches, and ways that are wrong."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``machine_code.py`` reads SASS; its step has the methods' own sizes."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """``generate(..., custom_generate=FOLDER)`` decodes with a retrieval cache, from the hub too."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.metadata
 import re

@@ -1,7 +1,5 @@
 """The studies' modules by plain names, as their scripts import them; a tiny model and text."""
 
-from __future__ import annotations
-
 import sys
 
 from ...lab.conftest import tiny_model_dir, tiny_text

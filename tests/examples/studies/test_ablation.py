@@ -1,7 +1,5 @@
 """What the studies' scripts share: their commands, what is said before the work, and pages."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -3,8 +3,6 @@
 The renderings, ``literal_a2ats`` and ``literal_aqua``, share no code with the library.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Every study on its smallest setting, and its mathematics against loops and whole matrices."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The bench command on the CPU, and the models it measures in tests."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A cache that gives other answers than full attention is not measured; how caches are filled."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """``hf-kvret bench decode`` and ``prefill`` on a CPU: rows, fewer layers, full memory."""
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Floors, scaling and capacities are what a calculation by hand gives."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

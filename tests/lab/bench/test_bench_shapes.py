@@ -1,7 +1,5 @@
 """Shapes are those of the published models, and random weights stay finite."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

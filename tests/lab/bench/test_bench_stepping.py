@@ -1,7 +1,5 @@
 """How bench decode takes its steps: as usual, replayed, in rounds; and what a row says of it."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """``bench all``: every stage runs, what is finished is kept, and tables mix no cards."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Random rows and a rotation, for studies of a layer."""
 
-from __future__ import annotations
-
 import torch
 
 from hf_kvret_model_patches.rope import Rope

@@ -1,7 +1,5 @@
 """A2ATS's study of one layer: the metric, what it learns from which tokens, its figures."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

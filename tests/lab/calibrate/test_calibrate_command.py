@@ -1,7 +1,5 @@
 """``hf-kvret calibrate``: what it makes, where that goes, what is held out, mistakes."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``hf-kvret inspect``: what an artifact is; whether files are whole."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

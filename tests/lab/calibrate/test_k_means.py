@@ -1,7 +1,5 @@
 """k-means: clusters that are there, errors that fall, empty clusters, one result."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Predictors of AQUA-KV: the closed form, rounding and offsets."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

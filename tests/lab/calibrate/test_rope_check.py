@@ -1,7 +1,5 @@
 """The trial of RoPE: it finds every model's rotation, and notices one that isn't the config's."""
 
-from __future__ import annotations
-
 import importlib
 from pathlib import Path
 from typing import Any

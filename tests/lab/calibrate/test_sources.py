@@ -1,7 +1,5 @@
 """What is learned from: sequences of a text, UUIDs, the needle language."""
 
-from __future__ import annotations
-
 import uuid
 
 import pytest

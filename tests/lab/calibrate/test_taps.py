@@ -1,7 +1,5 @@
 """Taps: they see exactly what the layers made, change nothing, and leave nothing behind."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

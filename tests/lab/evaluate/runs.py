@@ -1,7 +1,5 @@
 """What a model says without any cache, and with one of 8 tokens."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

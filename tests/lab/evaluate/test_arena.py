@@ -1,7 +1,5 @@
 """``hf-kvret eval arena``: bytes, answers and uses of any cache, and strange ones are found out."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Caches by name, and other people's in the same table where their packages are installed."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 

@@ -1,7 +1,5 @@
 """The demo on the bundled model: right answers, honest counts, clear errors."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

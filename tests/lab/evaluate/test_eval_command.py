@@ -1,7 +1,5 @@
 """All of ``hf-kvret eval``: models by name, common options, texts, artifacts, clear errors."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import shutil

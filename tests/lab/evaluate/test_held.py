@@ -1,7 +1,5 @@
 """Bytes are those that a cache keeps alive, whatever it says of itself."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

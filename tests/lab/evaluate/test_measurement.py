@@ -1,7 +1,5 @@
 """The one loop: cells go in, rows come out, and an interrupted run goes on."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

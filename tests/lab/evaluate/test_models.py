@@ -1,7 +1,5 @@
 """The small models that are ours: with cards and artifacts, served, and able to do their work."""
 
-from __future__ import annotations
-
 import importlib.util
 import math
 import subprocess

@@ -1,7 +1,5 @@
 """Documents with needles: exact lengths and depths, sentence ends, both languages."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Readers of every cache go the same way, and branch without touching each other."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Samples of RULER's tasks: they hold what is asked for, fill their length, and are scored."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

@@ -1,7 +1,5 @@
 """Caches that others wrote come by their factories, and go the way of all others."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """``hf-kvret eval TASK``: numbers are what plain forward passes of the model give."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace

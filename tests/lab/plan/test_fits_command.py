@@ -1,7 +1,5 @@
 """``hf-kvret fits`` says what fits, in a table and as JSON, and names the remedy where it can't."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any

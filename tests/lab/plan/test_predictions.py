@@ -1,7 +1,5 @@
 """Predicted bytes are those of caches that really hold the tokens."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Bars are shown where transformers shows its own."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Result files and their pages: finished cells stay, places are tried, tables, plain pictures."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The self-test passes here, notices planted faults, and its report is fit to be shown."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from functools import cached_property, partial

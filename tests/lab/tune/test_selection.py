@@ -1,7 +1,5 @@
 """What is tried on which windows, which variants run on, the front and the choice."""
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise
 from typing import Any

@@ -1,7 +1,5 @@
 """``hf-kvret tune`` from end to end, on models that take no time."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
