@@ -63,7 +63,9 @@ def mapped(size: int, inherited: bool = True) -> torch.Tensor:
         # Whole huge pages only: the remainder would take one that it does not fill.
         huge_pages = getattr(mmap, "MADV_HUGEPAGE", None)
         _advise(mapping, huge_pages, start, size // _HUGE_PAGE * _HUGE_PAGE)
-    return raw[start : start + size]
+        # A storage of what is used: around it are addresses without memory.
+        return torch.frombuffer(mapping, dtype=torch.uint8, count=size, offset=start)
+    return raw
 
 
 def expect_random_reads(tensor: torch.Tensor) -> None:

@@ -93,6 +93,7 @@ def test_what_does_not_fit_is_refused_with_a_remedy() -> None:
 def test_a_child_process_finds_zeros_and_may_free_them() -> None:
     size = 3 * HUGE_PAGE
     chunk = host_memory.mapped(size, inherited=False).fill_(1)
+    assert chunk.untyped_storage().nbytes() == size
     child = os.fork()
     if child == 0:
         # Nothing but this: pytest goes on in the parent alone.
