@@ -96,12 +96,10 @@ def fits(
 def most_tokens(dtype: torch.dtype) -> int:
     """With how many tokens ``linear`` is quicker than torch here; 0: with none, or not measured."""
     cpu = torch.cpu
-    if dtype not in _HALVES or not cpu._is_avx2_supported():
+    # Nobody measured processors with AMX, where torch multiplies both dtypes, or others than x86.
+    if cpu._is_amx_tile_supported() or not cpu._is_avx2_supported() or dtype not in _HALVES:
         return 0
-    if dtype == torch.bfloat16:
-        return _FEW if cpu._is_avx512_bf16_supported() or cpu._is_amx_tile_supported() else _MOST
-    # Processors with AMX multiply fp16, too.
-    return 0 if cpu._is_amx_tile_supported() else _MOST
+    return _FEW if dtype == torch.bfloat16 and cpu._is_avx512_bf16_supported() else _MOST
 
 
 @dataclass(frozen=True, eq=False)

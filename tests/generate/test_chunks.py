@@ -7,12 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    GenerationConfig,
-    LlamaConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import GenerationConfig, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
 from hf_kvret import FlatKVCache, registered_methods
 from hf_kvret.generate import chunks

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_kvret.models.products import linear
+from hf_kvret.models.products import linear, most_tokens
 from hf_kvret_kernels import host_library
 
 pytestmark = pytest.mark.skipif(bool(host_library.why_not()), reason="no compiled library")
@@ -25,3 +25,8 @@ def test_a_product_is_that_of_torch(
     got = linear(x, weight, bias if has_bias else None)
     assert got.dtype == dtype
     torch.testing.assert_close(got.double(), exact, rtol=2**-8, atol=1e-3)
+
+
+def test_where_amx_multiplies_torch_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    assert not any(map(most_tokens.__wrapped__, (torch.bfloat16, torch.float16)))
