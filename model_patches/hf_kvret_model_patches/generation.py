@@ -123,10 +123,9 @@ def apply(names: tuple[str, ...], hooks: Hooks) -> None:
         hooks.after_pass(model, outputs)
         return inner(model, outputs, *args, **kwargs)
 
-    def criteria(inner: Function, model: Any, *args: Any, **kwargs: Any) -> bool:
-        model_kwargs, config = args[:2]
-        _chosen.call = hooks.choose_call(model, config, model_kwargs)
-        return _chosen.call is not None or bool(inner(model, *args, **kwargs))
+    def criteria(inner: Function, model: Any, model_kwargs: Any, generation_config: Any) -> bool:
+        _chosen.call = hooks.choose_call(model, generation_config, model_kwargs)
+        return _chosen.call is not None or bool(inner(model, model_kwargs, generation_config))
 
     _patches.apply(GenerationMixin, "generate", generate)
     _patches.apply(GenerationMixin, "_prepare_cache_for_generation", prepare_cache)

@@ -110,10 +110,8 @@ def test_a_new_name_validates_and_the_hook_makes_its_cache(model: Any) -> None:
     expected = generate(model)
     result = generate(model, cache_implementation="mine", cache_config={"some": [1, "x"]})
     assert torch.equal(result, expected)
-    assert calls == [
-        ("LlamaForCausalLM", None, None),
-        ("LlamaForCausalLM", "mine", {"some": [1, "x"]}),
-    ]
+    name = "LlamaForCausalLM"
+    assert calls == [(name, None, None), (name, "mine", {"some": [1, "x"]})]
     # Kyutai's model passes both by their names.
     named = {"generation_config": GenerationConfig(cache_implementation="mine"), "model_kwargs": {}}
     model._prepare_cache_for_generation(**named)
@@ -188,7 +186,8 @@ def test_a_choice_is_handed_out_once(model: Any, monkeypatch: pytest.MonkeyPatch
     """A later call, which did not ask, gets what transformers compiles."""
     monkeypatch.setattr(torch, "compile", lambda *args, **options: "theirs")
     generation.apply((), Hooks(choose_call=lambda *args: "ours"))  # type: ignore[arg-type,return-value]
-    assert model._valid_auto_compile_criteria({}, model.generation_config) is True
+    arguments = {"model_kwargs": {}, "generation_config": model.generation_config}
+    assert model._valid_auto_compile_criteria(**arguments) is True
     assert [model.get_compiled_call(None) for _ in range(2)] == ["ours", "theirs"]
 
 
