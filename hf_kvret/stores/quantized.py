@@ -28,13 +28,13 @@ def _finite_mean(block: TokenBlock) -> torch.Tensor:
 class QuantizedStore(WrappedStore):
     """A paged store of coded rows, for every index (AQUA-KV's codec, without its predictors).
 
-    Keys and values of each KV head are coded by themselves, so that single rows can be read: ``bits
-    / 8 + 2 / group`` bytes an element, with the largest power of two that divides the head's dims
-    as group. Keys are coded around the mean of a sequence's first block, by channel: the error of a
-    codec is a share of what it codes, and an offset distinguishes no tokens. Rows of latent
-    attention are coded as they are. Codes are never recoded. Keys and values read back have the
-    error; if they are appended again, they lose a little more, far less than the first time. Scales
-    lie apart from the codes of a page, whose rows are then aligned to their own length.
+    Keys and values of each KV head are coded by themselves, so that single rows can be read. An
+    element takes ``bits / 8 + 2 / group`` bytes, with the largest power of two that divides the
+    head's dims as group. Keys are coded around the mean of a sequence's first block, by channel:
+    the error of a codec is a share of what it codes, and an offset distinguishes no tokens. Rows of
+    latent attention are coded as they are. Codes are never recoded. Rows read back have the error;
+    if they are appended again, they lose a little more, far less than the first time. Scales lie
+    apart from the codes of a page, whose rows are then aligned to their own length.
 
     Args:
         memory: where the bytes lie.
