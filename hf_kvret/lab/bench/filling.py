@@ -269,8 +269,9 @@ class Turn:
 
 # Artifacts have the methods' own sizes and are made quickly: their values change no times.
 _SIZES: dict[str, Calibration] = {"a2ats": A2ATSCalibration(rounds=0), "aqua": AquaCalibration()}
-# "a2ats" has fewer codewords than these tokens, and most models have positions for the length.
-_TOKENS, _LENGTH = 5120, 2560
+# Each token is a codeword of "a2ats", so that none is looked for; most models have positions for
+# the length.
+_TOKENS, _LENGTH = A2ATSCalibration.codewords, 2048
 
 
 def make_stand_ins(
@@ -287,8 +288,8 @@ def make_stand_ins(
     model.config._name_or_path = str(folder)
     text = model.config.get_text_config(decoder=True)
     length = min(_LENGTH, getattr(text, "max_position_embeddings", None) or _LENGTH)
-    texts = list(random_tokens(model, -(-_TOKENS // length), length, seed).cpu())
-    corpus = Corpus(texts, 0, {"text": "random tokens"})
+    texts = random_tokens(model, 1, _TOKENS, seed)[0].cpu().split(length)
+    corpus = Corpus(list(texts), 0, {"text": "random tokens"})
     for method in sorted(lacking):
         with torch.inference_mode(False):
             calibrate(model, corpus, _SIZES[method], folder / method)

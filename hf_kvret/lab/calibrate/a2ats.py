@@ -83,7 +83,9 @@ def k_means(
         # Inner products of centred points lose fewer digits; keys often have a large common part.
         mean = points[head].double().mean(0).float()
         deviations = points[head] - mean
-        seeds = _seed(deviations[sample], draws[head].to(points.device))
+        # Of as many points each is a codeword. Seeding takes minutes for a model on a GPU.
+        few = n == count
+        seeds = deviations if few else _seed(deviations[sample], draws[head].to(points.device))
         codebook[head] = _lloyd(deviations, seeds, rounds, tolerance) + mean
         progress(1)
     return codebook
