@@ -46,6 +46,7 @@ def test_help_is_written_for_users_and_tells_every_default(words: tuple[str, ...
     for mark in ("``", "Args:", "Attributes:", "Raises:", "Returns:"):
         assert mark not in parser.format_help()
     formatter = parser.formatter_class(prog="hf-kvret")
+    assert shown_default(2 * 10**9) == "2GB"
     for action in parser._actions:
         if action.nargs == 0 or not action.option_strings:
             continue

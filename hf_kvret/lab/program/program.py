@@ -33,8 +33,8 @@ _MISTAKES = (
     MemoryError,
     torch.OutOfMemoryError,
 )
-# Multiples of this are written with a K, as they are on the command line.
-_K = 1024
+# Multiples of these are written with a K and with GB, as they are on the command line.
+_K, _GB = 1024, 10**9
 
 
 class HelpFormatter(argparse.HelpFormatter):
@@ -64,7 +64,7 @@ def shown_default(value: Any) -> str:
             f"{one:g}" if isinstance(one, float) else shown_default(one) for one in value
         )
     if isinstance(value, int) and value >= 2 * _K and value % _K == 0:
-        return f"{value // _K}K"
+        return f"{value // _K}K" if value % _GB else f"{value // _GB}GB"
     if isinstance(value, float):
         # A share of 1.0 is all, a count of 1 is one.
         return "1.0" if value == 1 else f"{value:g}"
