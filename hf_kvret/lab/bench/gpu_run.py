@@ -21,9 +21,9 @@ from hf_kvret.lab.bench.shapes import Shape, load_shape
 from hf_kvret.lab.bench.tables import SIZE, TIMES, ms, of, plot_contexts, step_counts
 from hf_kvret.lab.evaluate.failures import attempt
 from hf_kvret.lab.evaluate.measurement import Measurement, Row
-from hf_kvret.lab.program.arguments import check_device, length, number
+from hf_kvret.lab.program.arguments import length, number
 from hf_kvret.lab.program.options import option
-from hf_kvret.lab.report.results import Cell, Results
+from hf_kvret.lab.report.results import FAILED, Cell, Results
 from hf_kvret.lab.report.tables import Columns, table_of
 from hf_kvret.lab.selftest.command import device_fault
 
@@ -146,7 +146,8 @@ class BenchAll(Measurement):
     """Measure what matters on a GPU, in the shape of Llama-3.1-8B, the most important first.
 
     The model is built once for all stages, and each finished cell is kept at once. A cell that
-    hangs ends the process; the same command goes on behind it. Cards have tables of their own.
+    hangs ends the process; the same command goes on behind it, and tries what failed again at the
+    end. Cards have tables of their own.
     """
 
     command: ClassVar[str] = "bench"
@@ -190,8 +191,8 @@ class BenchAll(Measurement):
         return one
 
     def check(self) -> None:
-        if not self.dry:
-            check_device("cuda")
+        if not self.dry and not torch.cuda.is_available():
+            raise ValueError("no CUDA device here: give --dry to try all of it on a CPU")
 
     def setup(self) -> dict[str, Any]:
         layers = self.shape.layers
@@ -199,6 +200,12 @@ class BenchAll(Measurement):
 
     def cells(self) -> list[Cell]:
         return [cell for stage in STAGES for cell in stage.on(self.card)]
+
+    def waiting(self, results: Results) -> list[Cell]:
+        """The cells that were never begun, and behind them those that failed."""
+        cells = self.cells()
+        failed = [cell for cell, row in results if cell in cells and ({FAILED, *_HUNG} & {*row})]
+        return [cell for cell in cells if results.find(cell) is None] + failed
 
     def plan(self, results: Results) -> Iterator[Sequence[Cell]]:
         """One by one, until the time is over or the device does not go on.
@@ -226,12 +233,14 @@ class BenchAll(Measurement):
         # A kernel that hangs can't be interrupted.
         faulthandler.dump_traceback_later(_MOST_SECONDS, exit=True)
         try:
-            row, why = attempt(partial(self.row, group[0]))
-        except Exception as error:
-            row, why = None, {"failed": f"{type(error).__name__}: {error}"}
+            try:
+                row, why = attempt(partial(self.row, group[0]))
+            except Exception as error:
+                row, why = None, {"failed": f"{type(error).__name__}: {error}"}
+            # It waits for kernels of a cell that raised, too.
+            fault = device_fault(self.device)
         finally:
             faulthandler.cancel_dump_traceback_later()
-        fault = device_fault(self.device)
         return [{"failed": fault} if fault else why or row]
 
     def row(self, cell: Cell) -> Row:

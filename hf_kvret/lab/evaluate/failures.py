@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -33,7 +34,9 @@ def attempt(work: Callable[[], Any]) -> tuple[Any, dict[str, Any]]:
     # long beside a small run, and matters where memory is scarce.
     if why or torch.cuda.is_available():
         gc.collect()
-        torch.cuda.empty_cache()
+        # A device that has failed says so at its next work; here it would take the result along.
+        with suppress(RuntimeError):
+            torch.cuda.empty_cache()
     return result, why
 
 

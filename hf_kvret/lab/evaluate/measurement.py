@@ -237,8 +237,8 @@ def _check_artifacts(measurement: Measurement, results: Results) -> None:
 def run_measurement(measurement: Measurement, outputs: Outputs) -> int:
     """Measure, print the table, write what was asked for; returns the exit status.
 
-    That is 1 when cells failed: the table or a line says why, and the others were measured. The
-    same command tries them again.
+    That is 1 when cells failed or were not reached: the table or a line says why, and the others
+    were measured. The same command tries them again.
     """
     outputs.check(measurement.title())
     measurement.check()
@@ -251,8 +251,8 @@ def run_measurement(measurement: Measurement, outputs: Outputs) -> int:
             # Finished cells are worth seeing, also when a later cell failed.
             if len(results):
                 print(f"\n{measurement.table(results)}")
-                if missing := measurement.count(results):
-                    print(f"\n{missing} cells are not finished")
+                if unfinished := measurement.count(results):
+                    print(f"\n{unfinished} cells are not finished")
     for reason in dict.fromkeys(reason for _, reason in failed):
         first, *others = (cell for cell, why in failed if why == reason)
         more = f", and {len(others)} more" if others else ""
@@ -262,12 +262,14 @@ def run_measurement(measurement: Measurement, outputs: Outputs) -> int:
     if outputs.plot:
         measurement.plot(outputs.plot, results)
         print(f"wrote {printable(str(outputs.plot))}")
+    missing = measurement.count(results)
     if outputs.json:
-        print(f"results are in {printable(str(outputs.json))}")
+        goes_on = ": the same command goes on from there" if missing else ""
+        print(f"results are in {printable(str(outputs.json))}{goes_on}")
     wrong = dict.fromkeys(row[FAILED] for _, row in results if FAILED in row)
     for why in wrong:
         print(f"{program()}: error: {printable(why)}", file=sys.stderr)
-    return int(bool(failed or wrong))
+    return int(bool(failed or wrong or missing))
 
 
 def add_measurement(

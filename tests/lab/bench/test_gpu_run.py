@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -62,12 +63,30 @@ def test_a_run_goes_on_behind_a_cell_that_fails_or_ends_the_process(
 ) -> None:
     # The process ends in the first cell, as in one that hangs.
     fake |= {0: KeyboardInterrupt(), 1: RuntimeError("no such kernel")}
-    with pytest.raises(KeyboardInterrupt):
-        run(tmp_path)
-    assert run(tmp_path) == 0
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path)
     rows = finished(tmp_path)
-    assert sorted(rows) == [0, 1, 2]
     assert "took too long" in rows[0]["failed"] and "no such kernel" in rows[1]["failed"]
+    # The second call came back to it behind all others.
+    assert rows[2] == {"seconds": 1.0}
+    del fake[0]
+    assert run(tmp_path) == 1
+    assert finished(tmp_path)[0] == {"seconds": 1.0}
+    fake.clear()
+    assert run(tmp_path) == 0
+
+
+def test_a_device_that_hangs_after_an_error_is_watched(
+    fake: dict[int, BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = Mock(**{"device_fault.return_value": None})
+    monkeypatch.setattr(gpu_run, "faulthandler", both)
+    monkeypatch.setattr(gpu_run, "device_fault", both.device_fault)
+    fake[0] = RuntimeError("an error of the host")
+    run(tmp_path)
+    names = [call[0].split("_")[0] for call in both.mock_calls]
+    assert names[:3] == ["dump", "device", "cancel"]
 
 
 def test_a_table_says_what_is_missing_and_has_no_rows_of_another_card(
@@ -77,7 +96,7 @@ def test_a_table_says_what_is_missing_and_has_no_rows_of_another_card(
     for card, number, seconds in (("CPU (dry)", 0, 2.0), ("H100", 1, 3.0)):
         cell = {"stage": "fake", "card": card, "cache": "dense", "context": number, "batch": 1}
         results.add(cell, {"seconds": seconds})
-    run(tmp_path, "--minutes", "0.01")
+    assert run(tmp_path, "--minutes", "0.01") == 1
     first, second = capsys.readouterr().out.split("**H100**")
     assert "2,000" in first and "3,000" in second and "3,000" not in first
     assert "Not measured: dense at 1 x 1; dense at 2 x 1." in first

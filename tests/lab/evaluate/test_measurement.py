@@ -5,11 +5,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest.mock import Mock
 
 import pytest
 import torch
 
-from hf_kvret.lab.evaluate.failures import CheckFailed, out_of_memory
+from hf_kvret.lab.evaluate.failures import CheckFailed, attempt, out_of_memory
 from hf_kvret.lab.evaluate.measurement import Measurement, Outputs, Row, measure, run_measurement
 from hf_kvret.lab.program.options import option
 from hf_kvret.lab.report.results import Cell, Results
@@ -118,6 +119,12 @@ def test_errors_that_say_that_memory_ran_out() -> None:
     no_room = "[enforce fail] DefaultCPUAllocator: can't allocate memory"
     assert out_of_memory(MemoryError()) and out_of_memory(RuntimeError(no_room))
     assert not out_of_memory(RuntimeError("index out of bounds"))
+
+
+def test_a_device_that_failed_takes_no_row_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", Mock(side_effect=RuntimeError("CUDA error")))
+    assert attempt(lambda: "a row") == ("a row", {})
 
 
 def test_a_row_that_says_why_a_check_failed_is_measured_again(
