@@ -21,6 +21,9 @@ from hf_kvret.lab.program.arguments import device_name
 from hf_kvret.lab.program.program import shown_default
 from hf_kvret_kernels.host_library import paths, why_not
 
+Capture = pytest.CaptureFixture[str]
+Patch = pytest.MonkeyPatch
+
 
 def parsers(
     parser: argparse.ArgumentParser, words: tuple[str, ...] = ()
@@ -61,7 +64,7 @@ def test_help_is_written_for_users_and_tells_every_default(words: tuple[str, ...
 
 @pytest.mark.parametrize("words", [("demo",), ("bench", "decode")])
 def test_an_unknown_option_prints_the_usage_of_its_command(
-    words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+    words: tuple[str, ...], capsys: Capture
 ) -> None:
     with pytest.raises(SystemExit) as stopped:
         PARSER.parse_args([*words, "--nonsense", "1"])
@@ -87,9 +90,7 @@ def test_version_names_the_packages_and_the_kernels(program: Any) -> None:
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_no_mistake_ends_in_a_trace(
-    error: Exception, monkeypatch: pytest.MonkeyPatch, program: Any
-) -> None:
+def test_no_mistake_ends_in_a_trace(error: Exception, monkeypatch: Patch, program: Any) -> None:
     def fail(*args: object) -> int:
         raise error
 
@@ -98,9 +99,7 @@ def test_no_mistake_ends_in_a_trace(
     assert line.startswith("hf-kvret: error: ") and len(line) > len("hf-kvret: error: ")
 
 
-def test_a_device_is_a_cpu_or_a_gpu_that_is_there(
-    monkeypatch: pytest.MonkeyPatch, program: Any
-) -> None:
+def test_a_device_is_a_cpu_or_a_gpu_that_is_there(monkeypatch: Patch, program: Any) -> None:
     for device in ("cpu", "cuda", "cuda:1"):
         assert device_name(device) == device
     for count, says in ((0, "no CUDA device here"), (2, "the last CUDA device here is cuda:1")):
@@ -111,9 +110,7 @@ def test_a_device_is_a_cpu_or_a_gpu_that_is_there(
     assert "write cpu, cuda, or one of several as cuda:1" in line
 
 
-def test_a_plot_that_cannot_be_drawn_is_refused_before_the_work(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_plot_that_cannot_be_drawn_is_refused_before_the_work(monkeypatch: Patch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setattr(measurement, "measure", lambda *a: pytest.fail("the demo ran first"))
     assert main(["demo", "--plot", "x.png"]) == 2
@@ -136,10 +133,7 @@ def run_apart(words: list[str], folder: Path, torch: str, program: str = PROGRAM
 
 @pytest.mark.parametrize("words", [[], ["--help"], ["wrong"]], ids=lambda words: " ".join(words))
 def test_help_and_wrong_commands_need_no_torch_and_are_the_whole_programs(
-    words: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
+    words: list[str], monkeypatch: Patch, capsys: Capture, tmp_path: Path
 ) -> None:
     # Lines are as wide as the terminal.
     monkeypatch.setenv("COLUMNS", "80")
@@ -147,11 +141,7 @@ def test_help_and_wrong_commands_need_no_torch_and_are_the_whole_programs(
     with pytest.raises(SystemExit) as stopped:
         main(words)
     shown = capsys.readouterr()
-    assert (done.returncode, done.stdout, done.stderr) == (
-        stopped.value.code,
-        shown.out,
-        shown.err,
-    )
+    assert (done.returncode, done.stdout, done.stderr) == (stopped.value.code, shown.out, shown.err)
     assert done.stdout or done.returncode == 2
 
 
@@ -201,12 +191,7 @@ CALIBRATE = "hf_kvret.lab.calibrate.command.run_calibrate"
     ],
 )
 def test_ctrl_c_in_a_command_is_one_line_that_says_what_is_kept(
-    command: str,
-    work: str,
-    shown: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
+    command: str, work: str, shown: str, monkeypatch: Patch, capsys: Capture, tmp_path: Path
 ) -> None:
     def stop(*args: object) -> int:
         raise KeyboardInterrupt

@@ -29,6 +29,9 @@ TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
+
+Capture = pytest.CaptureFixture[str]
+Patch = pytest.MonkeyPatch
 SHORT = TEXT[:400]
 QUESTION = "How many ships had the 7th king?"
 METHOD = "paris:top_k=1000000:recent=64:flush=64:dense_below=0"
@@ -46,7 +49,7 @@ def subjects() -> Callable[..., Subject]:
 
 
 @pytest.fixture(autouse=True)
-def _short(monkeypatch: pytest.MonkeyPatch, subjects: Callable[..., Subject]) -> None:
+def _short(monkeypatch: Patch, subjects: Callable[..., Subject]) -> None:
     """Chunks of which a short document has several."""
     monkeypatch.setattr(command, "_CHUNK", 128)
     monkeypatch.setattr(command, "_LEAST_CHUNK", 64)
@@ -101,12 +104,7 @@ def test_a_document_is_read_once_and_asked_about(
 
 @pytest.mark.parametrize("moment", ["layer", "put"])
 def test_an_interrupt_keeps_whole_chunks(
-    moment: str,
-    reference: Subject,
-    shelf: Shelf,
-    read: Any,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    moment: str, reference: Subject, shelf: Shelf, read: Any, capsys: Capture, monkeypatch: Patch
 ) -> None:
     """In the middle of a pass, behind its last layer, or while all is written."""
     calls: list[int] = []
@@ -141,7 +139,7 @@ def test_an_interrupt_keeps_whole_chunks(
     [("gemma3", "layer", False), ("qwen3_next", "head", False), ("qwen3_next", "head", True)],
 )
 def test_models_that_can_not_go_back_begin_again_without_a_snapshot(
-    name: str, moment: str, snapshots: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, moment: str, snapshots: bool, tmp_path: Path, capsys: Capture
 ) -> None:
     model: Any = MODELS[name].build()
     ids, shelf = prompt(1, 100), Shelf(tmp_path)
@@ -166,9 +164,7 @@ def test_models_that_can_not_go_back_begin_again_without_a_snapshot(
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_a_signal_in_a_chunk_keeps_whole_ones(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_signal_in_a_chunk_keeps_whole_ones(name: str, tmp_path: Path, capsys: Capture) -> None:
     """Where windows that are full can't go back, it waits for the end of the chunk."""
     model: Any = MODELS[name].build()
     hf_kvret.attach(model)
@@ -194,7 +190,7 @@ def test_a_signal_in_a_chunk_keeps_whole_ones(
 
 @pytest.mark.parametrize("template", [None, TEMPLATE.replace("</{{ m.role }}>", "</s>")])
 def test_control_tokens_of_strangers_are_text(
-    template: str | None, reference: Subject, monkeypatch: pytest.MonkeyPatch
+    template: str | None, reference: Subject, monkeypatch: Patch
 ) -> None:
     tokenizer, model = reference.need_tokenizer("a test"), reference.model
     monkeypatch.setattr(tokenizer, "chat_template", template)
@@ -269,7 +265,7 @@ def test_names_are_shown_escaped(document: Path, tmp_path: Path, program: Any) -
 
 
 def test_defaults_of_a_model_do_not_contradict_a_question(
-    reference: Subject, monkeypatch: pytest.MonkeyPatch
+    reference: Subject, monkeypatch: Patch
 ) -> None:
     tokenizer, model = reference.need_tokenizer("a test"), reference.model
     cache = _cache(model, hf_kvret.document_ids(tokenizer, SHORT))
@@ -287,9 +283,7 @@ def test_defaults_of_a_model_do_not_contradict_a_question(
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_a_text_beyond_the_models_positions_is_warned_of(
-    name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_text_beyond_the_models_positions_is_warned_of(name: str, capsys: Capture) -> None:
     model = MODELS[name].build()
     most, is_table = positions(model)
     assert most == model.config.max_position_embeddings and is_table == (name == "gpt2")
@@ -306,7 +300,7 @@ def test_a_text_beyond_the_models_positions_is_warned_of(
 
 @pytest.mark.parametrize("template", [None, TEMPLATE])
 def test_a_question_stands_behind_the_document_in_its_message(
-    template: str | None, reference: Subject, monkeypatch: pytest.MonkeyPatch
+    template: str | None, reference: Subject, monkeypatch: Patch
 ) -> None:
     tokenizer = reference.need_tokenizer("a test")
     monkeypatch.setattr(tokenizer, "chat_template", template)
@@ -335,7 +329,7 @@ def test_a_question_stands_behind_the_document_in_its_message(
     ("parts", "strips"), [(False, ""), (True, " | trim"), (False, ".lstrip()")]
 )
 def test_a_document_begins_a_later_chat(
-    strips: str, parts: bool, reference: Subject, monkeypatch: pytest.MonkeyPatch
+    strips: str, parts: bool, reference: Subject, monkeypatch: Patch
 ) -> None:
     """Also where the template reads a list of parts, and strips what stands around a message."""
     shown = "{{ m.content }}"
@@ -364,14 +358,14 @@ def test_layers_that_can_not_go_back_are_asked_twice(reference: Subject) -> None
     cache, before = _cache(model, ids), None
     for _ in range(2):
         more = {"max_new_tokens": 4, "streamer": None}
-        with pytest.MonkeyPatch.context() as patch:
+        with Patch.context() as patch:
             patch.setattr("hf_kvret.shelf.questions._encode", lambda *_: [9, 10, 11])
             answer = hf_kvret.ask(model, tokenizer, cache, "Why?", **more)
         assert before in (None, answer)
         before = answer
 
 
-def test_bad_questions_are_refused(reference: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_questions_are_refused(reference: Subject, monkeypatch: Patch) -> None:
     tokenizer, model = reference.need_tokenizer("a test"), reference.model
     empty = ParisKVCache(model.config)
     with pytest.raises(ValueError, match="doesn't hold one document"):
@@ -395,9 +389,7 @@ def test_bad_questions_are_refused(reference: Subject, monkeypatch: pytest.Monke
             act()
 
 
-def test_texts_are_read_from_files_and_pipes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_texts_are_read_from_files_and_pipes(tmp_path: Path, monkeypatch: Patch) -> None:
     (tmp_path / "a.md").write_bytes(b"\xef\xbb\xbf# One\r\ntwo")
     assert document_text(tmp_path / "a.md") == "# One\ntwo"
     for name in ("-", "pipe"):

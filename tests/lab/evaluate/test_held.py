@@ -15,6 +15,7 @@ from hf_kvret.lab.evaluate.usage import held_bytes
 
 # Keys and values of 100 tokens: two layers, two heads of 64 numbers in fp32.
 TOKENS, FULL = 100, 100 * 2 * 2 * 2 * 64 * 4
+KNOWN = "full static flat:store=host paris lrqk aqua:predictor=none:bits=4 paris:store=higgs"
 
 
 class Liar:
@@ -41,13 +42,7 @@ def test_what_a_strange_cache_keeps_alive_is_found_out(subject: Subject) -> None
     assert held_bytes(Liar(config=subject.model.config), subject.model).device < FULL / 100
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("full", "static", "flat:store=host", "paris", "lrqk", "aqua:predictor=none:bits=4"),
-        "paris:store=higgs",
-    ],
-)
+@pytest.mark.parametrize("name", KNOWN.split())
 def test_caches_that_are_known_hold_what_they_say(name: str, subject: Subject) -> None:
     small = ":sink=4:recent=16:flush=16:dense_below=0" if name not in ("full", "static") else ""
     reader = Reader(subject.model, choose_cache(name + small), 600)

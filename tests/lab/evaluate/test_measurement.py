@@ -16,6 +16,8 @@ from hf_kvret.lab.program.options import option
 from hf_kvret.lab.report.results import Cell, Results
 from hf_kvret.lab.report.tables import table_of
 
+Capture = pytest.CaptureFixture[str]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Squares(Measurement):
@@ -72,9 +74,7 @@ def numbers(path: Path) -> dict[int, Row]:
     return {entry["cell"]["number"]: entry["result"] for entry in cells}
 
 
-def test_an_interrupted_run_goes_on_where_it_stopped(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path: Path, capsys: Capture) -> None:
     outputs = Outputs(json=tmp_path / "squares.json")
     Squares.raises[2] = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
@@ -103,7 +103,7 @@ def test_a_mistake_is_said_before_any_cell(tmp_path: Path) -> None:
     ],
 )
 def test_a_cell_that_fails_is_named_and_tried_again(
-    error: Exception, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    error: Exception, why: str, tmp_path: Path, capsys: Capture
 ) -> None:
     Squares.raises[1] = error
     outputs = Outputs(json=tmp_path / "a.json")
@@ -128,7 +128,7 @@ def test_a_device_that_failed_takes_no_row_along(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_row_that_says_why_a_check_failed_is_measured_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outputs = Outputs(json=tmp_path / "a.json")
     with monkeypatch.context() as patch:
@@ -140,7 +140,7 @@ def test_a_row_that_says_why_a_check_failed_is_measured_again(
     assert numbers(outputs.json) == {0: {"square": 0}}
 
 
-def test_a_bug_is_no_lack_of_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bug_is_no_lack_of_memory(tmp_path: Path, capsys: Capture) -> None:
     Squares.raises[1] = RuntimeError("index out of bounds")
     with pytest.raises(RuntimeError, match="out of bounds"):
         run_measurement(Squares(), Outputs(json=tmp_path / "a.json"))
