@@ -131,16 +131,31 @@ const char *first_fault(int64_t batch, int64_t heads, int64_t queries, Judge jud
     return nullptr;
 }
 
+// How far off weights are at most where they are rounded to bf16: by a share of themselves.
+inline double weight_error(int32_t dtype, int32_t path) {
+    const bool has_pairs = hfk_has_path(HFK_AVX512_BF16) &&
+                           (path == HFK_AVX512_BF16 || path == HFK_AUTO);
+    return dtype == HFK_BFLOAT16 && has_pairs ? 1.0 / 256 : 0.0;
+}
+
+// The same for a step or given ids, which round the weights of many heads.
+inline double weight_error(const hfk_request &r) {
+    return r.query_heads >= 12 * r.id_heads ? weight_error(r.dtype, r.path) : 0.0;
+}
+
 // Attention of one query by plain arithmetic, row by row.
 class PlainAttention {
   public:
-    explicit PlainAttention(int64_t value_dim) : sum_(value_dim, 0.0) {}
+    explicit PlainAttention(int64_t value_dim) : sum_(value_dim, 0.0), size_(value_dim, 0.0) {}
 
     // A row with this score; `value(d)` is a number of its value.
     template <class Value> void add(double score, Value value) {
         const double weight = std::exp(score);
         total_ += weight;
-        for (size_t d = 0; d < sum_.size(); ++d) sum_[d] += weight * value(d);
+        for (size_t d = 0; d < sum_.size(); ++d) {
+            sum_[d] += weight * value(d);
+            size_[d] += weight * std::abs(value(d));
+        }
     }
 
     // -inf without rows.
@@ -151,9 +166,12 @@ class PlainAttention {
         return total_ > 0.0 ? sum_[d] / (total_ + weight) : 0.0;
     }
 
+    // The mean of absolute numbers.
+    double size(int64_t d) const { return total_ > 0.0 ? size_[d] / total_ : 0.0; }
+
   private:
     double total_ = 0.0;
-    std::vector<double> sum_;
+    std::vector<double> sum_, size_;
 };
 
 // Numbers `first` to `first + size - 1` of x by the orthonormal Walsh-Hadamard matrix, whose entry

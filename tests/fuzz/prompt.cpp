@@ -81,12 +81,6 @@ struct Case {
         return request.causal ? request.causal_offset + q : request.tokens;
     }
 
-    // A weight in bf16 is off by up to a 256th of it.
-    bool rounds_weights() const {
-        return request.dtype == HFK_BFLOAT16 && hfk_has_path(HFK_AVX512_BF16) &&
-               (request.path == HFK_AVX512_BF16 || request.path == HFK_AUTO);
-    }
-
     double sum_of_blocks(int64_t row) const {
         double total = 0.0;
         for (int64_t i = 0; i < blocks(); ++i) {
@@ -100,7 +94,7 @@ struct Case {
         const int64_t row = (b * r.query_heads + h) * r.queries + q;
         const int64_t kv_head = h / (r.query_heads / r.kv_heads);
         const int64_t at = b * r.query_batch + h * r.query_head + q * r.query_row;
-        PlainAttention want(r.value_dim), size(r.value_dim);
+        PlainAttention want(r.value_dim);
         for (int64_t t = 0; t < r.tokens; ++t) {
             if (t > last_token(b, q)) continue;
             if (r.valid != nullptr && valid[b * r.tokens + t] == 0) continue;
@@ -112,13 +106,12 @@ struct Case {
             const double score = capped(r.scale * product, r.softcap);
             const int64_t value = b * r.value_batch + kv_head * r.value_head + t * r.value_row;
             want.add(score, [&](int64_t d) { return values[value + d]; });
-            size.add(score, [&](int64_t d) { return std::abs(values[value + d]); });
         }
         if (request.block_len != 0) return is_close(sum_of_blocks(row), want.lse());
         bool right = is_close(lse[row], want.lse());
         for (int64_t d = 0; d < r.value_dim; ++d) {
             const double mean = want.mean(d), got = out[row * r.value_dim + d];
-            const double rounding = rounds_weights() ? size.mean(d) / 256 : 0.0;
+            const double rounding = weight_error(r.dtype, r.path) * want.size(d);
             right = right && (is_close(got, mean) || std::abs(got - mean) < rounding + 2e-5);
         }
         return right;

@@ -240,23 +240,25 @@ class StepCase {
         if (r.lse != nullptr && !is_near(lse_[index], attention.lse())) return false;
         const double sink = step_.sink_logits == nullptr ? 0.0 : std::exp(sinks_[h]);
         for (int64_t d = 0; d < r.value_dim; ++d) {
-            if (!is_result(index * r.value_dim + d, attention.mean(d, sink))) return false;
+            const double error = weight_error(r) * attention.size(d);
+            if (!is_result(index * r.value_dim + d, attention.mean(d, sink), error)) return false;
         }
         return true;
     }
 
     // A result has 8 significant bits in bfloat16, 11 in float16.
-    bool is_result(int64_t place, double want) const {
-        if (step_.result == nullptr) return is_near(out_[place], want);
+    bool is_result(int64_t place, double want, double error) const {
+        if (step_.result == nullptr) return is_near(out_[place], want, error);
         const int32_t dtype = step_.attention.dtype;
         const double got = number_at(step_.result, dtype, place);
         const double bits = dtype == HFK_FLOAT32 ? 24 : dtype == HFK_FLOAT16 ? 11 : 8;
-        return is_near(got, want) || std::abs(got - want) < 1e-4 + std::ldexp(std::abs(want), -bits);
+        return is_near(got, want, error) ||
+               std::abs(got - want) < 1e-4 + error + std::ldexp(std::abs(want), -bits);
     }
 
     // Scores of up to some hundred have an error of some 1e-5 in fp32, and so have their weights.
-    static bool is_near(double got, double want) {
-        return got == want || std::abs(got - want) < 1e-4 * (1.0 + std::abs(want));
+    static bool is_near(double got, double want, double error = 0.0) {
+        return got == want || std::abs(got - want) < error + 1e-4 * (1.0 + std::abs(want));
     }
 
     hfk_step step_{};
