@@ -17,7 +17,7 @@ from hf_kvret_kernels.merge import merge_partials
 
 # Rows that are added up in fp32 before fp64, and rows that are read from a store at once.
 _CHUNK_LEN, _READ_LEN = 64, 4096
-# Of scores; a regression on a smaller one would be of rounding errors.
+# With a smaller spread of scores a regression would follow rounding errors.
 _LEAST_SPREAD = 1e-3
 
 

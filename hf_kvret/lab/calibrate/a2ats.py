@@ -83,7 +83,7 @@ def k_means(
         # Inner products of centred points lose fewer digits; keys often have a large common part.
         mean = points[head].double().mean(0).float()
         deviations = points[head] - mean
-        # Of as many points each is a codeword. Seeding takes minutes for a model on a GPU.
+        # With no more points than codewords each is one: seeding a model takes minutes on a GPU.
         few = n == count
         seeds = deviations if few else _seed(deviations[sample], draws[head].to(points.device))
         codebook[head] = _lloyd(deviations, seeds, rounds, tolerance) + mean

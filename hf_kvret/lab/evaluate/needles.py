@@ -50,7 +50,7 @@ class NeedleLanguage:
     first_value: int = 136
     first_noise: int = 264
     value_len: int = 2
-    # Of a question about a key of two tokens.
+    # A question asks for a key of two tokens.
     question_len: int = 4
     zipf_exponent: float = 1.1
 

@@ -18,7 +18,7 @@ from hf_kvret_kernels.host_library import PROCESSORS
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-# Of a field: the option's name, where it is not the field's, and argparse's keywords.
+# A field has here its option's name, where that is another, and argparse's keywords.
 _KEY = "hf_kvret option"
 
 _Options = TypeVar("_Options", bound="DataclassInstance")

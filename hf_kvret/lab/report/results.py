@@ -191,7 +191,7 @@ def check_folder(option: str, path: Path) -> None:
 
 def describe_environment() -> dict[str, Any]:
     """Command, machine and versions, for the JSON beside every table."""
-    # Of an absolute path its name: results are shared, and folders are of a machine.
+    # An absolute path gives way to its name: results are shared, and folders are not.
     words = (Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:])
     return {
         "command": shlex.join([*program().split(), *words]),
