@@ -4,45 +4,10 @@
 // values are added to all their sums. So a row comes from memory once, and from a cache after that.
 #pragma once
 
-#include "coded_rows.h"
 #include "many_heads.h"
 #include "vector_math.h"
 
 namespace {
-
-// Scratch of one span, cut from one buffer.
-struct Workspace {
-    Workspace(const hfk_request &request, float *scratch)
-        : heads(request.query_heads / request.id_heads), query_stride(padded(request.key_dim)),
-          sum_stride(padded(request.value_dim)) {
-        query = scratch;
-        sums = query + heads * query_stride;
-        scores = sums + heads * sum_stride;
-        weight_sums = scores + heads * kBlock;
-        largest = weight_sums + heads * kPad;
-        rescale = largest + heads;
-        mean_scores = rescale + heads;
-        coded = mean_scores + heads;
-    }
-
-    static int64_t floats(const hfk_request &request) {
-        const int64_t heads = request.query_heads / request.id_heads;
-        const int64_t plain =
-            heads * (padded(request.key_dim) + padded(request.value_dim) + kBlock + kPad + 3);
-        if (request.coding != nullptr) return plain + coded_block_floats(request);
-        return std::max(plain, many_heads_floats(request));
-    }
-
-    int64_t heads, query_stride, sum_stride;
-    float *query, *sums, *scores, *weight_sums, *largest, *rescale;
-    // Products of each head's query with what was taken off the keys; they are 0 for plain rows.
-    float *mean_scores;
-    // Room for a block of coded rows.
-    float *coded;
-    // The query heads in the request.
-    const void *given = nullptr;
-    int64_t given_stride = 0;
-};
 
 template <class I, class T>
 void load_query(const hfk_request &request, const Span &span, Workspace &space) {
@@ -82,10 +47,14 @@ void weigh(float *scores, int count, float *largest, float *weight_sums, float *
     *largest = block_largest > before ? block_largest : before;
     // Rows may all have the score -inf; their weights are 0, as they would be beside any other row.
     const float base = *largest == -__builtin_inff() ? 0.0f : *largest;
-    float factor[I::lanes];
-    I::store(factor, exp_of_nonpositive<I>(I::set1(before - base)));
-    *rescale = factor[0];
-    V sum = I::load(weight_sums) * I::set1(factor[0]);
+    V sum = I::load(weight_sums);
+    *rescale = 1.0f;
+    if (before != base) {
+        float factor[I::lanes];
+        I::store(factor, exp_of_nonpositive<I>(I::set1(before - base)));
+        *rescale = factor[0];
+        sum = sum * I::set1(factor[0]);
+    }
     for (int64_t j = 0; j < end; j += I::lanes) {
         const V weights = exp_of_nonpositive<I>(I::load(scores + j) - I::set1(base));
         I::store(scores + j, weights);
@@ -131,25 +100,53 @@ template <class I, class T> struct ValueTiles {
     }
 };
 
-// Adds the rows of a stream to the sums of all heads.
-template <class I, class T, class Stream>
-void absorb(const hfk_request &request, Workspace &space, Stream &stream) {
+// Products of some query heads at once with rows: the sums of a few fit registers.
+template <class I, class T> struct FewHeads {
+    const hfk_request &request;
+    const Workspace &space;
+
+    void score(const Block &block) const {
+        for_head_tiles<I::heads>(space.heads, DotTiles<I, T>{block, request.key_dim, space});
+    }
+
+    void add_values(const Block &block) const {
+        for_head_tiles<I::heads>(space.heads, ValueTiles<I, T>{block, request, space});
+    }
+};
+
+// Scores a stream. For each block it calls work(block, head, its scores), head by head, and
+// end(block).
+template <class I, class Stream, class Products, class Work, class End>
+void for_blocks(const hfk_request &request, const Workspace &space, Stream &stream,
+                Products &products, const Work &work, const End &end) {
     const float scale = static_cast<float>(request.scale);
     const float softcap = static_cast<float>(request.softcap);
     Block block;
     for (stream.take(block); block.count > 0; stream.take(block)) {
-        for_head_tiles<I::heads>(space.heads,
-                                 DotTiles<I, T>{block, request.key_dim, space});
+        products.score(block);
         for (int64_t g = 0; g < space.heads; ++g) {
             float *scores = space.scores + g * kBlock;
             finish_scores<I>(scores, padded(block.count), scale, softcap, space.mean_scores[g]);
-            weigh<I>(scores, block.count, space.largest + g, space.weight_sums + g * kPad,
-                     space.rescale + g);
+            work(block, g, scores);
         }
-        for_head_tiles<I::heads>(space.heads,
-                                 ValueTiles<I, T>{block, request, space});
+        end(block);
     }
 }
+
+// Adds the rows of a stream to the sums of all heads. First `hide` may change scores.
+template <class I, class Stream, class Products, class Hide>
+void absorb(const hfk_request &request, const Workspace &space, Stream &stream, Products &&products,
+            const Hide &hide) {
+    for_blocks<I>(request, space, stream, products,
+                  [&](const Block &block, int64_t g, float *scores) {
+                      hide(block, g, scores);
+                      weigh<I>(scores, block.count, space.largest + g,
+                               space.weight_sums + g * kPad, space.rescale + g);
+                  },
+                  [&](const Block &block) { products.add_values(block); });
+}
+
+inline void hide_nothing(const Block &, int64_t, float *) {}
 
 // The span's rows of the window that its query sees: its own token is the newest of them.
 inline DenseStream window_stream(const hfk_request &request, const hfk_window &window,
@@ -169,30 +166,34 @@ inline DenseStream window_stream(const hfk_request &request, const hfk_window &w
                        last - span.near_first, valid);
 }
 
-// Sums over weights to the result; `in_pairs`: sums are in the order of pairs.
+template <class I> float sum_of_weights(const Workspace &space, int64_t g) {
+    float total = 0.0f;
+    for (int i = 0; i < I::lanes; ++i) total += space.weight_sums[g * kPad + i];
+    return total;
+}
+
+template <class I> float log_sum_of_weights(const Workspace &space, int64_t g) {
+    const float total = sum_of_weights<I>(space, g);
+    return total == 0.0f ? -__builtin_inff() : space.largest[g] + __builtin_logf(total);
+}
+
+// A head's sums over weights to the result; `in_pairs`: sums are in the order of pairs.
 template <class I, bool in_pairs>
-void finish(const hfk_request &request, const Workspace &space, float *out, int64_t out_stride,
-            float *lse, int64_t lse_stride) {
-    for (int64_t g = 0; g < space.heads; ++g) {
-        float total = 0.0f;
-        for (int i = 0; i < I::lanes; ++i) total += space.weight_sums[g * kPad + i];
-        const bool empty = total == 0.0f;
-        const float factor = empty ? 0.0f : 1.0f / total;
-        const float *sums = space.sums + g * space.sum_stride;
-        float *to = out + g * out_stride;
-        int64_t d = 0;
-        if constexpr (in_pairs) {
-            for (; d + 2 * I::lanes <= request.value_dim; d += 2 * I::lanes) {
-                for (int i = 0; i < I::lanes; ++i) {
-                    to[d + 2 * i] = sums[d + i] * factor;
-                    to[d + 2 * i + 1] = sums[d + I::lanes + i] * factor;
-                }
+void finish(const Workspace &space, int64_t g, int64_t value_dim, float *to, float *lse) {
+    const float total = sum_of_weights<I>(space, g);
+    const float factor = total == 0.0f ? 0.0f : 1.0f / total;
+    const float *sums = space.sums + g * space.sum_stride;
+    int64_t d = 0;
+    if constexpr (in_pairs) {
+        for (; d + 2 * I::lanes <= value_dim; d += 2 * I::lanes) {
+            for (int i = 0; i < I::lanes; ++i) {
+                to[d + 2 * i] = sums[d + i] * factor;
+                to[d + 2 * i + 1] = sums[d + I::lanes + i] * factor;
             }
         }
-        for (; d < request.value_dim; ++d) to[d] = sums[d] * factor;
-        lse[g * lse_stride] =
-            empty ? -__builtin_inff() : space.largest[g] + __builtin_logf(total);
     }
+    for (; d < value_dim; ++d) to[d] = sums[d] * factor;
+    *lse = log_sum_of_weights<I>(space, g);
 }
 
 // Numbers in the order of pairs to their own, in place.
@@ -234,7 +235,7 @@ bool attend_coded(const hfk_request &request, const hfk_window *window, const Sp
     CodedStream<I> chosen(request, span, space.coded, true);
     if (window != nullptr) {
         DenseStream rows = window_stream(request, *window, span, sizeof(T));
-        absorb<I, T>(request, space, rows);
+        absorb<I>(request, space, rows, FewHeads<I, T>{request, space}, hide_nothing);
     }
     turn_queries<I, T>(request, span, space);
     for (int64_t g = 0; g < space.heads; ++g) {
@@ -242,75 +243,73 @@ bool attend_coded(const hfk_request &request, const hfk_window *window, const Sp
         to_own_order<I, T>(sums, request.value_dim);
         turn<I>(coding, sums, request.value_dim, true);
     }
-    absorb<I, float>(request, space, chosen);
+    absorb<I>(request, space, chosen, FewHeads<I, float>{request, space}, hide_nothing);
     for (int64_t g = 0; g < space.heads; ++g) {
         turn<I>(coding, space.sums + g * space.sum_stride, request.value_dim, false);
     }
-    finish<I, false>(request, space, out, out_stride, lse, lse_stride);
+    for (int64_t g = 0; g < space.heads; ++g) {
+        finish<I, false>(space, g, request.value_dim, out + g * out_stride, lse + g * lse_stride);
+    }
     return chosen.is_whole();
 }
 
-template <class I, class T>
-bool attend_in_panels(const hfk_request &request, const hfk_window *window, const Span &span,
-                      float *scratch, float *out, int64_t out_stride, float *lse,
-                      int64_t lse_stride) {
-    ManyHeads<I, T> work(request, span, scratch);
+// `attend` of plain rows. Sums are `in_pairs` where the products leave them in that order.
+template <class I, class T, bool in_pairs, class Products>
+bool attend_rows(const hfk_request &request, const hfk_window *window, const Span &span,
+                 const Workspace &space, Products &&products, float *out, int64_t out_stride,
+                 float *lse, int64_t lse_stride) {
+    // The stream asks for its first rows at once: they come while the window is read.
     RowStream chosen(request, span, sizeof(T), true);
     if (window != nullptr) {
         DenseStream rows = window_stream(request, *window, span, sizeof(T));
-        work.absorb(rows);
+        absorb<I>(request, space, rows, products, hide_nothing);
     }
-    work.absorb(chosen);
-    work.finish(out, out_stride, lse, lse_stride);
+    absorb<I>(request, space, chosen, products, hide_nothing);
+    for (int64_t g = 0; g < space.heads; ++g) {
+        finish<I, in_pairs>(space, g, request.value_dim, out + g * out_stride, lse + g * lse_stride);
+    }
     return chosen.is_whole();
+}
+
+// Products of a span's query heads.
+template <class I, class T>
+ManyHeads<I, T> many_heads(const hfk_request &request, const Span &span, Workspace &space) {
+    const int64_t head = span.batch * request.query_heads + span.id_head * space.heads;
+    const T *from = static_cast<const T *>(request.query) +
+                    (head * request.queries + span.query) * request.key_dim;
+    const int64_t row = request.queries * request.key_dim;
+    return ManyHeads<I, T>(request, space, [from, row](int64_t g) { return from + g * row; });
 }
 
 template <class I, class T>
 bool attend(const hfk_request &request, const hfk_window *window, const Span &span,
             float *scratch, float *out, int64_t out_stride, float *lse, int64_t lse_stride) {
-    if (goes_in_panels(request)) {
-        return attend_in_panels<I, T>(request, window, span, scratch, out, out_stride, lse,
-                                      lse_stride);
-    }
     Workspace space(request, scratch);
-    load_query<I, T>(request, span, space);
-    for (int64_t i = 0; i < space.heads * space.sum_stride; ++i) space.sums[i] = 0.0f;
-    for (int64_t i = 0; i < space.heads * kPad; ++i) space.weight_sums[i] = 0.0f;
-    for (int64_t g = 0; g < space.heads; ++g) {
-        space.largest[g] = -__builtin_inff();
-        space.mean_scores[g] = 0.0f;
+    clear(space);
+    if (goes_in_panels(request)) {
+        return attend_rows<I, T, false>(request, window, span, space,
+                                        many_heads<I, T>(request, span, space), out, out_stride,
+                                        lse, lse_stride);
     }
+    load_query<I, T>(request, span, space);
     if (request.coding != nullptr) {
         return attend_coded<I, T>(request, window, span, space, out, out_stride, lse, lse_stride);
     }
-
-    // The stream asks for its first rows at once: they come while the window is read.
-    RowStream chosen(request, span, sizeof(T), true);
-    if (window != nullptr) {
-        DenseStream rows = window_stream(request, *window, span, sizeof(T));
-        absorb<I, T>(request, space, rows);
-    }
-    absorb<I, T>(request, space, chosen);
-    finish<I, splits<T>>(request, space, out, out_stride, lse, lse_stride);
-    return chosen.is_whole();
+    return attend_rows<I, T, splits<T>>(request, window, span, space,
+                                        FewHeads<I, T>{request, space}, out, out_stride, lse,
+                                        lse_stride);
 }
 
-// Scores of the rows of a stream, whose numbers are of type T.
-template <class I, class T, class Stream>
-bool score_rows(const hfk_request &request, Workspace &space, Stream &stream, float *out,
-                int64_t out_stride) {
-    const float scale = static_cast<float>(request.scale);
-    const float softcap = static_cast<float>(request.softcap);
-    Block block;
-    for (stream.take(block); block.count > 0; stream.take(block)) {
-        for_head_tiles<I::heads>(space.heads,
-                                 DotTiles<I, T>{block, request.key_dim, space});
-        for (int64_t g = 0; g < space.heads; ++g) {
-            float *scores = space.scores + g * kBlock;
-            finish_scores<I>(scores, padded(block.count), scale, softcap, space.mean_scores[g]);
-            for (int r = 0; r < block.count; ++r) out[g * out_stride + block.places[r]] = scores[r];
-        }
-    }
+// Scores of the rows of a stream.
+template <class I, class Stream, class Products>
+bool score_rows(const hfk_request &request, Workspace &space, Stream &&stream, Products &&products,
+                float *out, int64_t out_stride) {
+    for_blocks<I>(request, space, stream, products,
+                  [&](const Block &block, int64_t g, const float *scores) {
+                      float *to = out + g * out_stride;
+                      for (int r = 0; r < block.count; ++r) to[block.places[r]] = scores[r];
+                  },
+                  [](const Block &) {});
     return stream.is_whole();
 }
 
@@ -321,22 +320,20 @@ bool score(const hfk_request &request, const Span &span, float *scratch, float *
         std::fill(out + g * out_stride + span.first, out + g * out_stride + span.last,
                   -__builtin_inff());
     }
-    if (goes_in_panels(request)) {
-        ManyHeads<I, T> work(request, span, scratch);
-        RowStream stream(request, span, sizeof(T), false);
-        work.write_scores(stream, out, out_stride);
-        return stream.is_whole();
-    }
     Workspace space(request, scratch);
+    std::fill_n(space.mean_scores, space.heads, 0.0f);
+    if (goes_in_panels(request)) {
+        return score_rows<I>(request, space, RowStream(request, span, sizeof(T), false),
+                             many_heads<I, T>(request, span, space), out, out_stride);
+    }
     load_query<I, T>(request, span, space);
-    std::fill(space.mean_scores, space.mean_scores + space.heads, 0.0f);
     if (request.coding != nullptr) {
         turn_queries<I, T>(request, span, space);
-        CodedStream<I> stream(request, span, space.coded, false);
-        return score_rows<I, float>(request, space, stream, out, out_stride);
+        return score_rows<I>(request, space, CodedStream<I>(request, span, space.coded, false),
+                             FewHeads<I, float>{request, space}, out, out_stride);
     }
-    RowStream stream(request, span, sizeof(T), false);
-    return score_rows<I, T>(request, space, stream, out, out_stride);
+    return score_rows<I>(request, space, RowStream(request, span, sizeof(T), false),
+                         FewHeads<I, T>{request, space}, out, out_stride);
 }
 
 template <class I> struct Entry {

@@ -64,6 +64,13 @@ struct Avx2 {
         return _mm256_permute2f128_ps(x, x, 1);
     }
 
+    // Numbers of a and b in turn: those of the lower halves, and of the upper ones.
+    static void zip(V a, V b, V &low, V &high) {
+        const V even = _mm256_unpacklo_ps(a, b), odd = _mm256_unpackhi_ps(a, b);
+        low = _mm256_permute2f128_ps(even, odd, 0x20);
+        high = _mm256_permute2f128_ps(even, odd, 0x31);
+    }
+
     static void store(float *to, V x) { _mm256_storeu_ps(to, x); }
     static V fma(V a, V b, V c) { return _mm256_fmadd_ps(a, b, c); }
     static V max(V a, V b) { return _mm256_max_ps(a, b); }

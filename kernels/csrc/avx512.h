@@ -71,6 +71,14 @@ struct Avx512 {
         return _mm512_shuffle_f32x4(x, x, H == 4 ? 0xb1 : 0x4e);
     }
 
+    // Numbers of a and b in turn: those of the lower halves, and of the upper ones.
+    static void zip(V a, V b, V &low, V &high) {
+        const __m512i lower =
+            _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+        low = _mm512_permutex2var_ps(a, lower, b);
+        high = _mm512_permutex2var_ps(a, _mm512_add_epi32(lower, _mm512_set1_epi32(8)), b);
+    }
+
     static void store(float *to, V x) { _mm512_storeu_ps(to, x); }
     static V fma(V a, V b, V c) { return _mm512_fmadd_ps(a, b, c); }
     static V max(V a, V b) { return _mm512_max_ps(a, b); }

@@ -21,12 +21,29 @@ struct Avx512Bf16 : Avx512 {
 
     static V multiply_add(Pair a, Pair b, V sum) { return _mm512_dpbf16_ps(sum, a, b); }
 
-    // Number i has low[i] in its lower half and high[i] in its upper one, both in bf16.
-    static V rounded_pair(V low, V high) {
-        const __m512i bits = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low));
-        const __m512i evens = _mm512_cvtepu16_epi32(_mm512_castsi512_si256(bits));
-        const __m512i odds = _mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(bits, 1));
-        return _mm512_castsi512_ps(_mm512_or_si512(evens, _mm512_slli_epi32(odds, 16)));
+    static V load_halves(const Bf16 *from) {
+        return _mm512_castsi512_ps(_mm512_loadu_si512(from));
+    }
+
+    static V load_halves(const Bf16 *from, int64_t count) {
+        const auto mask = static_cast<__mmask32>((uint32_t{1} << count) - 1);
+        return _mm512_castsi512_ps(_mm512_maskz_loadu_epi16(mask, from));
+    }
+
+    // Pairs of the lower numbers of both, and then of the upper ones.
+    static void zip_halves(V &a, V &b) {
+        const __m512i low = _mm512_setr_epi32(
+            0x200000, 0x210001, 0x220002, 0x230003, 0x240004, 0x250005, 0x260006, 0x270007,
+            0x280008, 0x290009, 0x2a000a, 0x2b000b, 0x2c000c, 0x2d000d, 0x2e000e, 0x2f000f);
+        const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
+        const __m512i first = _mm512_castps_si512(a), second = _mm512_castps_si512(b);
+        a = _mm512_castsi512_ps(_mm512_permutex2var_epi16(first, low, second));
+        b = _mm512_castsi512_ps(_mm512_permutex2var_epi16(first, high, second));
+    }
+
+    // Both in bf16, one after the other.
+    static V rounded(V first, V second) {
+        return reinterpret_cast<V>(_mm512_cvtne2ps_pbh(second, first));
     }
 };
 
@@ -97,16 +114,10 @@ void dense_scores_any(const hfk_request &request, const Span &span, const void *
     run(request, span, keys, valid, scratch, out, out_stride);
 }
 
-typedef PromptWork<Avx512Bf16, Bf16> PromptOfBf16;
-
-int64_t prompt_floats_any(const hfk_prompt &request, int64_t queries) {
-    if (request.dtype == HFK_BFLOAT16) return PromptOfBf16::floats(request, queries);
-    return avx512_kernel.prompt_floats(request, queries);
-}
-
 void prompt_any(const PromptTile &tile) {
-    if (tile.request->dtype == HFK_BFLOAT16) return PromptOfBf16::attend(tile);
-    avx512_kernel.prompt(tile);
+    auto *run = tile.request->dtype == HFK_BFLOAT16 ? PromptWork<Avx512Bf16, Bf16>::run
+                                                    : avx512_kernel.prompt;
+    run(tile);
 }
 
 // Calls the code for AVX-512 where BF16 and VBMI bring nothing: the library has it once.
@@ -126,5 +137,5 @@ const Kernel avx512_bf16_kernel = {
     sign_points, Scan::packed_bytes, Scan::pack, Scan::scan,
     Shared<&Kernel::candidates>::run, BlockRerank<PermutedPlaces>::rerank,
     Shared<&Kernel::relevance>::run, Shared<&Kernel::best>::run,
-    prompt_floats_any, prompt_any,
+    prompt_any,
     Shared<&Kernel::encode>::run, Shared<&Kernel::decode>::run, Shared<&Kernel::product>::run};

@@ -75,8 +75,17 @@ struct PromptTile {
     int64_t kv_head;
     int64_t first;
     int64_t last;
-    float *scratch; // prompt_floats() of as many queries
+    float *scratch; // scratch_floats() of shape_of_prompt()
 };
+
+// A request of one head for each row of the tile's queries.
+static inline hfk_request shape_of_prompt(const hfk_prompt &request, int64_t queries) {
+    hfk_request shape{};
+    shape.query_heads = queries * (request.query_heads / request.kv_heads), shape.id_heads = 1;
+    shape.key_dim = request.key_dim, shape.value_dim = request.value_dim;
+    shape.scale = request.scale, shape.softcap = request.softcap;
+    return shape;
+}
 
 // Floats from one token of a product to the next, as kernels read them.
 static inline int64_t product_stride(const hfk_product &work) { return (work.depth + 15) / 16 * 16; }
@@ -133,9 +142,6 @@ struct Kernel {
     // The ids of the k most relevant of n, in their order, then -1; of equal ones the first, of -inf
     // and NaN none. `ids` null: the places themselves. `relevance` goes on for 16 elements.
     void (*best)(float *relevance, int64_t n, const int32_t *ids, int64_t k, int32_t *out);
-
-    // Floats that `prompt` works in, for a tile of so many queries.
-    int64_t (*prompt_floats)(const hfk_prompt &request, int64_t queries);
 
     void (*prompt)(const PromptTile &tile);
 

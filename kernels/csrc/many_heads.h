@@ -1,187 +1,143 @@
-// Attention of many query heads to rows that they share: an exact pass of some drafts, or heads that
-// have one KV head. See rows.h on linkage, and panels.h on how queries lie.
+// Products of many query heads with rows that they share: an exact pass of some drafts, or heads that
+// have one KV head. See rows.h on linkage.
 //
-// Some rows are converted at a time, as many as stay in the first-level cache while all panels are
-// multiplied with them.
+// Some keys lie in a panel, one beside the other, or some columns of values, and the heads' queries or
+// weights are broadcast: no sum goes across a vector, and what was loaded serves several heads.
 #pragma once
 
 #include <algorithm>
-#include <cmath>
-#include <cstring>
 #include <type_traits>
 
-#include "codes.h"
 #include "panels.h"
+#include "workspace.h"
 
 namespace {
 
-// From so many heads on, products of panels are quicker than those of single heads.
+// From so many heads on, products of panels are quicker than those of a few heads at once.
 constexpr int64_t kManyHeads = 12;
-// Keys that are converted at once: a multiple of any panel's rows.
-constexpr int kKeyRows = 8;
-// Columns of values that are converted at once: a cache line of halves.
-constexpr int64_t kColumns = 32;
 
 inline bool goes_in_panels(const hfk_request &request) {
     return request.coding == nullptr && request.query_heads >= kManyHeads * request.id_heads;
 }
 
-// Floats that ManyHeads works in.
-inline int64_t many_heads_floats(const hfk_request &request) {
-    const int64_t heads = padded(request.query_heads / request.id_heads);
-    const int64_t key_dim = padded(request.key_dim), value_dim = padded(request.value_dim);
-    return heads * (key_dim + value_dim + kBlock + 2) +
-           std::max(kKeyRows * (key_dim + kPad), kBlock * kColumns);
+// Element j of vector i goes to element i of vector j.
+template <class I> void transpose(typename I::V (&rows)[I::lanes]) {
+    typename I::V next[I::lanes];
+    HFK_UNROLL for (int step = 1; step < I::lanes; step *= 2) {
+        HFK_UNROLL for (int i = 0; i < I::lanes / 2; ++i) {
+            I::zip(rows[i], rows[i + I::lanes / 2], next[2 * i], next[2 * i + 1]);
+        }
+        HFK_UNROLL for (int i = 0; i < I::lanes; ++i) rows[i] = next[i];
+    }
 }
 
 template <class I, class T> class ManyHeads {
     typedef typename I::V V;
     // Numbers are multiplied in this type. In bf16 the weights of values are rounded to it.
     typedef std::conditional_t<I::template multiplies<T>, T, float> M;
-    typedef Panel<I, M, 1> P;
+    typedef Panel<I, M> P;
     static constexpr int64_t kInSlot = P::kInSlot;
+    static constexpr int64_t kColumns = P::kColumns;
+    static_assert(kBlock % kColumns == 0 && kColumns <= kWidestPanel, "A block is whole panels.");
 
   public:
-    ManyHeads(const hfk_request &request, const Span &span, float *scratch)
-        : request_(request), heads_(request.query_heads / request.id_heads),
-          lanes_((heads_ + I::lanes - 1) / I::lanes * I::lanes),
-          key_slots_((request.key_dim + kInSlot - 1) / kInSlot),
-          key_row_(padded(request.key_dim) + kPad), value_dim_(padded(request.value_dim)),
-          query_(scratch), out_(query_ + lanes_ * key_slots_), scores_(out_ + lanes_ * value_dim_),
-          top_(scores_ + lanes_ * kBlock), sum_(top_ + lanes_), strip_(sum_ + lanes_) {
-        std::fill(query_, out_, 0.0f);
-        std::fill(out_, scores_, 0.0f);
-        std::fill(top_, sum_, -__builtin_inff());
-        std::fill(sum_, strip_, 0.0f);
-        const int64_t head = span.batch * request.query_heads + span.id_head * heads_;
-        const T *given = static_cast<const T *>(request.query) +
-                         (head * request.queries + span.query) * request.key_dim;
-        for_panels([&](auto panel, int64_t first) {
-            constexpr int64_t kQueries = decltype(panel)::kQueries;
-            for (int64_t g = first; g < std::min(first + kQueries, heads_); ++g) {
-                P::put_row(given + g * request_.queries * request_.key_dim, request_.key_dim, strip_);
-                float *column = query_ + first * key_slots_ + g - first;
-                for (int64_t d = 0; d < key_slots_; ++d) column[d * kQueries] = strip_[d];
-            }
-        });
+    // Head g's query lies from query(g) on.
+    template <class Query>
+    ManyHeads(const hfk_request &request, Workspace &space, const Query &query)
+        : request_(request), space_(space), key_slots_((request.key_dim + kInSlot - 1) / kInSlot),
+          query_row_(padded(key_slots_)) {
+        for (int64_t g = 0; g < space.heads; ++g) {
+            P::put_row(query(g), request.key_dim, space.query + g * query_row_);
+        }
+        // A tile of heads goes on behind the last one: its products are zeros.
+        const int64_t rows = rounded_up(space.heads, P::kFew);
+        std::fill(space.query + space.heads * query_row_, space.query + rows * query_row_, 0.0f);
+        std::fill(space.sums + space.heads * space.sum_stride,
+                  space.sums + rows * space.sum_stride, 0.0f);
     }
 
-    template <class Stream> void absorb(Stream &stream) {
-        Block block;
-        for (stream.take(block); block.count > 0; stream.take(block)) {
-            score(block);
-            for_panels([&](auto panel, int64_t first) {
-                float *scores = scores_ + first * kBlock;
-                panel.update_softmax(scores, block.count, top_ + first, sum_ + first,
-                                     out_ + first * value_dim_, value_dim_);
-                if constexpr (kInSlot != 1) panel.pair_weights(scores, block.count);
-            });
-            for (int64_t d = 0; d < value_dim_; d += kColumns) add_values(block, d);
+    // Products of all queries with the keys of a block.
+    void score(const Block &block) {
+        const int64_t panels = (block.count + kColumns - 1) / kColumns;
+        RowLines lines(block.keys_ahead, block.count, kLine, request_.key_dim * sizeof(T),
+                       panels * P::turns(space_.heads, key_slots_));
+        for (int r = 0; r < block.count; r += kColumns) {
+            for (int i = 0; i < kColumns; i += I::lanes) put_keys(block, r + i, space_.panel + i);
+            P::template multiply<false>(space_.query, query_row_, space_.panel,
+                                              key_slots_, space_.scores + r, kBlock, space_.heads,
+                                              lines);
         }
     }
 
-    // Scores go to out + head * out_stride, at the places of their rows.
-    template <class Stream> void write_scores(Stream &stream, float *out, int64_t out_stride) {
-        Block block;
-        for (stream.take(block); block.count > 0; stream.take(block)) {
-            score(block);
-            for_panels([&](auto panel, int64_t first) {
-                constexpr int64_t kQueries = decltype(panel)::kQueries;
-                for (int64_t g = first; g < std::min(first + kQueries, heads_); ++g) {
-                    const float *scores = scores_ + first * kBlock + g - first;
-                    float *to = out + g * out_stride;
-                    for (int r = 0; r < block.count; ++r) to[block.places[r]] = scores[r * kQueries];
-                }
-            });
-        }
-    }
-
-    void finish(float *out, int64_t out_stride, float *lse, int64_t lse_stride) const {
-        for_panels([&](auto panel, int64_t first) {
-            constexpr int64_t kQueries = decltype(panel)::kQueries;
-            for (int64_t g = first; g < std::min(first + kQueries, heads_); ++g) {
-                const float *sums = out_ + first * value_dim_ + g - first;
-                const bool empty = sum_[g] == 0.0f;
-                const float factor = empty ? 0.0f : 1.0f / sum_[g];
-                float *to = out + g * out_stride;
-                for (int64_t d = 0; d < request_.value_dim; ++d) to[d] = sums[d * kQueries] * factor;
-                lse[g * lse_stride] = empty ? -__builtin_inff() : top_[g] + std::log(sum_[g]);
+    // Rescales the sums, and adds the block's values times their weights.
+    void add_values(const Block &block) {
+        for (int64_t g = 0; g < space_.heads; ++g) {
+            float *weights = space_.scores + g * kBlock, *sums = space_.sums + g * space_.sum_stride;
+            if constexpr (kInSlot != 1) P::pair_neighbours(weights, block.count);
+            if (space_.rescale[g] == 1.0f) continue;
+            const V factor = I::set1(space_.rescale[g]);
+            for (int64_t d = 0; d < request_.value_dim; d += I::lanes) {
+                I::store(sums + d, I::load(sums + d) * factor);
             }
-        });
+        }
+        const int64_t slots = (block.count + kInSlot - 1) / kInSlot;
+        const int64_t panels = (request_.value_dim + kColumns - 1) / kColumns;
+        RowLines lines(block.values_ahead, block.count, 0, request_.value_dim * sizeof(T),
+                       panels * P::turns(space_.heads, slots));
+        for (int64_t d = 0; d < request_.value_dim; d += kColumns) {
+            put_values(block, d);
+            P::template multiply<true>(space_.scores, kBlock, space_.panel, slots,
+                                             space_.sums + d, space_.sum_stride, space_.heads,
+                                             lines);
+        }
     }
 
   private:
-    // Calls work(panel, its first query) for panels that are as wide as each other, nearly.
-    template <class Work> void for_panels(const Work &work) const {
-        for (int64_t first = 0; first < lanes_;) {
-            const int64_t left = (lanes_ - first) / I::lanes;
-            const int64_t vectors = left % 3 == 0 ? 3 : std::min<int64_t>(left, 2);
-            if (vectors == 3) work(Panel<I, float, 3>(), first);
-            if (vectors == 2) work(Panel<I, float, 2>(), first);
-            if (vectors == 1) work(Panel<I, float, 1>(), first);
-            first += vectors * I::lanes;
-        }
-    }
-
-    // Scores of a block, scaled and capped.
-    void score(const Block &block) {
-        for (int r = 0; r < block.count; r += kKeyRows) multiply_keys(block, r);
-        const auto scale = static_cast<float>(request_.scale);
-        const auto softcap = static_cast<float>(request_.softcap);
-        for_panels([&](auto panel, int64_t first) {
-            finish_scores<I>(scores_ + first * kBlock, block.count * decltype(panel)::kQueries,
-                             scale, softcap);
-        });
-    }
-
-    // Products of all queries with kKeyRows keys from `r` on; behind the last one it is taken again.
-    void multiply_keys(const Block &block, int r) {
-        for (int i = 0; i < kKeyRows; ++i) {
-            const int row = std::min(r + i, block.count - 1);
-            const int64_t bytes = request_.key_dim * static_cast<int64_t>(sizeof(T));
-            for (int64_t line = kLine; line < bytes; line += kLine) {
-                ask_for(block.keys_ahead[row] + line);
-            }
-            P::put_row(reinterpret_cast<const T *>(block.keys[row]), request_.key_dim,
-                       strip_ + i * key_row_);
-        }
-        for_panels([&](auto panel, int64_t first) {
-            constexpr int64_t kQueries = decltype(panel)::kQueries;
-            Panel<I, M, kQueries / I::lanes>::template multiply<true>(
-                strip_, key_row_, query_ + first * key_slots_, key_slots_,
-                scores_ + first * kBlock + r * kQueries, kKeyRows);
-        });
-    }
-
-    // Adds kColumns columns of values, from `d` on, times their weights.
-    void add_values(const Block &block, int64_t d) {
-        const int64_t columns = std::min(kColumns, value_dim_ - d);
-        const int64_t count = std::min(kColumns, request_.value_dim - d);
-        const int64_t bytes = count * static_cast<int64_t>(sizeof(T));
-        const int64_t slots = (block.count + kInSlot - 1) / kInSlot;
-        std::memset(strip_, 0, slots * kColumns * sizeof *strip_);
-        for (int r = 0; r < block.count; ++r) {
-            const char *ahead = block.values_ahead[r] + d * static_cast<int64_t>(sizeof(T));
-            for (int64_t line = 0; line < bytes; line += kLine) ask_for(ahead + line);
-            const T *from = reinterpret_cast<const T *>(block.values[r]) + d;
-            float *to = strip_ + r / kInSlot * kColumns;
-            if constexpr (kInSlot == 1) {
-                P::put_row(from, count, to);
+    // Puts keys from `r` on, one for each lane, into columns [key_slots, kColumns]. Behind the last
+    // one it is taken again.
+    void put_keys(const Block &block, int r, float *columns) const {
+        int row[I::lanes];
+        for (int i = 0; i < I::lanes; ++i) row[i] = std::min(r + i, block.count - 1);
+        for (int64_t d = 0; d < request_.key_dim; d += kInSlot * I::lanes) {
+            V numbers[I::lanes];
+            const int64_t left = request_.key_dim - d;
+            const auto load = [&](auto from) {
+                HFK_UNROLL for (int i = 0; i < I::lanes; ++i) {
+                    numbers[i] = from(reinterpret_cast<const T *>(block.keys[row[i]]) + d);
+                }
+            };
+            if (left >= kInSlot * I::lanes) {
+                load([](const T *key) { return P::load_slots(key); });
             } else {
-                P::put_halves(from, count, to, r % kInSlot);
+                load([left](const T *key) { return P::load_slots(key, left); });
+            }
+            transpose<I>(numbers);
+            HFK_UNROLL for (int i = 0; i < I::lanes; ++i, columns += kColumns) {
+                I::store(columns, numbers[i]);
             }
         }
-        for_panels([&](auto panel, int64_t first) {
-            constexpr int64_t kQueries = decltype(panel)::kQueries;
-            Panel<I, M, kQueries / I::lanes>::template multiply<false>(
-                strip_, kColumns, scores_ + first * kBlock, slots,
-                out_ + first * value_dim_ + d * kQueries, columns);
-        });
+    }
+
+    // Puts columns of the block's values, from `d` on, into the panel.
+    void put_values(const Block &block, int64_t d) const {
+        const int64_t count = std::min<int64_t>(kColumns, request_.value_dim - d);
+        float *to = space_.panel;
+        for (int r = 0; r < block.count; r += kInSlot, to += kColumns) {
+            const T *values[kInSlot] = {};
+            for (int i = 0; i < kInSlot && r + i < block.count; ++i) {
+                values[i] = reinterpret_cast<const T *>(block.values[r + i]) + d;
+            }
+            if constexpr (kInSlot == 1) {
+                P::put_row(values[0], count, to);
+            } else {
+                P::put_pairs(values[0], values[1], count, to);
+            }
+        }
     }
 
     const hfk_request &request_;
-    const int64_t heads_, lanes_, key_slots_, key_row_, value_dim_;
-    float *const query_, *const out_, *const scores_, *const top_, *const sum_, *const strip_;
+    Workspace &space_;
+    const int64_t key_slots_, query_row_;
 };
 
 } // namespace

@@ -68,6 +68,9 @@ struct Neon {
         return H == 1 ? vrev64q_f32(x) : vextq_f32(x, x, 2);
     }
 
+    // Numbers of a and b in turn: those of the lower halves, and of the upper ones.
+    static void zip(V a, V b, V &low, V &high) { low = vzip1q_f32(a, b), high = vzip2q_f32(a, b); }
+
     // 2^n of the n in the low bits of `shifted`.
     static V power_of_two(V shifted) {
         const uint32x4_t exponent = vshlq_n_u32(vreinterpretq_u32_f32(shifted), 23);

@@ -1,72 +1,51 @@
-// Products of blocks with an online softmax between them. See rows.h on linkage.
+// Products of matrices, panel by panel. See rows.h on linkage.
 //
-// Queries lie beside each other in panels, and so do their scores and outputs: element i of a vector
-// belongs to query i, and no sum goes across a vector. Keys and values are read one number at a time,
-// which is broadcast, as they lie in a row.
+// One factor of a product lies in a panel: element i of a vector belongs to its column i, and no sum
+// goes across a vector. The other factor is read one number at a time, which is broadcast.
 //
 // `M` is what products are of: fp32 numbers, or bf16 as it is given, where `I` multiplies it. Sums are
 // fp32. A slot is four bytes of the work space: a number of fp32, or two neighbours in bf16.
 #pragma once
 
-#include <limits>
-
 #include "tiles.h"
-#include "vector_math.h"
 
 namespace {
 
-// A panel of `kVectors` vectors of queries.
-template <class I, class M, int kVectors> struct Panel {
+// Lines of rows to come, which are asked for some at a time: all at once they would fill the queue of
+// misses and stop the arithmetic.
+class RowLines {
+  public:
+    // All but `first` bytes of `count` rows of `bytes`, in so many `turns`.
+    RowLines(const char *const *rows, int64_t count, int64_t first, int64_t bytes, int64_t turns)
+        : row_(rows), end_(bytes > first ? rows + count : rows), first_(first), bytes_(bytes),
+          byte_(first), each_(((bytes + kLine - 1) / kLine * count + turns - 1) / turns) {}
+
+    void ask() {
+        for (int64_t i = 0; i < each_ && row_ != end_; ++i) {
+            ask_for(*row_ + byte_);
+            byte_ += kLine;
+            if (byte_ >= bytes_) byte_ = first_, ++row_;
+        }
+    }
+
+  private:
+    const char *const *row_, *const *end_;
+    int64_t first_, bytes_, byte_, each_;
+};
+
+// Panels of two vectors.
+template <class I, class M> struct Panel {
     typedef typename I::V V;
     static constexpr int64_t kInSlot = sizeof(float) / sizeof(M);
-    // Sums of so many rows and three vectors fill the registers.
-    static constexpr int kRows = I::few_registers ? 4 : 8;
-    static constexpr int64_t kQueries = kVectors * I::lanes;
+    static constexpr int64_t kColumns = 2 * I::lanes;
+    // Rows of products that are worked on at once: the sums of so many fill the registers.
+    static constexpr int kRows = I::few_registers ? 4 : 8, kFew = 4;
+    // Lines are asked for when so many products of each row and column were summed.
+    static constexpr int64_t kTurn = 8;
 
-    // Weights are exp(score - base): the base is `top`, the largest score, or 0 where no key is seen.
-    static V base_of(V top) {
-        const V lowest = I::set1(std::numeric_limits<float>::lowest());
-        return I::where_less(top, lowest, I::set1(0.0f), top);
-    }
-
-    static V largest(const float *scores, int64_t count, V top) {
-        for (int64_t j = 0; j < count; ++j) top = I::max(top, I::load(scores + j * kQueries));
-        return top;
-    }
-
-    // Replaces scores by exp(score - base), and sums these. NaN stays.
-    static V to_weights(float *scores, int64_t count, V base) {
-        V sum = I::set1(0.0f);
-        for (int64_t j = 0; j < count; ++j) {
-            const V weight = exp_of_nonpositive<I>(I::load(scores + j * kQueries) - base);
-            I::store(scores + j * kQueries, weight);
-            sum = sum + weight;
-        }
-        return sum;
-    }
-
-    // A step of the online softmax: turns scores [count, kQueries] into weights under their queries'
-    // new largest scores `top`, and rescales what was summed so far, out [value_dim, kQueries] too.
-    static void update_softmax(float *scores, int64_t count, float *top, float *sum, float *out,
-                               int64_t value_dim) {
-        float rescale[kQueries];
-        bool rescales = false;
-        for (int64_t c = 0; c < kQueries; c += I::lanes) {
-            const V before = I::load(top + c);
-            const V now = largest(scores + c, count, before);
-            const V base = base_of(now);
-            I::store(top + c, now);
-            I::store(rescale + c, exp_of_nonpositive<I>(before - base));
-            const V old = I::load(sum + c) * I::load(rescale + c);
-            I::store(sum + c, old + to_weights(scores + c, count, base));
-            for (int64_t i = c; i < c + I::lanes; ++i) rescales |= rescale[i] != 1.0f;
-        }
-        if (!rescales) return;
-        for (int64_t d = 0; d < value_dim; ++d, out += kQueries) {
-            for (int64_t c = 0; c < kQueries; c += I::lanes) {
-                I::store(out + c, I::load(out + c) * I::load(rescale + c));
-            }
-        }
+    // How often a product of so many rows asks for lines.
+    static int64_t turns(int64_t rows, int64_t depth) {
+        return (rows + kRows - 1) / kRows * ((depth + kTurn - 1) / kTurn);
     }
 
     // A key or query as products read it, in whole slots: an odd number of halves has a 0 behind it.
@@ -81,64 +60,86 @@ template <class I, class M, int kVectors> struct Panel {
         }
     }
 
-    // Puts numbers into first or second halves of slots: the others are zeros, or were put before.
-    static void put_halves(const M *from, int64_t count, float *to, int half) {
-        for (int64_t i = 0; i < count; ++i) {
-            uint32_t slot;
-            __builtin_memcpy(&slot, to + i, sizeof slot);
-            slot |= static_cast<uint32_t>(from[i].bits) << 16 * half;
-            __builtin_memcpy(to + i, &slot, sizeof slot);
+    // A vector of slots: all of its numbers, or the first `count` and zeros.
+    template <class T> static V load_slots(const T *from) {
+        if constexpr (kInSlot == 1) return I::load(from);
+        else return I::load_halves(from);
+    }
+
+    template <class T> static V load_slots(const T *from, int64_t count) {
+        if constexpr (kInSlot == 1) return I::load_some(from, static_cast<int>(count));
+        else return I::load_halves(from, count);
+    }
+
+    // Numbers of two rows to slots, those of the first one to lower halves. A row that is null has
+    // zeros.
+    static void put_pairs(const M *first, const M *second, int64_t count, float *to) {
+        constexpr int64_t kStep = kInSlot * I::lanes;
+        const auto load = [](const M *row, int64_t i, int64_t left) {
+            if (row == nullptr) return I::set1(0.0f);
+            return left >= kStep ? load_slots(row + i) : load_slots(row + i, left);
+        };
+        for (int64_t i = 0; i < count; i += kStep) {
+            V low = load(first, i, count - i), high = load(second, i, count - i);
+            I::zip_halves(low, high);
+            I::store(to + i, low);
+            I::store(to + i + I::lanes, high);
         }
     }
 
-    // Rounds weights [count, kQueries] to bf16, those of two rows to one slot; an odd one has a 0.
-    static void pair_weights(float *weights, int64_t count) {
-        for (int64_t j = 0; j < count; j += 2) {
-            for (int64_t c = 0; c < kQueries; c += I::lanes) {
-                const float *from = weights + j * kQueries + c;
-                const V next = j + 1 < count ? I::load(from + kQueries) : I::set1(0.0f);
-                I::store(weights + j / 2 * kQueries + c, I::rounded_pair(I::load(from), next));
-            }
+    // Rounds weights [count] to bf16, in place; zeros follow to the end of a vector.
+    static void pair_neighbours(float *weights, int64_t count) {
+        for (int64_t j = 0; j < count; j += 2 * I::lanes) {
+            const V first = I::load(weights + j), second = I::load(weights + j + I::lanes);
+            I::store(weights + j / 2, I::rounded(first, second));
         }
     }
 
-    // Writes a b to c [rows, kQueries], or adds it, b [depth, kQueries]. With `Scores` the rows of a
-    // are rows of c, which is written; else a's columns are, and c is added to. Within its callers
-    // the compiler keeps the addresses of rows in memory, and not in registers: so it is never
-    // inlined.
-    template <bool Scores>
+    // Writes the product of a [rows, depth] and b [depth, kColumns] to c, or adds it. There are
+    // `a_row` and `c_row` floats from one row to the next; the last tile goes on behind the rows.
+    // Meanwhile lines are asked for. Within its callers the compiler keeps the addresses of rows in
+    // memory, and not in registers: so it is never inlined.
+    template <bool Adds>
     __attribute__((noinline)) static void multiply(const float *a, int64_t a_row, const float *b,
-                                                   int64_t depth, float *c, int64_t rows) {
-        for (int64_t row = 0; row < rows; row += kRows) {
-            multiply_strip<Scores>(a + row * (Scores ? a_row : 1), a_row, b, depth,
-                                   c + row * kQueries);
+                                                   int64_t depth, float *c, int64_t c_row,
+                                                   int64_t rows, RowLines &lines) {
+        RowLines ahead = lines;
+        int64_t row = 0;
+        for (; row + kFew < rows; row += kRows) {
+            multiply_rows<Adds, kRows>(a + row * a_row, a_row, b, depth, c + row * c_row, c_row,
+                                       ahead);
         }
+        if (row < rows) {
+            multiply_rows<Adds, kFew>(a + row * a_row, a_row, b, depth, c + row * c_row, c_row,
+                                      ahead);
+        }
+        lines = ahead;
     }
 
   private:
-    template <bool Scores>
-    static void multiply_strip(const float *a, int64_t a_row, const float *b, int64_t depth,
-                               float *c) {
-        V sums[kRows][kVectors];
-        HFK_UNROLL for (int r = 0; r < kRows; ++r) {
-            HFK_UNROLL for (int v = 0; v < kVectors; ++v) {
-                sums[r][v] = Scores ? I::set1(0.0f) : I::load(c + r * kQueries + v * I::lanes);
+    template <bool Adds, int R>
+    static void multiply_rows(const float *a, int64_t a_row, const float *b, int64_t depth, float *c,
+                              int64_t c_row, RowLines &lines) {
+        V sums[R][2];
+        HFK_UNROLL for (int r = 0; r < R; ++r) {
+            HFK_UNROLL for (int v = 0; v < 2; ++v) {
+                sums[r][v] = Adds ? I::load(c + r * c_row + v * I::lanes) : I::set1(0.0f);
             }
         }
-        for (int64_t k = 0; k < depth; ++k, b += kQueries, a += Scores ? 1 : a_row) {
-            V column[kVectors];
-            HFK_UNROLL for (int v = 0; v < kVectors; ++v) column[v] = I::load(b + v * I::lanes);
-            HFK_UNROLL for (int r = 0; r < kRows; ++r) {
-                const V factor = I::set1(a[Scores ? r * a_row : r]);
-                HFK_UNROLL for (int v = 0; v < kVectors; ++v) {
-                    sums[r][v] = multiply_add(factor, column[v], sums[r][v]);
+        for (int64_t k = 0; k < depth;) {
+            lines.ask();
+            const int64_t end = k + kTurn < depth ? k + kTurn : depth;
+            for (; k < end; ++k, b += kColumns) {
+                const V first = I::load(b), second = I::load(b + I::lanes);
+                HFK_UNROLL for (int r = 0; r < R; ++r) {
+                    const V factor = I::set1(a[r * a_row + k]);
+                    sums[r][0] = multiply_add(factor, first, sums[r][0]);
+                    sums[r][1] = multiply_add(factor, second, sums[r][1]);
                 }
             }
         }
-        HFK_UNROLL for (int r = 0; r < kRows; ++r) {
-            HFK_UNROLL for (int v = 0; v < kVectors; ++v) {
-                I::store(c + r * kQueries + v * I::lanes, sums[r][v]);
-            }
+        HFK_UNROLL for (int r = 0; r < R; ++r) {
+            HFK_UNROLL for (int v = 0; v < 2; ++v) I::store(c + r * c_row + v * I::lanes, sums[r][v]);
         }
     }
 

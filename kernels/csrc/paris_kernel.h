@@ -339,6 +339,6 @@ template <class I> void rerank(const Rerank &work) {
                          Scan::scan,              candidates<I>,                                   \
                          rerank,                  relevance<I>,                                    \
                          best<I>,                                                                  \
-                         PromptWork<I>::floats,   PromptWork<I>::attend,                           \
+                         prompt_any<I>,                                                            \
                          CodeWork<I>::encode,     CodeWork<I>::decode,                             \
                          ProductWork<I>::run}

@@ -78,6 +78,11 @@ struct Portable {
         return H == 1 ? V{x[1], x[0], x[3], x[2]} : V{x[2], x[3], x[0], x[1]};
     }
 
+    // Numbers of a and b in turn: those of the lower halves, and of the upper ones.
+    static void zip(V a, V b, V &low, V &high) {
+        low = V{a[0], b[0], a[1], b[1]}, high = V{a[2], b[2], a[3], b[3]};
+    }
+
     static void store(float *to, V x) { __builtin_memcpy(to, &x, sizeof x); }
     static V fma(V a, V b, V c) { return a * b + c; }
     static V max(V a, V b) { return where_less(a, b, b, a); }

@@ -11,8 +11,8 @@ namespace {
 
 constexpr int32_t kMostThreads = 1024;
 // A tile has so many rows of queries. Fewer would read the same keys more often, and more would not
-// fit into the second-level cache. Every kernel's panel divides kLeastRows.
-constexpr int64_t kMostRows = 480, kLeastRows = 48;
+// fit into the second-level cache.
+constexpr int64_t kMostRows = 256, kLeastRows = 48;
 constexpr int64_t kLine = 16; // floats of a cache line
 constexpr int64_t kItemsPerThread = 4;
 
@@ -34,7 +34,8 @@ class PromptJob {
         const int64_t items = request_.batch * request_.kv_heads * tiles_;
         if (items == 0) return;
         // Each slot begins at a cache line: vectors that straddle two take longer.
-        floats_ = (kernel_.prompt_floats(request_, step_) + kLine - 1) / kLine * kLine;
+        const int64_t floats = kernel_.scratch_floats(shape_of_prompt(request_, step_));
+        floats_ = (floats + kLine - 1) / kLine * kLine;
         scratch_.resize(floats_ * threads_ + kLine);
         const auto address = reinterpret_cast<uintptr_t>(scratch_.data()) / sizeof(float);
         first_ = scratch_.data() + (kLine - address % kLine) % kLine;
