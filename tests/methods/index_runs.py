@@ -74,11 +74,11 @@ class WatchedStore(PagedStore):
         return super().key_chunks(chunk_len)
 
 
-def draw(seed: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+def draw(seed: int, count: int, dim: int = DIM) -> tuple[torch.Tensor, torch.Tensor]:
     """Queries ``[B, Hq, n, D]`` and keys ``[B, H, n, D]`` whose spectrum falls off."""
-    slope = torch.logspace(0.3, -0.6, DIM)
-    queries = normal(seed, SEQUENCES, HEADS * GROUP, count, DIM) * slope
-    return queries, normal(seed + 1, SEQUENCES, HEADS, count, DIM) * slope
+    slope = torch.logspace(0.3, -0.6, dim)
+    queries = normal(seed, SEQUENCES, HEADS * GROUP, count, dim) * slope
+    return queries, normal(seed + 1, SEQUENCES, HEADS, count, dim) * slope
 
 
 class IndexRun:

@@ -26,6 +26,7 @@ from .codebooks import (
     normal,
     write_book,
 )
+from .index_runs import ragged
 
 YARN = Turn(factor=1.37)
 PARTIAL_YARN = Turn(pairs=3, factor=1.37)
@@ -67,13 +68,6 @@ def _scores(book: Book, prompt: Prompt, query: torch.Tensor, softcap: float | No
     return scores if softcap is None else softcap * torch.tanh(scores / softcap)
 
 
-def _valid(batch: int, count: int) -> torch.Tensor:
-    valid = torch.ones(batch, count, dtype=torch.bool)
-    valid[0, : count // 4] = False
-    valid[-1, count // 2 : count // 2 + 9] = False
-    return valid
-
-
 def _rows(ids: torch.Tensor) -> Iterator[tuple[int, int, int, list[int]]]:
     """``(row, head, query, slots)``; no slot twice."""
     for b, h, q in itertools.product(*map(range, ids.shape[:3])):
@@ -99,9 +93,9 @@ def _select(
     query, positions = 2 * normal(5, 2, heads, 2, DIM), torch.tensor([[150, 151]] * 2)
     seen = prompt.turn(query, positions).float()
     index.on_forward(seen, torch.zeros(2, HEADS, 2, DIM), count, None, positions)
-    ids = index.search(seen, cold_tokens(_valid(2, count), SCALE, budget, softcap))
+    ids = index.search(seen, cold_tokens(ragged(2, count), SCALE, budget, softcap))
     assert ids.shape == (2, HEADS, 2, budget) and ids.dtype == torch.int32
-    hidden = ~_valid(2, count)[:, None, None]
+    hidden = ~ragged(2, count)[:, None, None]
     return ids, _scores(book, prompt, query, softcap).masked_fill(hidden, float("-inf"))
 
 
@@ -159,7 +153,9 @@ def test_a_prompt_in_chunks_has_the_codes_of_a_whole_one(
     whole = filled(book.index(), prompt).state_dict()["codes"]
     chunks = filled(book.index(), prompt, (1, 64, 65))
     assert torch.equal(chunks.state_dict()["codes"], whole)
-    assert chunks.cost(100, 10).nbytes == filled(book.index(), prompt).cost(100, 10).nbytes
     # Long prompts are encoded in chunks too.
     monkeypatch.setattr(learned_module, "_CHUNK_NUMBERS", 7 * 2 * HEADS * DIM)
     assert torch.equal(filled(book.index(), prompt).state_dict()["codes"], whole)
+    before = chunks.cost(150, 10).nbytes
+    chunks.crop(100)
+    assert before - chunks.cost(100, 10).nbytes == 2 * HEADS * 50 * 2, "two bytes a dropped token"

@@ -184,6 +184,8 @@ def test_lists_grow_wider_when_slots_do() -> None:
     again = InvertedLists(2)
     again.load_state_dict(twin.state_dict())
     assert _ids(again) == _ids(twin) and torch.equal(again.slots, twin.slots)
+    again.crop(70_000)
+    assert _ids(again) == [65_534, -1, -1, -1]
 
 
 BOUND = 16 * 10**6

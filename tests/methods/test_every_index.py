@@ -197,17 +197,19 @@ def test_a_cold_token_takes_so_many_bytes_for_each_kv_head(make: Make, nbytes: i
     assert sum(x.nbytes for x in rows) == 2 * HEADS * length * nbytes
 
 
-@pytest.mark.parametrize("budget", [1, 7, 50])
-@pytest.mark.parametrize("cuts", [(), (1, 2, 33)])
-@pytest.mark.parametrize("softcap", [None, 1.0])
+@pytest.mark.factor("budget", [1, 7, 50])
+@pytest.mark.factor("cuts", [(), (1, 2, 33)])
+@pytest.mark.factor("softcap", [None, 1.0])
+# The kernel that scores keys as they are takes 256 elements at most.
+@pytest.mark.factor("dim", [DIM, 264])
 def test_flat_selects_the_exact_top_k(
-    budget: int, cuts: tuple[int, ...], softcap: float | None
+    dim: int, budget: int, cuts: tuple[int, ...], softcap: float | None
 ) -> None:
     """Heads of a group compete by shares, which the scale and the cap of scores change."""
     valid = ragged(SEQUENCES, 50)
-    run = IndexRun(FlatIndex, range(SEQUENCES), softcap=softcap)
-    run.prompt(draw(0, 50), valid, cuts, recent=0)
-    query, keys = draw(9, 3)
+    run = IndexRun(FlatIndex, range(SEQUENCES), dim=dim, softcap=softcap)
+    run.prompt(draw(0, 50, dim), valid, cuts, recent=0)
+    query, keys = draw(9, 3, dim)
     run.see(query, keys)
     ids = run.select(query, budget)
     assert ids.shape == (SEQUENCES, HEADS, 3, budget) and ids.dtype == torch.int32
