@@ -75,9 +75,9 @@ class WatchedStore(PagedStore):
 
 
 def draw(seed: int, count: int, dim: int = DIM) -> tuple[torch.Tensor, torch.Tensor]:
-    """Queries ``[B, Hq, n, D]`` and keys ``[B, H, n, D]`` whose spectrum falls off."""
+    """Queries ``[B, Hq, n, D]`` and keys ``[B, H, n, D]``, whose spectra fall off at other ends."""
     slope = torch.logspace(0.3, -0.6, dim)
-    queries = normal(seed, SEQUENCES, HEADS * GROUP, count, dim) * slope
+    queries = normal(seed, SEQUENCES, HEADS * GROUP, count, dim) * slope.flip(0)
     return queries, normal(seed + 1, SEQUENCES, HEADS, count, dim) * slope
 
 

@@ -191,7 +191,7 @@ def room_tests(file: str) -> list[str]:
 
     def distance(test: str) -> tuple[bool, bool, int]:
         mentions = (ROOT / test).read_text(encoding="utf-8").count(word)
-        return f"/test_{word}." not in test, module not in imported(ROOT / test), -mentions
+        return not test.endswith(f"_{word}.py"), module not in imported(ROOT / test), -mentions
 
     near = (test for test in tests_of(file) if test.split("/")[1] in (name, f"test_{name}.py"))
     return sorted(near, key=distance)[:6]
