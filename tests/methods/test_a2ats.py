@@ -1,7 +1,7 @@
 """A2ATSIndex by itself: codes and selection against sums worked out by hand, recall, bytes."""
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -26,7 +26,7 @@ from .codebooks import (
     normal,
     write_book,
 )
-from .index_runs import ragged
+from .index_runs import ragged, slot_sets
 
 YARN = Turn(factor=1.37)
 PARTIAL_YARN = Turn(pairs=3, factor=1.37)
@@ -68,21 +68,13 @@ def _scores(book: Book, prompt: Prompt, query: torch.Tensor, softcap: float | No
     return scores if softcap is None else softcap * torch.tanh(scores / softcap)
 
 
-def _rows(ids: torch.Tensor) -> Iterator[tuple[int, int, int, list[int]]]:
-    """``(row, head, query, slots)``; no slot twice."""
-    for b, h, q in itertools.product(*map(range, ids.shape[:3])):
-        slots = [slot for slot in ids[b, h, q].tolist() if slot >= 0]
-        assert len(set(slots)) == len(slots), "a slot twice"
-        yield b, h, q, slots
-
-
 def _check_best(ids: torch.Tensor, scores: torch.Tensor) -> None:
     """The ids are of the 20 largest softmax weights in any head of the group."""
     weights = scores.softmax(-1).unflatten(1, (HEADS, -1)).amax(2)
-    for b, h, q, slots in _rows(ids):
-        result = weights[b, h, q, slots].sort(descending=True).values
-        # Tokens of one code weigh the same: which of them is taken doesn't matter.
-        torch.testing.assert_close(result, weights[b, h, q].topk(20).values, rtol=1e-4, atol=0)
+    assert all(len(slots) == 20 for slots in slot_sets(ids))
+    result = weights.gather(-1, ids.long()).sort(descending=True).values
+    # Tokens of one code weigh the same: which of them is taken doesn't matter.
+    torch.testing.assert_close(result, weights.topk(20).values, rtol=1e-4, atol=0)
 
 
 def _select(
@@ -122,9 +114,9 @@ def test_a_union_holds_the_best_of_each_query_head_and_nothing_else(
     book, prompt = write(), _prompt(group=group)
     index = filled(book.index(budget_of="union"), prompt)
     ids, scores = _select(index, book, prompt, budget, softcap)
-    each = max(1, budget // group)
-    serving = min(group, budget)
-    for b, h, q, slots in _rows(ids):
+    each, serving = max(1, budget // group), min(group, budget)
+    places = itertools.product(*map(range, ids.shape[:3]))
+    for (b, h, q), slots in zip(places, map(list, slot_sets(ids)), strict=True):
         heads = scores[b, h * group : h * group + serving, q]
         least = heads.topk(each).values[:, -1:] - 1e-5
         good = heads[:, slots] >= least

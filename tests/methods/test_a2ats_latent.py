@@ -11,7 +11,7 @@ from hf_kvret import A2ATSCache
 from hf_kvret.artifacts.shared import shared_artifact
 from hf_kvret.lab.calibrate.a2ats import A2ATSCalibration
 from hf_kvret.lab.calibrate.study import Corpus, calibrate
-from hf_kvret.lab.calibrate.taps import LayerTokens, before_rope, tap_attention
+from hf_kvret.lab.calibrate.taps import before_rope
 from hf_kvret.layer.latent import ModuleHeads
 from hf_kvret.methods.a2ats.learned import at_distance, learned_layer
 from hf_kvret.testing import LATENT_MODELS
@@ -19,6 +19,8 @@ from hf_kvret.testing.scenario import prompt
 from hf_kvret_kernels import codebook
 from hf_kvret_model_patches import latent
 from hf_kvret_model_patches.rope import Rope
+
+from ..lab.calibrate.test_taps import tapped
 
 RANK, TOKENS, WINDOW = 16, 40, 32
 SLOW = pytest.mark.slow
@@ -39,13 +41,6 @@ def made(
     corpus = Corpus(list(ids), 0, {"text": "random"})
     calibrate(model, corpus, A2ATSCalibration(**settings), folder, progress=False)
     return model, ids, A2ATSCache(model.config, artifact=str(folder))
-
-
-def tapped(model: PreTrainedModel, ids: torch.Tensor) -> dict[int, LayerTokens]:
-    seen: dict[int, LayerTokens] = {}
-    with torch.no_grad(), tap_attention(model, seen.__setitem__):
-        model(ids, use_cache=False)
-    return seen
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -73,6 +73,14 @@ def test_tokens_that_left_the_window_are_found_with_a_pending_list_and_lost_with
     assert recalls == {"ours": 1.0, "paper": 0.0}
 
 
+def test_tokens_in_place_of_dropped_ones_are_found() -> None:
+    run = Run(_options())
+    run.crop(PROMPT - 40)
+    assert run.index.stats()["pending_tokens"] == 0
+    run.cool(3 * run.queries[:, :, -1:] + 0.5 * _query(4, count=40))
+    assert run.recall_of(run.queries[:, :, -1:]) == 1.0
+
+
 def test_more_pending_tokens_than_allowed_join_the_lists() -> None:
     run = Run(_options(pending=50))
     query = run.queries[:, :, -1:]

@@ -19,7 +19,6 @@ from .codebooks import DIM, GROUP, HEADS, write_book
 from .index_runs import BUDGET, PROMPT, SEQUENCES, IndexRun, draw, ragged, slot_sets, slot_sets_of
 
 Make = Callable[[], Index]
-_AT_ONCE = {"update": 1, "update_lists": "recalled"}
 
 
 def _ctkvr(**options: Any) -> Make:
@@ -44,7 +43,7 @@ INDEXES: dict[str, Make] = {
     "lrqk, int8": _lrqk(proxy_dtype="int8"),
     "lrqk, als": _als,
     "ctkvr": _ctkvr(),
-    "ctkvr, at once": _ctkvr(**_AT_ONCE),
+    "ctkvr, at once": _ctkvr(update=1, update_lists="recalled"),
     "ctkvr, few pending": _ctkvr(pending=6),
 }
 NAMES = [*INDEXES, "a2ats", "a2ats, union"]

@@ -167,6 +167,13 @@ def test_candidates_are_a_share_that_covers_the_budget() -> None:
     assert index.cost(50, 50).candidates == 50
 
 
+def test_the_library_searches_for_the_budget_of_the_step() -> None:
+    (keys, query), valid = _peaked(200, 32), torch.ones(2, 200, dtype=torch.bool)
+    index = _counted(keys, valid)
+    searches = [index.host_search(query, cold_tokens(valid, 0.2, count)) for count in (20, 40)]
+    assert [search.candidates for search in searches] == [100, 200]
+
+
 def test_a_soft_cap_bends_the_whole_score_not_the_centered_one() -> None:
     """All keys share a large part; where the cap saturates depends on it."""
     keys, query = _peaked(256, 64, common=2.0)
