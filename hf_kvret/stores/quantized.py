@@ -209,8 +209,5 @@ class QuantizedStore(WrappedStore):
             codes.split([codec.code_bytes(dim) for dim in self._dims], dim=-1),
             scales.split([codec.scale_bytes(dim) for dim in self._dims], dim=-1),
         )
-        mean = self._key_mean
-        if mean is not None and codes.shape[1] != mean.shape[1]:
-            mean = mean.repeat_interleave(codes.shape[1] // mean.shape[1], 1)
-        keys = codec.decode(key_codes, key_scales, self._dtype, added=mean)
+        keys = codec.decode(key_codes, key_scales, self._dtype, added=self._key_mean)
         return keys, codec.decode(value_codes, value_scales, self._dtype)

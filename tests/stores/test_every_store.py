@@ -34,6 +34,7 @@ class Case(NamedTuple):
         most: tokens of an append.
         steps: of the test.
         most_ids: of a query.
+        value_in_key: elements of a key that are its value; 0: values are apart.
     """
 
     make: Callable[[], Store]
@@ -42,6 +43,7 @@ class Case(NamedTuple):
     most: int = 9
     steps: int = 160
     most_ids: int = 10**6
+    value_in_key: int = 0
 
 
 PLAIN = {"device": poisoned(DeviceMemory, float("nan")), "host": poisoned(HostMemory, float("nan"))}
@@ -78,9 +80,7 @@ CASES = {
     "cpu": Case(lambda: CpuStore(CPU), (12, 20), most=80),
     "disk": Case(lambda: DiskStore(CPU, gettempdir()), (12, 20), most=80),
     **{
-        f"resident-{slots}": Case(
-            lambda slots=slots: ResidentStore(CPU, slots), most_ids=16
-        )
+        f"resident-{slots}": Case(lambda slots=slots: ResidentStore(CPU, slots), most_ids=16)
         for slots in (1.0, 17)
     },
     **{
@@ -95,6 +95,8 @@ CASES = {
             ((4, "device"), (2, "host"), (3, "device")), DIMS, strict=True
         )
     },
+    "latent": Case(lambda: PagedStore(PLAIN["device"](CPU), 4), (12, 8), value_in_key=8),
+    "latent-resident": Case(lambda: ResidentStore(CPU, 17), (12, 8), most_ids=16, value_in_key=8),
     "aqua-16": Case(lambda: aqua(16, PLAIN["host"](CPU)), most=70, steps=40),
     "aqua-3": Case(lambda: aqua(3, CODED["device"](CPU)), (24, 16), coded_together, 70, 40),
 }  # fmt: skip
@@ -113,7 +115,9 @@ def test_no_operation_changes_what_another_sequence_or_fork_reads(name: str, see
         operation = choose.choice(operations) if step else "append"
         if operation == "append":
             more = draw(len(keys), choose.randint(0, case.most), case.dims, seed=step)
-            store.append(TokenBlock(*more, start=len(store)))
+            if case.value_in_key:
+                more = more[0], more[0][..., : case.value_in_key]
+            store.append(TokenBlock(*more, len(store), value_in_key=case.value_in_key))
             if case.code is not None and more[0].shape[2]:
                 if not keys.shape[2]:
                     means[index] = more[0].mean(2, keepdim=True)
@@ -224,12 +228,8 @@ def test_an_empty_store_and_a_block_out_of_order_are_refused(name: str) -> None:
     assert len(store) == 0 and list(store.chunks()) == [] and store.state_dict() == {}
     assert store.nbytes() == store.host_nbytes() == 0
     ids = torch.zeros(1, HEADS, 1, 1, dtype=torch.int32)
-    for read in (
-        lambda: store.gather(ids),
-        lambda: store.begin(torch.zeros(1, HEADS, 1, case.dims[0]), ids, SCALE)(),
-    ):
-        with pytest.raises(RuntimeError, match="the store is empty: append first"):
-            read()
+    with pytest.raises(RuntimeError, match="the store is empty: append first"):
+        store.gather(ids)
     store.append(TokenBlock(*draw(2, 5, case.dims), start=0))
     with pytest.raises(ValueError, match="block starts at slot 6, the store ends at 5"):
         store.append(TokenBlock(*draw(2, 1, case.dims), start=6))

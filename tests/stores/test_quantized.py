@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_kvret import TokenBlock
-from hf_kvret.stores import CpuStore, PagedStore, QuantizedStore, ResidentStore, Store
+from hf_kvret.stores import PagedStore, QuantizedStore, ResidentStore, Store
 from hf_kvret.stores.memory import DeviceMemory, HostMemory
 from hf_kvret_kernels.higgs import HiggsCodec
 
@@ -138,7 +138,6 @@ OTHERS = "saved with coded rows, which other stores can't"
         (QuantizedStore(DeviceMemory(CPU), 2), "saved with rows of 4 bits, not bits=2"),
         (PagedStore(DeviceMemory(CPU)), OTHERS),
         (ResidentStore(CPU, 1.0), OTHERS),
-        (CpuStore(CPU), OTHERS),
     ],
 )
 def test_other_bits_and_other_stores_refuse_coded_rows(store: Store, words: str) -> None:

@@ -67,9 +67,7 @@ def test_a_crop_makes_its_tokens_misses_again() -> None:
     for store in pair:
         store.crop(38)
     extend(*pair, count=6, seed=7)
-    buffer = pair[0]._buffer
-    assert buffer is not None
-    assert buffer.slot_map.token.max() == 36, "a dropped token still has a slot"
+    assert pair[0]._buffer.slot_map.token.max() == 36, "a dropped token still has a slot"
     _attend_both(pair, same_ids(36, 38, 39))
     assert pair[0].stats()["misses"] == 5 * 2 * HEADS
 
