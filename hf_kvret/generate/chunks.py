@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionCacheLayerMixin
 
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.generate.requests import Request
@@ -232,7 +232,7 @@ def _obstacle(
     return None
 
 
-def recurs(cache: RetrievalCache) -> bool:
+def recurs(cache: Cache) -> bool:
     """Whether any layer has state other than keys and values."""
     plain = RetrievalLayer, DynamicLayer, DummyLayer
     linear = LinearAttentionCacheLayerMixin

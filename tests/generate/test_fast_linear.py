@@ -46,9 +46,10 @@ def count(model: nn.Module) -> int:
     return sum(isinstance(module, nn.Linear) for module in model.modules())
 
 
-def run(model: PreTrainedModel, ids: torch.Tensor = IDS) -> torch.Tensor:
+def run(model: PreTrainedModel, ids: torch.Tensor = IDS, cache: Any = None) -> torch.Tensor:
+    cache = hf_kvret.FlatKVCache(model.config) if cache is None else cache
     with torch.no_grad():
-        return model(ids, past_key_values=hf_kvret.FlatKVCache(model.config)).logits
+        return model(ids, past_key_values=cache).logits
 
 
 def test_a_pass_with_a_retrieval_cache_multiplies_in_the_library(calls: list[Any]) -> None:
@@ -56,21 +57,18 @@ def test_a_pass_with_a_retrieval_cache_multiplies_in_the_library(calls: list[Any
     got = run(model)
     assert len(calls) == count(model)
     hf_kvret.restore(model)
-    plain = model(IDS).logits
-    torch.testing.assert_close(got, plain, rtol=0.05, atol=0.3)
+    torch.testing.assert_close(got, model(IDS).logits, rtol=0.05, atol=0.3)
     assert len(calls) == count(model)
 
 
 def test_other_passes_go_on_with_torch(calls: list[Any]) -> None:
     model = attached()
-    with torch.no_grad():
-        model(IDS, past_key_values=DynamicCache())
+    run(model, cache=DynamicCache())
     run(model, torch.zeros(1, 65, dtype=torch.long))
     run(attached(torch.float32))
-    with pytest.raises(IndexError), torch.no_grad():
-        model(IDS + 10**6, past_key_values=hf_kvret.FlatKVCache(model.config))
-    with torch.no_grad():
-        model(IDS, past_key_values=DynamicCache())
+    with pytest.raises(IndexError):
+        run(model, IDS + 10**6)
+    run(model, cache=DynamicCache())
     assert not calls
 
 
@@ -80,8 +78,7 @@ def test_ctrl_c_leaves_no_pass_behind(calls: list[Any], monkeypatch: pytest.Monk
         patch.setattr(model.model.norm, "forward", interrupt)
         run(model)
     calls.clear()
-    with torch.no_grad():
-        model(IDS, past_key_values=DynamicCache())
+    run(model, cache=DynamicCache())
     assert not calls
 
 
@@ -115,8 +112,7 @@ def test_who_looks_at_a_module_sees_torch_multiply(calls: list[Any], what: str) 
 
 
 def other_weight(model: Any) -> None:
-    weight = model.lm_head.weight.data
-    model.lm_head.weight = nn.Parameter(weight.T.contiguous().T)
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.data.T.contiguous().T)
 
 
 def other_bias(model: Any) -> None:

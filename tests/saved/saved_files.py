@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -49,3 +50,15 @@ def write_saved(
         content["tensors"] = {name: shards.checksum(name, x) for name, x in tensors.items()}
     content["checksum"] = description.checksum(content)
     (folder / description.DESCRIPTION).write_text(json.dumps(content))
+
+
+def file_at(address: int) -> str:
+    """The file whose mapping holds ``address``; empty for other memory."""
+    maps = Path("/proc/self/maps")
+    if not maps.is_file():
+        pytest.skip("no /proc")
+    for words in map(str.split, maps.read_text().splitlines()):
+        first, last = (int(end, 16) for end in words[0].split("-"))
+        if first <= address < last:
+            return words[5] if len(words) > 5 else ""
+    raise AssertionError("memory that is nowhere")

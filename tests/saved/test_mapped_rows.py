@@ -14,7 +14,7 @@ from hf_kvret.saved import persistence, shards
 from hf_kvret.testing import COVERING_OPTIONS
 from hf_kvret.testing.scenario import prompt
 
-from .saved_files import NAME, read_saved, saved_file, write_saved
+from .saved_files import NAME, file_at, read_saved, saved_file, write_saved
 
 RUN: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False}
 PROMPT = prompt(2, 150)
@@ -73,29 +73,17 @@ def test_a_mapped_cache_goes_on_as_one_that_was_read(
     assert torch.equal(_goes_on(llama, mapped), expected)
 
 
-def _file_at(address: int) -> str:
-    """The file whose mapping holds ``address``; empty for other memory."""
-    maps = Path("/proc/self/maps")
-    if not maps.is_file():
-        pytest.skip("no /proc")
-    for words in map(str.split, maps.read_text().splitlines()):
-        first, last = (int(end, 16) for end in words[0].split("-"))
-        if first <= address < last:
-            return words[5] if len(words) > 5 else ""
-    raise AssertionError("memory that is nowhere")
-
-
 @pytest.mark.parametrize("store", ["device", "host", "cpu"])
 def test_rows_are_where_the_file_is(store: str, llama: PreTrainedModel, tmp_path: Path) -> None:
     _saved(llama, tmp_path, "flat", store)
     file = str(saved_file(tmp_path))
     mapped = FlatKVCache.from_pretrained(tmp_path, llama.config, mapped=True)
-    assert _file_at(_chunk(mapped).data_ptr()) == file
-    assert _file_at(mapped.retrieval_layers[0].kv.index._keys.rows.data_ptr()) == file
+    assert file_at(_chunk(mapped).data_ptr()) == file
+    assert file_at(mapped.retrieval_layers[0].kv.index._keys.rows.data_ptr()) == file
     # Tokens that join have memory of their own, and so does what an index holds of all.
     _goes_on(llama, mapped)
-    assert _file_at(mapped.retrieval_layers[0].kv.index._keys.rows.data_ptr()) != file
-    assert _file_at(_chunk(mapped).data_ptr()) == file
+    assert file_at(mapped.retrieval_layers[0].kv.index._keys.rows.data_ptr()) != file
+    assert file_at(_chunk(mapped).data_ptr()) == file
 
 
 def test_auto_maps_what_is_large_and_no_checksum_is_asked(

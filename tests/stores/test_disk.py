@@ -17,19 +17,11 @@ from hf_kvret.stores import DiskStore
 from hf_kvret.testing.scenario import prompt
 from hf_kvret_kernels.host_library import why_not
 
+from ..saved.saved_files import file_at
 from .rows import CPU, GROUP, HEADS, draw
 
 SMALL: dict[str, Any] = {"top_k": 24, "sink": 2, "recent": 16, "flush": 4, "dense_below": 0}
 RUN: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
-
-
-def _file_at(address: int) -> str:
-    """The file whose mapping holds ``address``."""
-    for words in map(str.split, Path("/proc/self/maps").read_text().splitlines()):
-        first, last = (int(end, 16) for end in words[0].split("-"))
-        if first <= address < last:
-            return words[5] if len(words) > 5 else ""
-    raise AssertionError("memory that is nowhere")
 
 
 def _page_out(store: Any) -> None:
@@ -124,5 +116,5 @@ def test_a_saved_cache_names_no_folder_and_loads(llama: PreTrainedModel, tmp_pat
         assert again.options.disk == str(rows)
         chunk = again.retrieval_layers[0].kv.store.host_rows().chunks[0]
         # Rows that were read get a file of their own.
-        assert _file_at(chunk.data_ptr()).startswith(str(saved if mapped else rows))
+        assert file_at(chunk.data_ptr()).startswith(str(saved if mapped else rows))
         assert torch.equal(llama.generate(longer, past_key_values=again, **RUN), expected)

@@ -10,14 +10,16 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
 from hf_kvret.cache import RetrievalCache
+from hf_kvret.generate.chunks import fit_chunk, recurs
 from hf_kvret.lab.evaluate.caches import CacheChoice, Stranger
 from hf_kvret.lab.evaluate.failures import CheckFailed
 from hf_kvret.lab.evaluate.usage import Usage, usage_of
 from hf_kvret.lossless.steps import LosslessSteps
+from hf_kvret.models.exact_chunks import Span, why_whole
 from hf_kvret.models.versions import as_argument
 
 # These layers replace their tensors and never write into them, so that copies may share.
@@ -25,6 +27,8 @@ _SHAREABLE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
 _SHARES = ("overlap", "mass", "best_mass")
 # The divergence takes logits of so many tokens at a time: fp64 of a large vocabulary takes room.
 _CHUNK = 16
+# In one pass a layer that slides takes the square of the prompt, in time and for its mask.
+_SLIDING_CHUNK = 1024
 
 LayerRecall = dict[str, Any]
 """``layer``, and ``overlap``, ``mass`` and ``best_mass`` as in ``observe.recall.Recall``."""
@@ -92,11 +96,34 @@ class Reader:
         self._call: Callable[..., Any] = model
 
     def prefill(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Read a context ``[n]`` into the empty cache: as ``feed``; presses compress at its end."""
-        if not self.choice.needs_prompt:
-            return self.feed(tokens)
-        with self.choice.open(self.model, self.capacity) as self.cache:
-            return self.feed(tokens)
+        """Read a context ``[n]`` into the empty cache: as ``feed``; presses compress at its end.
+
+        Models with layers that slide read it in chunks, where these give what one pass gives.
+        """
+        if self.choice.needs_prompt:
+            with self.choice.open(self.model, self.capacity) as self.cache:
+                return self.feed(tokens)
+        chunks = tokens.split(self._chunk(len(tokens)))
+        if len(chunks) > 1 and isinstance(self.cache, RetrievalCache):
+            self.cache.expect(len(tokens), len(chunks[0]), self.capacity - len(tokens))
+        for chunk in chunks:
+            logits = self.feed(chunk)
+        for layer in getattr(self.cache, "retrieval_layers", ()):
+            layer.exact_rows = 0  # Chunks read those before them, and decoding is what counts.
+        return logits
+
+    def _chunk(self, length: int) -> int:
+        """Tokens of a pass over a context of ``length``, which the empty cache is to read."""
+        config, most, is_exact = self.model.config, 1, type(self.cache) is DynamicCache
+        if isinstance(self.cache, RetrievalCache):
+            options, most = self.cache.options, self.cache.options.max_draft
+            # Later chunks read what is kept of earlier ones, be it codes or not all of them.
+            is_exact = not (options.row_bits < 16 or options.evicts_by or options.prompt_recipe)
+        if is_exact and any(self.cache.is_sliding) and not recurs(self.cache):
+            size = fit_chunk(length, _SLIDING_CHUNK, most)
+            if size is not None and why_whole(config, Span(0, size, length)) is None:
+                return size
+        return max(1, length)
 
     def feed(self, tokens: torch.Tensor, keep: int = 1) -> torch.Tensor:
         """Logits ``[keep, vocab]`` after the last ``keep`` of ``tokens [n]``, which are now held.

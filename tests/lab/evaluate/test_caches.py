@@ -27,9 +27,8 @@ def test_opponents_are_transformers_own() -> None:
     assert type(choose_cache("full").make(CONFIG, 100)) is DynamicCache
     static = choose_cache("static").make(CONFIG, 100)
     assert isinstance(static, StaticCache) and static.layers[0].max_cache_len == 100
-    assert {"full", "static", "offloaded", "quantized", "kvpress", "flat", "paris"} <= set(
-        known_caches()
-    )
+    names = {"full", "static", "offloaded", "quantized", "kvpress", "flat", "paris"}
+    assert names <= set(known_caches())
 
 
 @pytest.mark.parametrize(

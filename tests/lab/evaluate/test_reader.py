@@ -6,18 +6,17 @@ import pytest
 import torch
 
 from hf_kvret import ParisKVCache
+from hf_kvret.generate.attach import attach
 from hf_kvret.lab.evaluate.caches import choose_cache
 from hf_kvret.lab.evaluate.reader import Reader, begin
 from hf_kvret.lab.evaluate.subject import Subject
+from hf_kvret.testing.models import MODELS, VOCAB_SIZE
 
 from .runs import greedy
 
-EXACT = [
-    "full",
-    "static",
-    "flat:top_k=1.0:recent=16:flush=8:dense_below=0",
-    "paris:top_k=1.0:recent=16:flush=8:dense_below=0",
-]
+SMALL = "recent=16:flush=8:dense_below=0"
+EXACT = ["full", "static", f"flat:top_k=1.0:{SMALL}", f"paris:top_k=1.0:{SMALL}"]
+CHUNKED = {"full": 2, "static": 1, f"flat:store=higgs:{SMALL}": 1, f"ctkvr:top_k=8:{SMALL}": 2}
 
 
 @pytest.fixture(scope="module")
@@ -53,8 +52,7 @@ def test_an_answer_ends_before_a_stop_token(subject: Subject, text: torch.Tensor
 
 
 def test_exact_answers_come_in_rounds(subject: Subject, text: torch.Tensor) -> None:
-    options = "top_k=8:recent=16:flush=8:dense_below=0:lossless=true"
-    reader = Reader(subject.model, choose_cache(f"paris:{options}"), len(text) + 20)
+    reader = Reader(subject.model, choose_cache(f"paris:top_k=8:{SMALL}:lossless=true"), 140)
     answer = reader.answer(reader.prefill(text), 12)
     assert answer == greedy(subject.model, text, 12) and reader.length == len(text) + 11
     assert isinstance(reader.cache, ParisKVCache) and reader.cache.rounds.drafted > 0
@@ -98,11 +96,7 @@ def test_usage_counts_bytes_and_rows(subject: Subject, text: torch.Tensor) -> No
     usage = full.usage()
     assert usage.full_bytes == usage.device_bytes == 2 * 100 * row
     assert (usage.host_bytes, usage.read_ratio) == (0, 1.0)
-    flat = Reader(
-        subject.model,
-        choose_cache("flat:top_k=8:recent=16:flush=8:dense_below=0:sink=4:store=host"),
-        len(text),
-    )
+    flat = Reader(subject.model, choose_cache(f"flat:top_k=8:{SMALL}:store=host"), len(text))
     flat.feed(text[:100])
     assert flat.usage().read_ratio is None
     flat.feed(text[100:101])
@@ -112,3 +106,21 @@ def test_usage_counts_bytes_and_rows(subject: Subject, text: torch.Tensor) -> No
     assert 100 - 16 - 8 <= cold <= 101 - 16
     assert usage.rows_read == 2 * 2 * 8
     assert usage.read_ratio == pytest.approx(8 / cold)
+
+
+@pytest.mark.parametrize(("name", "passes"), CHUNKED.items())
+def test_long_prompts_of_models_that_slide_come_in_chunks(
+    name: str, passes: int, text: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Logits and counts of one pass follow, where what chunks read is exact."""
+    model, ids, results = MODELS["gemma3"].build(), text % VOCAB_SIZE, []
+    attach(model)
+    for size in (40, 1000):
+        monkeypatch.setattr("hf_kvret.lab.evaluate.reader._SLIDING_CHUNK", size)
+        reader = Reader(model, choose_cache(name), 140)
+        # A question that is longer than drafts is a part of the prompt to caches that learn.
+        read = [reader.prefill(ids[:80]), reader.feed(ids[80:])]
+        assert len(reader._fed) == 1 + (passes if size == 40 else 1)
+        steps = torch.cat([*read, *(reader.feed(ids[i : i + 1]) for i in range(6))])
+        results.append((steps, reader.usage().read_ratio))
+    torch.testing.assert_close(*results, atol=1e-5, rtol=1e-5)
