@@ -61,12 +61,14 @@ class Fault:
         file: path from the root of the repository.
         right: the text in the file, which stands there exactly once.
         wrong: the text there when the fault is planted.
+        tests: pytest's arguments for tests of another room, where only these notice it.
     """
 
     name: str
     file: str
     right: str
     wrong: str
+    tests: tuple[str, ...] = ()
 
 
 FAULTS = [
@@ -221,7 +223,7 @@ def outcome(fault: Fault, clean: set[str]) -> str:
     """The first test that notices, else ``survived``. ``clean``: tests known to pass without it."""
     path, unsure = ROOT / fault.file, ""
     times = path.stat()
-    for tests in filter(None, (room_tests(fault.file), CONFORMANCE)):
+    for tests in filter(None, ([*fault.tests], room_tests(fault.file), CONFORMANCE)):
         before = plant(fault)
         try:
             test, is_late = first_failure(tests)

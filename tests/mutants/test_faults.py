@@ -8,10 +8,7 @@ from sampled import FAULTS, ROOT
 
 
 def test_every_fault_has_one_place_and_a_name_of_its_own() -> None:
-    lost = [
-        fault.name
-        for fault in FAULTS
-        if (ROOT / fault.file).read_text(encoding="utf-8").count(fault.right) != 1
-    ]
+    lost = [f.name for f in FAULTS if (ROOT / f.file).read_text("utf-8").count(f.right) != 1]
     assert not lost, "move these faults along with the code"
     assert len({fault.name for fault in FAULTS}) == len(FAULTS) >= 30
+    assert all((ROOT / fault.tests[0]).exists() for fault in FAULTS if fault.tests)
