@@ -96,24 +96,23 @@ class Reader:
         self._call: Callable[..., Any] = model
 
     def prefill(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Read a context ``[n]`` into the empty cache: as ``feed``; presses compress at its end.
-
-        Models with layers that slide read it in chunks, where these give what one pass gives.
-        """
+        """Read a context ``[n]`` into the empty cache: as ``feed``; presses compress at its end."""
         if self.choice.needs_prompt:
             with self.choice.open(self.model, self.capacity) as self.cache:
                 return self.feed(tokens)
         chunks = tokens.split(self._chunk(len(tokens)))
         if len(chunks) > 1 and isinstance(self.cache, RetrievalCache):
             self.cache.expect(len(tokens), len(chunks[0]), self.capacity - len(tokens))
-        for chunk in chunks:
-            logits = self.feed(chunk)
-        for layer in getattr(self.cache, "retrieval_layers", ()):
-            layer.exact_rows = 0  # Chunks read those before them, and decoding is what counts.
+        logits = [self.feed(chunk) for chunk in chunks][-1]
+        if isinstance(self.cache, RetrievalCache):
+            # As behind one pass, where no chunk read others, and there is one snapshot.
+            self.cache.snapshots.trim(1)
+            for layer in self.cache.retrieval_layers:
+                layer.exact_rows = 0
         return logits
 
     def _chunk(self, length: int) -> int:
-        """Tokens of a pass over a context of ``length``, which the empty cache is to read."""
+        """Tokens of a pass over a context of ``length``: fewer where layers slide, if exact."""
         config, most, is_exact = self.model.config, 1, type(self.cache) is DynamicCache
         if isinstance(self.cache, RetrievalCache):
             options, most = self.cache.options, self.cache.options.max_draft

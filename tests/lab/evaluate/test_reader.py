@@ -122,5 +122,5 @@ def test_long_prompts_of_models_that_slide_come_in_chunks(
         read = [reader.prefill(ids[:80]), reader.feed(ids[80:])]
         assert len(reader._fed) == 1 + (passes if size == 40 else 1)
         steps = torch.cat([*read, *(reader.feed(ids[i : i + 1]) for i in range(6))])
-        results.append((steps, reader.usage().read_ratio))
+        results.append((steps, reader.usage().read_ratio, reader.usage().host_bytes))
     torch.testing.assert_close(*results, atol=1e-5, rtol=1e-5)
