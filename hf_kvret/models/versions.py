@@ -18,7 +18,7 @@ from torch import nn
 from transformers import cache_utils
 from transformers.cache_utils import Cache
 
-TESTED = {"transformers": ("5.17", "5.24"), "torch": ("2.11", "2.13")}
+TESTED = {"transformers": ("5.18", "5.24"), "torch": ("2.11", "2.13")}
 """Oldest and newest minor version by package that the tests passed with, both included."""
 
 RELEASE = Version(transformers.__version__).release

@@ -8,9 +8,7 @@ a test on it proves nothing.
 from __future__ import annotations
 
 import copy
-import io
 import math
-import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
@@ -60,16 +58,12 @@ class TinyModel:
 
         It never stops early: no end-of-text token is set.
         """
-        # A copy by pickle takes an eighth of the time.
-        data, tensors = _pickled(self)
-        unpickler: Any = pickle.Unpickler(io.BytesIO(data))
-        unpickler.persistent_load = copy.deepcopy(tensors).__getitem__
-        return unpickler.load().to(device)
+        # A copy takes a quarter of the time.
+        return copy.deepcopy(_built(self)).to(device)
 
 
 @cache
-def _pickled(tiny: TinyModel) -> tuple[bytes, dict[int, torch.Tensor]]:
-    """A model, and its tensors, which the bytes name by number."""
+def _built(tiny: TinyModel) -> PreTrainedModel:
     config = tiny.config()
     options = {"dtype": torch.float32, "attn_implementation": tiny.attention}
     with torch.random.fork_rng(devices=[]):
@@ -81,18 +75,7 @@ def _pickled(tiny: TinyModel) -> tuple[bytes, dict[int, torch.Tensor]]:
     spread_weights(model, tiny.seed, tiny.embedding)
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = PAD_TOKEN
-    file, tensors = io.BytesIO(), dict[int, torch.Tensor]()
-
-    def number(value: Any) -> int | None:
-        if not isinstance(value, torch.Tensor):
-            return None
-        tensors[id(value)] = value
-        return id(value)
-
-    pickler: Any = pickle.Pickler(file)
-    pickler.persistent_id = number
-    pickler.dump(model.eval())
-    return file.getvalue(), tensors
+    return model.eval()
 
 
 @torch.no_grad()

@@ -41,9 +41,8 @@ CACHES: dict[str, Callable[..., RetrievalCache]] = {
     "a2ats_paper": partial(A2ATSCache, options=A2ATSConfig.preset("paper")),
 }
 TELLING_MODELS = ("llama", "gemma2", "gpt_oss", "qwen3")
-# Modes that transformers' own cache lacks in the newest and the oldest release that we support.
+# Modes that transformers' own cache lacks in some releases.
 _ROWS = {"reset_other_batch", "batch_repeat_interleave", "batch_select_indices"}
-_SLIDES = {"assisted", "early_exit", "reset", "reset_other_batch", "crop_deep"}
 _RECURS = {"assisted", "prompt_lookup", "early_exit", "crop_small", "crop_deep", *_ROWS}
 IMPOSSIBLE: dict[str, dict[str, set[str]]] = {
     "5.23": {
@@ -53,13 +52,6 @@ IMPOSSIBLE: dict[str, dict[str, set[str]]] = {
         "exaone4": {"early_exit"},
         "qwen2_vl": {"early_exit", "guidance"},
         "lfm2": {"early_exit", *_ROWS},
-        "qwen3_next": _RECURS,
-    },
-    "5.17": {
-        **{name: {"early_exit"} for name in ("qwen2", "qwen3", "gpt_neox", "gpt2", "smollm3")},
-        **{name: _SLIDES for name in ("gemma2", "gemma3", "gemma4", "gpt_oss", "exaone4")},
-        "qwen2_vl": {"early_exit", "guidance", "chunked_prefill", "prefill_by_token"},
-        "lfm2": _ROWS,
         "qwen3_next": _RECURS,
     },
 }
