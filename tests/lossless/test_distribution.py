@@ -1,10 +1,8 @@
 """Sampled tokens of lossless rounds have full attention's distribution."""
 
-from typing import Any
-
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import hf_kvret
 
@@ -30,13 +28,17 @@ def p_value(text: torch.Tensor, logits: torch.Tensor, temperature: float) -> flo
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(("method", "temperature"), [("paris", 0.8), ("lrqk", 1.5)])
-def test_draws_follow_full_attention(method: str, temperature: float) -> None:
+@pytest.mark.parametrize(
+    ("name", "method", "temperature"),
+    [("llama", "paris", 0.8), ("llama", "lrqk", 1.5), ("lfm2", "paris", 1.0)],
+)
+def test_draws_follow_full_attention(name: str, method: str, temperature: float) -> None:
     torch.manual_seed(0)
     size = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 48, "initializer_range": 0.25}
     heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    ends: dict[str, Any] = {"eos_token_id": None, "pad_token_id": 0}
-    model = LlamaForCausalLM(LlamaConfig(**size, **heads, **ends)).eval()
+    more = {"layer_types": ["conv", "full_attention"]} if name == "lfm2" else {}
+    config = AutoConfig.for_model(name, **size, **heads, **more, eos_token_id=None, pad_token_id=0)
+    model = AutoModelForCausalLM.from_config(config).eval()
     options = {"top_k": 16, "sink": 2, "recent": 8, "flush": 8, "dense_below": 0, "lossless": True}
     texts, logits, drafted, accepted = [], [], 0, 0
     for _ in range(TEXTS):
