@@ -167,9 +167,10 @@ inline DenseStream window_stream(const hfk_request &request, const hfk_window &w
 }
 
 template <class I> float sum_of_weights(const Workspace &space, int64_t g) {
-    float total = 0.0f;
-    for (int i = 0; i < I::lanes; ++i) total += space.weight_sums[g * kPad + i];
-    return total;
+    const typename I::V sums = I::load(space.weight_sums + g * kPad);
+    float total[4];
+    I::store_sums(total, sums, sums, sums, sums);
+    return total[0];
 }
 
 template <class I> float log_sum_of_weights(const Workspace &space, int64_t g) {

@@ -1,6 +1,6 @@
-// AVX-512 with BF16 and VBMI. bf16 keys are multiplied with bf16 queries as they are, two products
-// in each lane. Products are exact and sums are fp32; numbers below 2^-126 count as 0. Prompts round
-// softmax weights to bf16. Other types of rows go to the code for AVX-512. Bytes are looked up in tables that lie in registers.
+// AVX-512 with BF16 and VBMI. Pairs of bf16 are multiplied as they are, with exact products and fp32
+// sums; numbers below 2^-126 count as 0. Prompts and many heads round softmax weights to bf16. Other
+// types of rows go to the code for AVX-512. Bytes are looked up in tables that lie in registers.
 #include <type_traits>
 
 #include "avx512_rerank.h"
@@ -41,7 +41,7 @@ struct Avx512Bf16 : Avx512 {
         b = _mm512_castsi512_ps(_mm512_permutex2var_epi16(first, high, second));
     }
 
-    // Both in bf16, one after the other.
+    // Rounds both to bf16, and puts one after the other.
     static V rounded(V first, V second) {
         return reinterpret_cast<V>(_mm512_cvtne2ps_pbh(second, first));
     }

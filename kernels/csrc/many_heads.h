@@ -49,23 +49,22 @@ template <class I, class T> class ManyHeads {
         for (int64_t g = 0; g < space.heads; ++g) {
             P::put_row(query(g), request.key_dim, space.query + g * query_row_);
         }
-        // A tile of heads goes on behind the last one: its products are zeros.
+        // A tile of heads goes on behind the last one: nobody reads its products.
         const int64_t rows = rounded_up(space.heads, P::kFew);
         std::fill(space.query + space.heads * query_row_, space.query + rows * query_row_, 0.0f);
         std::fill(space.sums + space.heads * space.sum_stride,
                   space.sums + rows * space.sum_stride, 0.0f);
     }
 
-    // Products of all queries with the keys of a block.
+    // Multiplies all queries with the keys of a block.
     void score(const Block &block) {
         const int64_t panels = (block.count + kColumns - 1) / kColumns;
         RowLines lines(block.keys_ahead, block.count, kLine, request_.key_dim * sizeof(T),
-                       panels * P::turns(space_.heads, key_slots_));
+                       panels * P::calls(space_.heads, key_slots_));
         for (int r = 0; r < block.count; r += kColumns) {
             for (int i = 0; i < kColumns; i += I::lanes) put_keys(block, r + i, space_.panel + i);
-            P::template multiply<false>(space_.query, query_row_, space_.panel,
-                                              key_slots_, space_.scores + r, kBlock, space_.heads,
-                                              lines);
+            P::template multiply<false>(space_.query, query_row_, space_.panel, key_slots_,
+                                        space_.scores + r, kBlock, space_.heads, lines);
         }
     }
 
@@ -83,18 +82,17 @@ template <class I, class T> class ManyHeads {
         const int64_t slots = (block.count + kInSlot - 1) / kInSlot;
         const int64_t panels = (request_.value_dim + kColumns - 1) / kColumns;
         RowLines lines(block.values_ahead, block.count, 0, request_.value_dim * sizeof(T),
-                       panels * P::turns(space_.heads, slots));
+                       panels * P::calls(space_.heads, slots));
         for (int64_t d = 0; d < request_.value_dim; d += kColumns) {
             put_values(block, d);
             P::template multiply<true>(space_.scores, kBlock, space_.panel, slots,
-                                             space_.sums + d, space_.sum_stride, space_.heads,
-                                             lines);
+                                       space_.sums + d, space_.sum_stride, space_.heads, lines);
         }
     }
 
   private:
-    // Puts keys from `r` on, one for each lane, into columns [key_slots, kColumns]. Behind the last
-    // one it is taken again.
+    // Puts keys from `r` on, one for each lane, into columns [key_slots, kColumns]. Lanes behind the
+    // last key have that one, too.
     void put_keys(const Block &block, int r, float *columns) const {
         int row[I::lanes];
         for (int i = 0; i < I::lanes; ++i) row[i] = std::min(r + i, block.count - 1);

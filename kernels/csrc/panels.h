@@ -8,6 +8,7 @@
 #pragma once
 
 #include "tiles.h"
+#include "workspace.h"
 
 namespace {
 
@@ -15,13 +16,13 @@ namespace {
 // misses and stop the arithmetic.
 class RowLines {
   public:
-    // All but `first` bytes of `count` rows of `bytes`, in so many `turns`.
-    RowLines(const char *const *rows, int64_t count, int64_t first, int64_t bytes, int64_t turns)
+    // The lines of `count` rows, from byte `first` up to `bytes`, are shared by so many `calls`.
+    RowLines(const char *const *rows, int64_t count, int64_t first, int64_t bytes, int64_t calls)
         : row_(rows), end_(bytes > first ? rows + count : rows), first_(first), bytes_(bytes),
-          byte_(first), each_(((bytes + kLine - 1) / kLine * count + turns - 1) / turns) {}
+          byte_(first), at_once_(((bytes + kLine - 1) / kLine * count + calls - 1) / calls) {}
 
     void ask() {
-        for (int64_t i = 0; i < each_ && row_ != end_; ++i) {
+        for (int64_t i = 0; i < at_once_ && row_ != end_; ++i) {
             ask_for(*row_ + byte_);
             byte_ += kLine;
             if (byte_ >= bytes_) byte_ = first_, ++row_;
@@ -30,22 +31,23 @@ class RowLines {
 
   private:
     const char *const *row_, *const *end_;
-    int64_t first_, bytes_, byte_, each_;
+    int64_t first_, bytes_, byte_, at_once_;
 };
 
-// Panels of two vectors.
+// A panel has two vectors in each row. `M` is the type that is multiplied.
 template <class I, class M> struct Panel {
     typedef typename I::V V;
     static constexpr int64_t kInSlot = sizeof(float) / sizeof(M);
     static constexpr int64_t kColumns = 2 * I::lanes;
-    // Rows of products that are worked on at once: the sums of so many fill the registers.
-    static constexpr int kRows = I::few_registers ? 4 : 8, kFew = 4;
+    // Rows of products that are worked on at once: the sums of kRows fill the registers.
+    static constexpr int kRows = I::few_registers ? 4 : 8, kFew = kHeadTile;
+    static_assert(kRows <= 2 * kFew, "Rows behind the last one have room in a tile.");
     // Lines are asked for when so many products of each row and column were summed.
-    static constexpr int64_t kTurn = 8;
+    static constexpr int64_t kStretch = 8;
 
     // How often a product of so many rows asks for lines.
-    static int64_t turns(int64_t rows, int64_t depth) {
-        return (rows + kRows - 1) / kRows * ((depth + kTurn - 1) / kTurn);
+    static int64_t calls(int64_t rows, int64_t depth) {
+        return (rows + kRows - 1) / kRows * ((depth + kStretch - 1) / kStretch);
     }
 
     // A key or query as products read it, in whole slots: an odd number of halves has a 0 behind it.
@@ -60,7 +62,7 @@ template <class I, class M> struct Panel {
         }
     }
 
-    // A vector of slots: all of its numbers, or the first `count` and zeros.
+    // Loads a vector of slots: all of its numbers, or the first `count` and zeros.
     template <class T> static V load_slots(const T *from) {
         if constexpr (kInSlot == 1) return I::load(from);
         else return I::load_halves(from);
@@ -71,8 +73,8 @@ template <class I, class M> struct Panel {
         else return I::load_halves(from, count);
     }
 
-    // Numbers of two rows to slots, those of the first one to lower halves. A row that is null has
-    // zeros.
+    // Puts numbers of two rows into slots, those of the first one into lower halves. A row that is
+    // null has zeros.
     static void put_pairs(const M *first, const M *second, int64_t count, float *to) {
         constexpr int64_t kStep = kInSlot * I::lanes;
         const auto load = [](const M *row, int64_t i, int64_t left) {
@@ -128,7 +130,7 @@ template <class I, class M> struct Panel {
         }
         for (int64_t k = 0; k < depth;) {
             lines.ask();
-            const int64_t end = k + kTurn < depth ? k + kTurn : depth;
+            const int64_t end = k + kStretch < depth ? k + kStretch : depth;
             for (; k < end; ++k, b += kColumns) {
                 const V first = I::load(b), second = I::load(b + I::lanes);
                 HFK_UNROLL for (int r = 0; r < R; ++r) {

@@ -210,10 +210,10 @@ constexpr int64_t kCandidatesAhead = 24;
 inline void prefetch_codes(const ParisCodes &codes, int64_t id) {
     const int64_t bytes = codes.dim / 8;
     const char *magnitude = reinterpret_cast<const char *>(codes.magnitude) + id * codes.magnitude_row;
-    __builtin_prefetch(codes.sign + id * bytes);
-    __builtin_prefetch(magnitude);
-    __builtin_prefetch(magnitude + 3 * bytes - 1);
-    __builtin_prefetch(codes.weight + id * codes.weight_row);
+    ask_for(reinterpret_cast<const char *>(codes.sign) + id * bytes);
+    ask_for(magnitude);
+    ask_for(magnitude + 3 * bytes - 1);
+    ask_for(codes.weight + id * codes.weight_row);
 }
 
 // Estimates of `H` heads' inner products with `R` candidates, H * R at most 4.

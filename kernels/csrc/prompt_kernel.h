@@ -9,11 +9,8 @@ template <class I, class T> class PromptWork {
   public:
     static void run(const PromptTile &tile) {
         PromptWork work(tile);
-        if (tile.request->block_len == 0) {
-            work.attend();
-        } else {
-            work.sum_blocks();
-        }
+        if (tile.request->block_len == 0) return work.attend();
+        work.sum_blocks();
     }
 
   private:
@@ -52,6 +49,7 @@ template <class I, class T> class PromptWork {
             hide(block, row, scores);
             hide_holes(block, scores);
             float *largest = space_.largest + row, *sums = space_.weight_sums + row * kPad;
+            float *to = request_.block_lse + place_of(row) * blocks;
             for (int64_t r = 0; r < block.count; r += step) {
                 const int64_t token = block.places[r], last = std::min(r + step, int64_t{block.count});
                 if (token % length == 0) {
@@ -59,8 +57,8 @@ template <class I, class T> class PromptWork {
                     std::fill_n(sums, kPad, 0.0f);
                 }
                 weigh<I>(scores + r, static_cast<int>(last - r), largest, sums, space_.rescale + row);
-                request_.block_lse[place_of(row) * blocks + token / length] =
-                    log_sum_of_weights<I>(space_, row);
+                if ((token + step) % length != 0 && token + step < request_.tokens) continue;
+                to[token / length] = log_sum_of_weights<I>(space_, row);
             }
         };
         for_blocks<I>(shape_, space_, rows, products_, sum, [](const Block &) {});

@@ -7,19 +7,19 @@
 
 namespace {
 
-// Panels have at most so many columns.
-constexpr int64_t kWidestPanel = 32;
+// Panels have at most so many columns, and there is room for a multiple of so many heads.
+constexpr int64_t kWidestPanel = 32, kHeadTile = 4;
 
 inline int64_t rounded_up(int64_t number, int64_t multiple) {
     return (number + multiple - 1) / multiple * multiple;
 }
 
-// Scratch of one span, cut from one buffer. There are rows for whole tiles of heads.
+// Scratch of one span, cut from one buffer.
 struct Workspace {
     Workspace(const hfk_request &request, float *scratch)
         : heads(request.query_heads / request.id_heads), query_stride(padded(request.key_dim)),
           sum_stride(rounded_up(request.value_dim, kWidestPanel)) {
-        const int64_t rows = rounded_up(heads, 4);
+        const int64_t rows = rounded_up(heads, kHeadTile);
         query = scratch;
         sums = query + rows * query_stride;
         scores = sums + rows * sum_stride;
@@ -31,7 +31,7 @@ struct Workspace {
     }
 
     static int64_t floats(const hfk_request &request) {
-        const int64_t heads = rounded_up(request.query_heads / request.id_heads, 4);
+        const int64_t heads = rounded_up(request.query_heads / request.id_heads, kHeadTile);
         const int64_t key_dim = padded(request.key_dim);
         const int64_t value_dim = rounded_up(request.value_dim, kWidestPanel);
         const int64_t block = request.coding != nullptr
@@ -51,7 +51,7 @@ struct Workspace {
     int64_t given_stride = 0;
 };
 
-// No rows are in the sums.
+// Makes sums that hold no row.
 inline void clear(Workspace &space) {
     std::fill_n(space.sums, space.heads * space.sum_stride, 0.0f);
     std::fill_n(space.weight_sums, space.heads * kPad, 0.0f);
