@@ -39,7 +39,7 @@ class ColdSums(State):
     # [B, Hkv, 1, Dk + Dv], or Dk where values are numbers of the keys.
     _sums: torch.Tensor | None = tensor(shared=True, dims="B H 1 w", dtype=torch.float64)
     _counts: torch.Tensor | None = tensor(shared=True, dims="B 1", dtype=torch.int64)
-    # Of each number of a key with each of the row.
+    # These multiply each number of a key with each number of its row.
     _products: torch.Tensor | None = tensor(shared=True, dims="B H D w", dtype=torch.float64)
     end: int = number(0)
     # None: to be made of the sums.
@@ -76,7 +76,7 @@ class ColdSums(State):
             centered.masked_fill_(left_out, 0.0)
         products = (centered[..., self._key].mT @ centered).double()
         if self._sums is not None and self._counts is not None and self._products is not None:
-            # What the distance of both means adds.
+            # The means of both parts differ, which adds the product of the difference.
             total = counts + self._counts
             weight = (counts * self._counts / total.clamp(min=1))[:, None, :, None]
             shift = mean - _mean(self._sums, self._counts)

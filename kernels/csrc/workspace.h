@@ -1,4 +1,4 @@
-// What the kernels work in. See rows.h on linkage.
+// The kernels work in this memory. See rows.h on linkage.
 #pragma once
 
 #include <algorithm>

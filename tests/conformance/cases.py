@@ -5,7 +5,6 @@ from functools import partial
 from typing import Any
 
 import pytest
-import transformers
 
 from hf_kvret import AquaKVCache, RetrievalCache, registered_methods
 from hf_kvret.testing import COVERING_OPTIONS, Case, Result, run_case
@@ -13,7 +12,6 @@ from hf_kvret.testing import COVERING_OPTIONS, Case, Result, run_case
 ArtifactOptions = Callable[[str, str], dict[str, str]]
 
 STORES = ("device", "host", "resident", "cpu")
-RELEASE = ".".join(transformers.__version__.split(".")[:2])
 TELLING_MODES = (
     "greedy_ragged",
     "beams_ragged",

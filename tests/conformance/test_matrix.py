@@ -15,14 +15,12 @@ from hf_kvret import A2ATSCache, AquaKVCache, CTkvrCache, FlatKVCache, LRQKCache
 from hf_kvret.methods.a2ats import A2ATSConfig
 from hf_kvret.methods.ctkvr import CTkvrConfig
 from hf_kvret.methods.lrqk import LRQKConfig
-from hf_kvret.models import versions
 from hf_kvret.testing import COVERING_OPTIONS, MODELS, MODES
 from hf_kvret.testing.scenario import prompt
 from hf_kvret.testing.tape import taped
 
 from ..pairs import pairwise
 from .cases import (
-    RELEASE,
     RESTS,
     STORES,
     TELLING_MODES,
@@ -42,23 +40,19 @@ CACHES: dict[str, Callable[..., RetrievalCache]] = {
     "a2ats_paper": partial(A2ATSCache, options=A2ATSConfig.preset("paper")),
 }
 TELLING_MODELS = ("llama", "gemma2", "gpt_oss", "qwen3")
-# Modes that transformers' own cache lacks in the newest release that we support.
+# Modes that transformers' own cache lacks.
 _ROWS = {"reset_other_batch", "batch_repeat_interleave", "batch_select_indices"}
-_RECURS = {"assisted", "prompt_lookup", "early_exit", "crop_small", "crop_deep", *_ROWS}
-IMPOSSIBLE: dict[str, dict[str, set[str]]] = {
-    versions.TESTED["transformers"][1]: {
-        **{name: {"early_exit"} for name in ("gpt_oss", "gpt_neox", "gpt2", "exaone4")},
-        "qwen2_vl": {"early_exit", "guidance"},
-        "lfm2": {"early_exit", *_ROWS},
-        "qwen3_next": _RECURS,
-    },
+IMPOSSIBLE: dict[str, set[str]] = {
+    **{name: {"early_exit"} for name in ("gpt_oss", "gpt_neox", "gpt2", "exaone4")},
+    "qwen2_vl": {"early_exit", "guidance"},
+    "lfm2": {"early_exit", *_ROWS},
+    "qwen3_next": {"assisted", "prompt_lookup", "early_exit", "crop_small", "crop_deep", *_ROWS},
 }
 
 
 def _possible(case: dict[str, Any]) -> bool:
     """Whether a method keeps rows in such a store, and transformers' own cache has the mode."""
-    impossible = IMPOSSIBLE.get(RELEASE, {})
-    return is_served(case) and case.get("mode") not in impossible.get(case.get("model", ""), ())
+    return is_served(case) and case.get("mode") not in IMPOSSIBLE.get(case.get("model", ""), ())
 
 
 def default_cases() -> list[dict[str, Any]]:
@@ -95,9 +89,8 @@ def _check(case: dict[str, Any], artifact_options: Callable[..., dict[str, Any]]
     model, method = case["model"], case["method"]
     # The codec alone has no use for an artifact.
     learned = {} if method == "aqua_codec" else artifact_options(method.split("_")[0], model)
-    impossible = IMPOSSIBLE.get(RELEASE)
-    may_skip = None if impossible is None else impossible.get(model, ())
     options = {**learned, **RESTS[case.get("rest", "nothing")]}
+    may_skip = IMPOSSIBLE.get(model, ())
     check_case(CACHES[method], model, case["mode"], case["store"], options, may_skip)
 
 

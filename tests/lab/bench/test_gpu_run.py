@@ -74,7 +74,7 @@ def test_a_run_goes_on_behind_a_cell_that_fails_or_ends_the_process(
     del fake[0]
     assert run(tmp_path) == 1
     assert finished(tmp_path)[0] == {"seconds": 1.0}
-    # What an error leaves on the device is waited for with the watchdog on.
+    # The watchdog is on while we wait for the device behind an error.
     names = [call[0].split("_")[0] for call in watch.mock_calls]
     assert names[-4:] == ["dump", "fault", "cancel", "fault"]
     fake.clear()

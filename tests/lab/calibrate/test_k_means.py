@@ -64,7 +64,7 @@ def test_fewer_distinct_points_than_codewords_are_met_exactly() -> None:
     assert codebook.isfinite().all()
     assert (torch.cdist(distinct.double(), codebook.double()).amin(-1) <= 1e-5).all()
     assert (torch.cdist(codebook.double(), distinct.double()).amin(-1) <= 1e-5).all()
-    # Of as many points as codewords none is looked for: they keep their order.
+    # With as many points as codewords each point is one, in their order.
     torch.testing.assert_close(k_means(distinct, 7, seed=0), distinct)
 
 
