@@ -180,7 +180,7 @@ def _ctkvr(shape: StepShape) -> None:
     queries = torch.empty(*lead, 1, shape.group, shape.head_dim, dtype=_HALF, device=_META)
     centroids = queries.new_empty(*lead, CENTROIDS, shape.group, shape.head_dim)
     norms = torch.empty(*lead, CENTROIDS, shape.group, device=_META)
-    triton.similarity(queries, centroids, norms)
+    triton.similarity(queries, centroids, norms, largest=False)
     low = torch.empty(*lead, CENTROIDS, LIST_LEN, dtype=torch.int16, device=_META)
     nearest = torch.empty(*lead, 1, NPROBE, dtype=torch.int64, device=_META)
     triton.take_lists(low, low.to(torch.uint8), nearest)

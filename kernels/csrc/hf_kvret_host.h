@@ -314,13 +314,15 @@ struct hfk_generation {
     int64_t count;
 };
 
-// The lists of the `nprobe` centroids nearest to a query, by the largest cosine of the group's
-// heads, and the best of their tokens by exact scores; of equal ones the lowest.
+// The lists of the `nprobe` centroids nearest to a query, by the mean or the largest cosine of the
+// group's heads, and the best of their tokens by exact scores; of equal ones the lowest.
 struct hfk_lists {
     struct hfk_generation generations[2];
     int64_t width;
     int64_t nprobe;
     int64_t pending;        // newest tokens that are recalled with every list
+    int64_t following;      // tokens that are recalled behind each of a list's first so many
+    int64_t largest;        // not 0: the largest cosine
 };
 
 // Results of the stages of a search, for tests; each array may be null. G is 1 with `mean_query`,

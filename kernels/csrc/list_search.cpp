@@ -17,7 +17,8 @@ class ListSearch : public Search {
           heads_(request_.query_heads / request_.id_heads),
           centroids_(lists_.generations[0].count + lists_.generations[1].count),
           nprobe_(std::min(lists_.nprobe, centroids_)),
-          most_(std::min(step.tokens, nprobe_ * lists_.width + lists_.pending)),
+          most_(std::min(step.tokens, nprobe_ * (lists_.width + lists_.following * lists_.following) +
+                                          lists_.pending)),
           centroid_stride_(row_stride(centroids_)), stride_(row_stride(most_)) {
         Cutter cutter;
         queries_ = cutter.take<float>(heads_ * request_.key_dim);
@@ -137,12 +138,13 @@ class ListSearch : public Search {
             const float *inverse = part.inverse + selection.batch * part.inverse_batch +
                                    selection.head * part.inverse_head;
             for (int64_t c = 0; c < part.count; ++c) {
-                float most = kNever;
+                float all = alive[start + c] && !lists_.largest ? 0.0f : kNever;
                 for (int64_t g = 0; alive[start + c] && g < heads_; ++g) {
-                    const float cosine = cosines[g * centroid_stride_ + start + c];
-                    most = std::max(most, cosine * inverse[c * heads_ + g]);
+                    const float cosine = cosines[g * centroid_stride_ + start + c] *
+                                         inverse[c * heads_ + g];
+                    all = lists_.largest ? std::max(all, cosine) : all + cosine;
                 }
-                similarity[start + c] = most;
+                similarity[start + c] = all;
             }
             start += part.count;
         }
@@ -185,7 +187,11 @@ class ListSearch : public Search {
         }
         for (int64_t i = 0; i < lists_.width; ++i) {
             const int64_t token = (low[i] | (high == nullptr ? 0 : high[i] << 16)) - 1;
-            if (token >= 0 && token < step_.tokens) marks[token / 64] |= uint64_t{1} << token % 64;
+            if (token < 0) continue;
+            const int64_t run = i < lists_.following ? lists_.following : 0;
+            for (int64_t id = token; id <= token + run && id < step_.tokens; ++id) {
+                marks[id / 64] |= uint64_t{1} << id % 64;
+            }
         }
     }
 
@@ -204,7 +210,7 @@ bool is_good(const hfk_lists &lists, const hfk_step &step) {
     for (const hfk_generation &part : lists.generations) {
         if (part.count < 0) return false;
     }
-    return lists.width > 0 && lists.nprobe > 0 && lists.pending >= 0 &&
+    return lists.width > 0 && lists.nprobe > 0 && lists.following >= 0 && lists.pending >= 0 &&
            lists.pending <= step.tokens;
 }
 

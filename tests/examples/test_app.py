@@ -18,8 +18,10 @@ from app_parts.session import Choices, Desk, Session
 from app_parts.showing import answer_html, document_html, escaped, notice, numbers_html
 from app_parts.uploads import check_size, checked, text_of, visible
 
+from hf_kvret.contracts.index import ColdTokens
 from hf_kvret.lab.evaluate.bundled import load_bundled_model
 from hf_kvret.lab.evaluate.subject import Subject, load_subject
+from hf_kvret.methods.ctkvr import CTkvrIndex
 
 
 @pytest.fixture(scope="module")
@@ -203,7 +205,14 @@ def test_every_cache_that_is_offered_answers(subject: Subject, method: str) -> N
     assert answer.dense is None
 
 
-def test_full_attentions_answer_is_beside_one_that_retrieved_too_little(subject: Subject) -> None:
+def test_full_attentions_answer_is_beside_one_that_retrieved_too_little(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def first(index: CTkvrIndex, query: torch.Tensor, _: ColdTokens) -> torch.Tensor:
+        return query.new_zeros(1, index._heads, query.shape[2], 1).int()
+
+    monkeypatch.setattr(CTkvrIndex, "search", first)
+    monkeypatch.setattr(CTkvrIndex, "host_search", lambda *_: None)
     _, _, answer = answered(desk_of(subject), "ctkvr", "1")
     assert answer.exact is not None
     assert answer.exact.split() == VALUE.split()

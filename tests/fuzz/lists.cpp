@@ -14,6 +14,8 @@ class ListCase : public SearchCase {
         step.tokens = pick_tokens(random, kWork / (queries * r.key_dim));
         lists_.width = random.pick(1, 40);
         lists_.pending = random.one_in(2) ? 0 : random.pick(0, step.tokens);
+        lists_.following = random.one_in(2) ? 0 : random.pick(1, 5);
+        lists_.largest = random.one_in(2);
         int64_t count = 0;
         for (int g = 0; g < 2; ++g) {
             generations_.emplace_back(random, step, lists_.width, g == 1 && random.one_in(2));
@@ -91,7 +93,10 @@ class ListCase : public SearchCase {
                     if (of.high != nullptr) {
                         token += of.high[b * of.high_batch + h * of.high_head + place] << 16;
                     }
-                    if (token >= 1 && token <= step.tokens) listed[token - 1] = true;
+                    const int64_t run = i < lists_.following && token >= 1 ? lists_.following : 0;
+                    for (int64_t t = token; t <= token + run; ++t) {
+                        if (t >= 1 && t <= step.tokens) listed[t - 1] = true;
+                    }
                 }
             }
         }

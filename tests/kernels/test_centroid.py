@@ -12,18 +12,22 @@ from hf_kvret_kernels.centroid import naive
 from .draws import Place, draw, generator, moved_with_room, run_at
 
 
+@pytest.mark.factor("largest", [False, True])
 @pytest.mark.factor("dtype", [torch.float32, torch.bfloat16])
-def test_similarity_is_the_largest_cosine_of_the_group(place: Place, dtype: torch.dtype) -> None:
+def test_similarity_is_the_mean_or_the_largest_cosine_of_the_group(
+    place: Place, dtype: torch.dtype, largest: bool
+) -> None:
     """Nothing is rounded to the narrower dtype, and a query of zeros is near to none."""
     query, centroids = draw(2, 2, 3, 2, 20, seed=1), draw(2, 2, 5, 2, 20, seed=2).to(dtype)
     query[0, 0, 0] = 0
     inverse = 1 / centroids.float().norm(dim=-1)
-    result = run_at(place, centroid.similarity, query, centroids, inverse)
+    result = run_at(place, centroid.similarity, query, centroids, inverse, largest=largest)
     cosines = torch.nn.functional.cosine_similarity(
         query.unsqueeze(3).double(), centroids.unsqueeze(2).double(), dim=-1
     )
+    expected = cosines.amax(-1) if largest else cosines.mean(-1)
     # Some fp32 products of a sum that is 1 at most.
-    torch.testing.assert_close(result.double(), cosines.amax(-1), atol=1e-6, rtol=0)
+    torch.testing.assert_close(result.double(), expected, atol=1e-6, rtol=0)
 
 
 @pytest.mark.factor("with_high", [False, True])

@@ -122,7 +122,9 @@ def _expected_relevance(
     bundles = shape.query().unflatten(1, (heads, shape.group)).transpose(2, 3)
     scores, lists = [], []
     for part in search.generations:
-        similarity = centroid.similarity(bundles, part.queries, part.inverse, backend="naive")
+        similarity = centroid.similarity(
+            bundles, part.queries, part.inverse, largest=search.largest, backend="naive"
+        )
         scores.append(similarity.masked_fill((part.slots < 0)[:, None, None], -math.inf))
         every = torch.arange(part.low.shape[2]).expand(batch, heads, 1, -1).contiguous()
         lists.append(centroid.take_lists(part.low, part.high, every, backend="naive")[:, :, 0])
@@ -132,6 +134,9 @@ def _expected_relevance(
     for b, h, q in torch.cartesian_prod(*map(torch.arange, (batch, heads, queries))).tolist():
         near = best.indices[b, h, q][best.values[b, h, q] > -math.inf]
         recalled[b, h, q, ids[b, h, near].flatten().long()] = True
+        for first in ids[b, h, near, : search.following].flatten().tolist():
+            end = min(n, first + search.following + 1)
+            recalled[b, h, q, first:end] |= first >= 0
     recalled = recalled[..., :-1]
     recalled[..., n - search.pending :] = True
     recalled &= shape.mask()[:, None, None]
@@ -144,17 +149,18 @@ def _expected_relevance(
 
 
 @pytest.mark.factor("softcap", [None, 4.0])
+@pytest.mark.factor("following", [0, 3])
 @pytest.mark.factor("fresh", [0, 9])
 @pytest.mark.factor("wide", [False, True])
 @pytest.mark.factor("name", list(LIST_SHAPES))
 def test_the_best_of_the_nearest_lists_are_chosen(
-    name: str, wide: bool, fresh: int, softcap: float | None, path: str
+    name: str, wide: bool, fresh: int, following: int, softcap: float | None, path: str
 ) -> None:
     shape = LIST_SHAPES[name]
     generations = [_generation(shape, 40, 15, 21, wide)]
     if fresh:
         generations.append(_generation(shape, fresh, 15, 23, wide))
-    search = ListSearch(tuple(generations), nprobe=4, pending=min(6, shape.n))
+    search = ListSearch(tuple(generations), 4, min(6, shape.n), following, bool(following))
     check_best(_found(shape, search, softcap), _expected_relevance(shape, search, softcap))
 
 
@@ -174,7 +180,7 @@ def test_more_threads_than_heads_find_the_same(path: str) -> None:
 
 
 def test_a_token_may_have_a_number_of_more_than_16_bits(path: str) -> None:
-    shape = Shape(70_000, dim=8, heads=1, group=2)
+    shape = Shape(100_000, dim=8, heads=1, group=2)
     search = ListSearch((_generation(shape, 30, 60, 21, True),), nprobe=8, pending=0)
     ids = _found(shape, search)
     assert bool((ids > 1 << 16).any())

@@ -1,6 +1,7 @@
 """CTkvr: what the index selects, its options, its choice of queries, and its compact lists."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -27,8 +28,9 @@ def _options(**changes: Any) -> CTkvrConfig:
 
 def _lists(run: IndexRun, query: torch.Tensor, nprobe: int = 4) -> torch.Tensor:
     """``[B, H, Q, c, width]``: the lists of the centroids nearest to ``query``."""
-    grouped = query.unflatten(1, (HEADS, -1)).transpose(2, 3)
-    return run.index._file.queue.recall(grouped, nprobe)
+    grouped, queue = query.unflatten(1, (HEADS, -1)).transpose(2, 3), run.index._file.queue
+    options = replace(run.index.options, nprobe=nprobe, following=0)
+    return queue.recall(grouped, options).unflatten(3, (-1, queue.width))
 
 
 def _fill(
@@ -70,7 +72,7 @@ def test_a_query_that_is_a_centroid_recalls_the_exact_top_k(
     scores = exact_scores(query, run.store.gather(every_id)[0][:, :, 0], run.scale, softcap)
     scores = scores.masked_fill(~valid[:, None, None, :length], float("-inf"))
     best = group_relevance(scores, HEADS).topk(budget).indices
-    nearest = _lists(run, query, 1)[..., 0, :]
+    nearest = _lists(run, query, 1).flatten(3)
     for best_slots, slots in zip(slot_sets(best), slot_sets(nearest), strict=True):
         assert best_slots <= slots
     if group == 1:
@@ -78,13 +80,20 @@ def test_a_query_that_is_a_centroid_recalls_the_exact_top_k(
         assert slot_sets(ids) == slot_sets(best)
 
 
+@pytest.mark.parametrize("following", [0, 5])
 @pytest.mark.parametrize("softcap", [None, 3.0])
-def test_the_rerank_takes_the_best_of_what_was_recalled(softcap: float | None) -> None:
+def test_the_rerank_takes_the_best_of_what_was_recalled(
+    softcap: float | None, following: int
+) -> None:
+    """That is all of the lists, and so many tokens behind each of their first."""
     queries, keys = _prompt(300)
-    run = _fill(_options(update=0), queries, keys, budget=15, softcap=softcap)
+    options = _options(update=0, following=following)
+    run = _fill(options, queries, keys, budget=15, softcap=softcap)
     query = normal(8, 2, HEADS * GROUP, 1, DIM)
     ids = run.search(query)
-    recalled = _lists(run, query).flatten(2)
+    lists = _lists(run, query)
+    after = lists[..., :following, None] + torch.arange(1, following + 1)
+    recalled = torch.cat([lists.flatten(2), after.clamp(max=279).flatten(2)], dim=2)
     scores = exact_scores(query, keys[:, :, :280], run.scale, softcap)
     marked = torch.zeros(2, HEADS, 280, dtype=torch.bool).scatter_(2, recalled.long(), True)
     marked = marked.repeat_interleave(GROUP, dim=1).unsqueeze(2)
@@ -97,12 +106,13 @@ def test_the_numbers_of_the_paper() -> None:
     assert [paper.centroids_for(n) for n in (3, 800, 32_768, 131_072)] == [1, 50, 2048, 2048]
     assert [paper.list_len(131_072, b) for b in (512, 1024)] == [1280, 2560]
     assert (paper.nprobe, paper.update, paper.choice) == (4, 1, "last")
+    assert (paper.similarity, paper.following) == ("max", 0)
     assert (paper.pending, paper.questions, paper.update_lists) == (0, False, "recalled")
 
 
 def test_saved_caches_may_name_options_that_are_gone() -> None:
     gone = {"seed": 0, "causal": False, "coverage": 0.5, "rerank": "auto"}
-    assert CTkvrConfig.from_saved(**gone) == CTkvrConfig()
+    assert CTkvrConfig.from_saved(**gone) == CTkvrConfig(similarity="max", following=0)
     recalled = {"update_lists": "recalled", **gone}
     with pytest.raises(ValueError, match=r"coverage=0\.5: this version only does as coverage=0"):
         CTkvrConfig.from_saved(**recalled)

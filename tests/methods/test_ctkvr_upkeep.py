@@ -44,7 +44,7 @@ class Run(IndexRun):
 
 
 def _options(**changes: Any) -> CTkvrConfig:
-    return CTkvrConfig.from_options(**{"max_draft": 4, **changes})
+    return CTkvrConfig.from_options(**{"max_draft": 4, "following": 0, **changes})
 
 
 def _paper(**changes: Any) -> CTkvrConfig:

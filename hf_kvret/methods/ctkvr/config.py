@@ -22,6 +22,10 @@ class CTkvrConfig(RetrievalConfig):
             half spread over the others. ``"last"``: the last ones.
         list_ratio: length of a centroid's list, as a multiple of the budget.
         nprobe: centroids whose lists a query recalls, C'.
+        similarity: of a query and a centroid, the ``"mean"`` or the ``"max"`` of their heads'
+            cosines. The largest may be that of a head whose queries are all alike.
+        following: tokens recalled behind each of a list's best, and how many of these there are.
+            Past queries rarely asked for the later tokens of a text that an answer repeats.
         update: decoded tokens from one new centroid to the next; each drops the oldest. 0: never.
         update_lists: the keys of a new centroid's list: ``"all"`` keys, at the next flush, or the
             ``"recalled"`` keys, at once.
@@ -38,6 +42,8 @@ class CTkvrConfig(RetrievalConfig):
             "top_k": 1024,
             "dense_below": 0,
             "choice": "last",
+            "similarity": "max",
+            "following": 0,
             "update": 1,
             "update_lists": "recalled",
             "pending": 0,
@@ -57,6 +63,8 @@ class CTkvrConfig(RetrievalConfig):
     choice: str = option("mixed", OneOf("mixed", "last"))
     list_ratio: float = option(2.5, real(note="one list fills a budget", least=1, below=math.inf))
     nprobe: int = option(4, integer(1))
+    similarity: str = option("mean", OneOf("mean", "max"))
+    following: int = option(16, integer(0, most=256))
     update: int = option(8, integer(0))
     update_lists: str = option("all", OneOf("all", "recalled"))
     pending: int = option(2048, integer(0))
@@ -64,10 +72,13 @@ class CTkvrConfig(RetrievalConfig):
 
     @classmethod
     def from_saved(cls, **options: Any) -> Self:
-        """As for every method; ``coverage`` was for recalled lists alone."""
+        """As for every method; ``coverage`` was for recalled lists alone.
+
+        Caches of before recalled as published.
+        """
         if options.get("update_lists") != "recalled":
             options.pop("coverage", None)
-        return super().from_saved(**options)
+        return super().from_saved(**{"similarity": "max", "following": 0, **options})
 
     @property
     def even_len(self) -> int:

@@ -136,14 +136,14 @@ class CTkvrIndex(Index):
     ) -> torch.Tensor:
         """Ids ``[B, H, Q, M]`` int32, each valid one at its first occurrence; else -1.
 
-        For ``query [B, Hq, Q, D]``: list after list, the nearest centroid's first, and then the
-        tokens that are in no list yet.
+        For ``query [B, Hq, Q, D]``: see ``CentroidQueue.recall``, and then the tokens that are in
+        no list yet.
         """
-        lists = queue.recall(self._grouped(query), self.options.nprobe)
+        ids = queue.recall(self._grouped(query), self.options)
         end = len(cold)
         start = end - self._file.pending(end)
         newest = torch.arange(end - 1, start - 1, -1, dtype=torch.int32, device=query.device)
-        ids = torch.cat([lists.flatten(3), newest.expand(*lists.shape[:3], -1)], dim=3)
+        ids = torch.cat([ids, newest.expand(*ids.shape[:3], -1)], dim=3)
         return centroid.unite(ids, cold.valid)
 
     def host_search(self, query: torch.Tensor, cold: ColdTokens) -> HostSearch | None:
@@ -154,7 +154,7 @@ class CTkvrIndex(Index):
         queue = self._file.queue
         if cold.budget >= len(cold) or self._columns or queue is None:
             return None
-        return queue.host_search(query, self.options.nprobe, self._file.pending(len(cold)))
+        return queue.host_search(query, self.options, self._file.pending(len(cold)))
 
     # Tensors kept here must be writable outside inference mode: see LayerKV.
     @torch.inference_mode(False)
@@ -175,7 +175,8 @@ class CTkvrIndex(Index):
         nbytes = 0 if queue is None else queue.recall_nbytes(nprobe)
         if budget >= n or queue is None:
             return SearchCost(n, nbytes)
-        candidates = min(n, nprobe * queue.width + self._file.pending(n))
+        listed = nprobe * (queue.width + self.options.following**2)
+        candidates = min(n, listed + self._file.pending(n))
         return SearchCost(candidates, nbytes, keys_read=candidates)
 
     def crop(self, length: int) -> None:

@@ -20,7 +20,7 @@ from hf_kvret_kernels.host_step import Generation, ListSearch
 _NARROW = (1 << 16) - 1
 MOST_TOKENS = (1 << 24) - 1
 """Most tokens whose slots fit into three bytes."""
-# Ids unpacked, or elements of queries converted to fp32, at once.
+# Ids unpacked at once.
 _ELEMENTS = 1 << 18
 # Keys scored against centroids at once: each chunk is sorted together with the lists. On a CPU
 # chunks are smaller, to fit into its cache.
@@ -96,11 +96,6 @@ class InvertedLists(State):
             ids |= self._high.rows[:, :, span].int().bitwise_left_shift_(16)
         return ids.sub_(1)
 
-    def chunk_len(self, elements: int) -> int:
-        """Centroids to process at once, at least 1, if each has so many ``elements`` per head."""
-        batch, heads = self.queries.shape[:2]
-        return max(1, _ELEMENTS // max(1, batch * heads * elements))
-
     def append(self, new: Centroids, chunks: Iterable[torch.Tensor], tokens: int) -> None:
         """Add ``new`` centroids with lists.
 
@@ -112,14 +107,8 @@ class InvertedLists(State):
         self._pack(chunks, queries, len(self._high) > 0 or tokens > _NARROW)
         self._queries.append(queries)
         self._slots.append(new.slots[:, None])
-        like = queries.new_empty(*queries.shape[:2], 0, queries.shape[3], dtype=torch.float32)
-        inverse = self._inverse.reserve(queries.shape[2], like)
-        chunk_len = self.chunk_len(queries.shape[3] * queries.shape[4])
-        for source, target in zip(
-            *(x.split(chunk_len, 2) for x in (queries, inverse)), strict=True
-        ):
-            norms = torch.linalg.vector_norm(source.float(), dim=-1).clamp_(min=1e-30)
-            target.copy_(norms.reciprocal_())
+        norms = torch.linalg.vector_norm(queries, dim=-1, dtype=torch.float32)
+        self._inverse.append(norms.clamp_(min=1e-30).reciprocal_())
 
     def widen(self, tokens: int) -> None:
         """Make room for slots below ``tokens``."""
@@ -128,12 +117,12 @@ class InvertedLists(State):
             zeros = torch.zeros_like(self._low.rows, dtype=torch.uint8)
             self._high.append(zeros)
 
-    def similarity(self, query: torch.Tensor, drop_count: int = 0) -> torch.Tensor:
+    def similarity(self, query: torch.Tensor, largest: bool, drop_count: int = 0) -> torch.Tensor:
         """``[B, H, Q, m]`` fp32 of ``query [B, H, Q, G, D]``.
 
         -inf for the oldest ``drop_count``.
         """
-        result = centroid.similarity(query, self.queries, self._inverse.rows)
+        result = centroid.similarity(query, self.queries, self._inverse.rows, largest=largest)
         mask = (self.slots < 0)[:, None, None]
         if drop_count:
             mask = mask | (torch.arange(len(self), device=query.device) < drop_count)
@@ -155,7 +144,8 @@ class InvertedLists(State):
         """Remove all slots from ``length`` on from the lists; centroids stay."""
         if not len(self):
             return
-        old, step = self.fork(), self.chunk_len(self.width)
+        old, (batch, heads) = self.fork(), self.queries.shape[:2]
+        step = max(1, _ELEMENTS // max(1, batch * heads * self.width))
         self._low, self._high = _small(), _small()
         lists = (old.ids_of(slice(start, start + step)) for start in range(0, len(old), step))
         kept = (ids.masked_fill_(ids >= length, -1) for ids in lists)
@@ -240,19 +230,27 @@ class CentroidQueue(State):
             result.append(Centroids(self._fresh.queries, self._fresh.slots))
         return result
 
-    def recall(self, query: torch.Tensor, nprobe: int) -> torch.Tensor:
-        """``[B, H, Q, c, width]`` int32: lists of the ``nprobe`` centroids nearest to a query.
+    def recall(self, query: torch.Tensor, options: CTkvrConfig) -> torch.Tensor:
+        """``[B, H, Q, *]`` int32: lists of the ``nprobe`` centroids nearest to a query.
 
-        The nearest first; -1 for lists that there are not. ``query [B, H, Q, G, D]``.
+        The nearest first, then what follows their best tokens, which may be behind the last one.
+        -1 for lists that there are not. ``query [B, H, Q, G, D]``.
         """
-        scores = self._base.similarity(query, self.drop_count)
+        largest, following = options.similarity == "max", options.following
+        scores = self._base.similarity(query, largest, self.drop_count)
         if len(self._fresh):
-            scores = torch.cat([scores, self._fresh.similarity(query)], dim=-1)
-        best = scores.topk(min(nprobe, scores.shape[-1]), dim=-1)
-        lists = self._take(best.indices)
-        return lists.masked_fill((best.values == float("-inf")).unsqueeze(-1), -1)
+            scores = torch.cat([scores, self._fresh.similarity(query, largest)], dim=-1)
+        nearest = scores.topk(min(options.nprobe, scores.shape[-1]), dim=-1)
+        lists = self._take(nearest.indices)
+        lists = lists.masked_fill((nearest.values == float("-inf")).unsqueeze(-1), -1)
+        best = lists[..., :following, None]
+        steps = torch.arange(1, following + 1, dtype=torch.int32, device=query.device)
+        after = torch.where(best < 0, best, best + steps)
+        return torch.cat([lists.flatten(3), after.flatten(3)], dim=3)
 
-    def host_search(self, query: torch.Tensor, nprobe: int, pending: int) -> ListSearch | None:
+    def host_search(
+        self, query: torch.Tensor, options: CTkvrConfig, pending: int
+    ) -> ListSearch | None:
         """``recall`` and what follows it, for the CPU library; None for ``query`` of another dtype.
 
         ``pending``: newest tokens to be recalled with the lists.
@@ -262,7 +260,8 @@ class CentroidQueue(State):
         generations = [self._base.generation(self.drop_count)]
         if len(self._fresh):
             generations.append(self._fresh.generation())
-        return ListSearch(tuple(generations), nprobe, pending)
+        largest = options.similarity == "max"
+        return ListSearch(tuple(generations), options.nprobe, pending, options.following, largest)
 
     def recall_nbytes(self, nprobe: int) -> int:
         """Bytes that one recall of one query reads: all centroids, and the lists of some."""

@@ -104,9 +104,10 @@ def similarity(
     centroids: torch.Tensor,
     inverse_norms: torch.Tensor,
     *,
+    largest: bool = False,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """``[B, H, Q, C]`` fp32 cosines, the largest of the group's (algorithm 2, lines 1 and 2).
+    """``[B, H, Q, C]`` fp32: the mean of the group's cosines.
 
     Each query head is compared with the same head of the bundle.
 
@@ -114,6 +115,7 @@ def similarity(
         query: ``[B, H, Q, G, D]`` fp32, bf16 or fp16.
         centroids: ``[B, H, C, G, D]`` of any of these dtypes.
         inverse_norms: ``[B, H, C, G]`` fp32, 1 over the length of each of their vectors.
+        largest: the largest in place of the mean (algorithm 2, line 2).
         backend: ``"auto"``, ``"naive"`` or ``"triton"``.
 
     Raises:
@@ -124,7 +126,7 @@ def similarity(
     bundles, device = (*query.shape[:2], None, *query.shape[3:]), query.device
     check_tensor("centroids", centroids, bundles, FLOATS, device)
     check_tensor("inverse_norms", inverse_norms, centroids.shape[:4], (torch.float32,), device)
-    return run(__name__, "similarity", backend, query, centroids, inverse_norms)
+    return run(__name__, "similarity", backend, query, centroids, inverse_norms, largest)
 
 
 def take_lists(

@@ -260,7 +260,7 @@ _IDS = 1024
 
 
 def similarity(
-    query: torch.Tensor, centroids: torch.Tensor, inverse_norms: torch.Tensor
+    query: torch.Tensor, centroids: torch.Tensor, inverse_norms: torch.Tensor, largest: bool
 ) -> torch.Tensor:
     """See ``hf_kvret_kernels.centroid.similarity``."""
     B, H, Q, G, _ = query.shape
@@ -285,6 +285,7 @@ def similarity(
         Q,
         C,
         blocks,
+        LARGEST=largest,
         G=G,
         BLOCK_Q=max(16, min(_MOST_QUERIES, triton.next_power_of_2(Q))),
         BLOCK_C=_CENTROIDS,
@@ -351,10 +352,10 @@ def _similarity_kernel(
     stride_b, stride_h, stride_c, stride_g, inverse_stride_b, inverse_stride_h, inverse_stride_c,
     inverse_stride_g,
     heads, queries, length, blocks,
-    G: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_C: tl.constexpr, D: tl.constexpr,
-    BLOCK_D: tl.constexpr, DOT_DTYPE: tl.constexpr,
+    LARGEST: tl.constexpr, G: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_C: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, DOT_DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """The largest cosine of the group, for a block of centroids of one head and all queries."""
+    """Mean or largest cosine of the group: a block of centroids of one head, and all queries."""
     index = (tl.program_id(0) // blocks).to(tl.int64)
     b, h = index // heads, index % heads
     indices = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -364,7 +365,7 @@ def _similarity_kernel(
     for start in range(0, queries, BLOCK_Q):
         query_index = start + tl.arange(0, BLOCK_Q)
         query_mask = query_index < queries
-        best = tl.full((BLOCK_Q, BLOCK_C), float("-inf"), tl.float32)
+        result = tl.full((BLOCK_Q, BLOCK_C), float("-inf") if LARGEST else 0.0, tl.float32)
         for g in range(G):
             row = (index * queries + query_index) * G + g
             dots = products(
@@ -384,9 +385,10 @@ def _similarity_kernel(
                 mask=inside,
                 other=0.0,
             )
-            best = tl.maximum(best, dots / norms[:, None] * inverse[None, :])
+            cosines = dots / norms[:, None] * inverse[None, :]
+            result = tl.maximum(result, cosines) if LARGEST else result + cosines / G
         target = (index * queries + query_index)[:, None] * length + indices[None, :]
-        tl.store(cosines_ptr + target, best, mask=query_mask[:, None] & inside[None, :])
+        tl.store(cosines_ptr + target, result, mask=query_mask[:, None] & inside[None, :])
 
 
 @triton.jit(do_not_specialize=["list_count", "lists", "blocks"])

@@ -257,17 +257,21 @@ class ListSearch:
         generations: one or two, with lists of one width.
         nprobe: how many lists a query recalls.
         pending: newest tokens that are recalled with them, at most as many as there are.
+        following: tokens recalled behind each of a list's first so many.
+        largest: as of ``centroid.similarity``.
     """
 
     kind: ClassVar[int] = 5
     token_count: ClassVar[None] = None
     heads: ClassVar[None] = None
     _GENERATION: ClassVar[struct.Struct] = struct.Struct("@5P10q")
-    _STRUCT: ClassVar[struct.Struct] = struct.Struct("@3q")
+    _STRUCT: ClassVar[struct.Struct] = struct.Struct("@5q")
 
     generations: tuple[Generation, ...]
     nprobe: int
     pending: int
+    following: int = 0
+    largest: bool = False
 
     @property
     def packed(self) -> bytes:
@@ -276,7 +280,7 @@ class ListSearch:
         none = bytes(self._GENERATION.size)
         width = self.generations[0].low.shape[3]
         return b"".join([*parts, *[none] * (2 - len(parts))]) + self._STRUCT.pack(
-            width, self.nprobe, self.pending
+            width, self.nprobe, self.pending, self.following, self.largest
         )
 
     def _pack_generation(self, part: Generation) -> bytes:
