@@ -51,6 +51,7 @@ class CacheChoice:
         options: of a retrieval cache.
         is_exact: logits are those of full attention, for ours with a budget for everything.
         needs_prompt: it acts on the prompt, so that random rows can't stand for one.
+        factory: of a cache that is not exact and not ours, where its code is.
     """
 
     name: str
@@ -59,6 +60,7 @@ class CacheChoice:
     options: RetrievalConfig | None = None
     is_exact: bool = True
     needs_prompt: bool = False
+    factory: str = ""
 
     @property
     def method(self) -> str:
@@ -81,9 +83,21 @@ class CacheChoice:
         if isinstance(cache, RetrievalCache):
             cache.check_model(model)
 
-    def guard(self) -> AbstractContextManager[None]:
-        """A context for all that is done with the cache."""
-        return nullcontext()
+    @contextmanager
+    def guard(self) -> Iterator[None]:
+        """For all that is done with the cache.
+
+        Whatever the code of others raises is a CheckFailed: it ends a cell, and the others go on.
+        """
+        try:
+            yield
+        except CheckFailed:
+            raise
+        except Exception as error:
+            if self.is_exact or out_of_memory(error):
+                raise
+            why = " ".join(f"{type(error).__name__}: {error}".split())
+            raise CheckFailed(f"{self.name} ({self.factory}) fails: {why}") from error
 
 
 def _needs_model(config: PreTrainedConfig, capacity: int) -> Cache:
@@ -108,7 +122,6 @@ class Stranger(CacheChoice):
     make: Callable[[PreTrainedConfig, int], Cache] = _needs_model
     is_exact: bool = False
     needs_prompt: bool = True
-    factory: str = ""
     given: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -138,19 +151,6 @@ class Stranger(CacheChoice):
 
     def check(self, model: PreTrainedModel) -> None:
         """Nothing: it is tried in its cells."""
-
-    @contextmanager
-    def guard(self) -> Iterator[None]:
-        """Whatever its code raises is a CheckFailed: it ends a cell, and the others go on."""
-        try:
-            yield
-        except CheckFailed:
-            raise
-        except Exception as error:
-            if out_of_memory(error):
-                raise
-            why = " ".join(f"{type(error).__name__}: {error}".split())
-            raise CheckFailed(f"{self.name} ({self.factory}) fails: {why}") from error
 
 
 def is_stranger(text: str) -> bool:
@@ -317,7 +317,10 @@ def _quantized(text: str, options: dict[str, Any]) -> CacheChoice:
         # Its own default, axis 0, rounds old rows again whenever new ones join them.
         options = {"axis_key": 1, "axis_value": 1, **options}
     return CacheChoice(
-        text, lambda config, capacity: QuantizedCache(config=config, **options), is_exact=False
+        text,
+        lambda config, capacity: QuantizedCache(config=config, **options),
+        is_exact=False,
+        factory="transformers:QuantizedCache",
     )
 
 

@@ -20,6 +20,9 @@ def _load(package: str, module: str) -> Any:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
+        # A package that is there may lack one of its own.
+        if error.name not in (module, module.partition(".")[0]):
+            raise
         raise ModuleNotFoundError(
             f"{error}: pip install --no-deps --target peers {package}, with PYTHONPATH=peers"
         ) from error

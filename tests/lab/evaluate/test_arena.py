@@ -163,3 +163,12 @@ def test_a_package_that_is_missing_is_named_with_its_line(
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ModuleNotFoundError, match=rf"pip install .* peers {package}=="):
         getattr(opponents, name)(subject.model)
+
+
+def test_what_a_package_lacks_is_named_as_it_is(
+    subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tiny_turboquant.py").write_text("import nothing_of_this_name")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match=r"^No module named 'nothing_of_this_name'$"):
+        opponents.tiny_turboquant(subject.model)

@@ -8,6 +8,7 @@ import torch
 from transformers import DynamicCache, LlamaConfig, StaticCache
 
 from hf_kvret.lab.evaluate.caches import choose_cache, choose_caches, known_caches
+from hf_kvret.lab.evaluate.failures import CheckFailed
 from hf_kvret.lab.evaluate.reader import Reader
 from hf_kvret.lab.evaluate.subject import Subject
 from hf_kvret.methods.a2ats import A2ATSConfig
@@ -57,6 +58,12 @@ def test_lists_of_caches() -> None:
 def test_options_of_a_quantized_cache_reach_transformers() -> None:
     with pytest.raises(TypeError, match="bits"):
         choose_cache("quantized:bits=2").make(CONFIG, 100)
+
+
+def test_what_a_quantized_cache_raises_ends_its_cell_alone() -> None:
+    for name, kind in (("quantized", CheckFailed), ("full", TypeError)):
+        with pytest.raises(kind, match="no sliding layers"), choose_cache(name).guard():
+            raise TypeError("no sliding layers")
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
