@@ -255,7 +255,9 @@ def test_a_saved_index_and_a_fork_remember_that_a_look_is_due() -> None:
 
 
 def test_the_rank_follows_the_head_dim_unless_it_is_given() -> None:
-    assert [LRQKConfig().rank_of(dim) for dim in (16, 32, 128)] == [16, 32, 32]
+    auto = LRQKConfig()
+    assert [auto.rank_of(dim) for dim in (16, 32, 128, 256, 1280)] == [16, 32, 32, 64, 256]
+    assert [LRQKConfig(rank=None).rank_of(dim) for dim in (16, 256)] == [16, 32]
     assert LRQKConfig(rank=40).rank_of(64) == 40
 
 
@@ -270,7 +272,7 @@ def test_the_papers_options_are_those_of_its_section_5() -> None:
 
 
 def test_a_rank_above_the_head_dim_or_that_of_kernels_is_refused(llama: PreTrainedModel) -> None:
-    with pytest.raises(ValueError, match=r"rank=17 is above the head dim 16.*or None"):
+    with pytest.raises(ValueError, match=r"rank=17 is above the head dim 16.*or auto"):
         LRQKCache(llama.config, rank=17)
     config = copy.deepcopy(llama.config)
     config.head_dim = 512

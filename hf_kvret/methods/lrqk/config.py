@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from hf_kvret.options.config import RetrievalConfig
 from hf_kvret.options.declare import OneOf, integer, option, real
@@ -19,7 +19,8 @@ class LRQKConfig(RetrievalConfig):
     """LRQK's options beside those of every retrieval cache.
 
     Attributes:
-        rank: numbers of a proxy, r, at most the head dim and 256. ``None``: 32, or the head dim if
+        rank: numbers of a proxy, r, at most the head dim and 256. ``"auto"``: a quarter of the head
+            dim, as the paper's 32 of 128, and at least 32. ``None``: 32. Both: or the head dim if
             it is less.
         factors: ``"closed"``: the best factors there are, from Gram matrices. ``"als"``: the
             paper's algorithms 1 and 2, alternating least squares with an update at every step.
@@ -37,10 +38,11 @@ class LRQKConfig(RetrievalConfig):
     """
 
     learns_from_queries: ClassVar[bool] = True
-    # Section 5.1, appendix D: r = 32, which is rank's own default; beside the selected tokens the
-    # device has 64 "lite" ones, the newest, and nothing else.
+    # Section 5.1, appendix D: beside the selected tokens the device has 64 "lite" ones, the newest,
+    # and nothing else.
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "paper": {
+            "rank": None,
             "factors": "als",
             "top_k": 2048,
             "sink": 0,
@@ -58,7 +60,7 @@ class LRQKConfig(RetrievalConfig):
     }
 
     top_k: int | float | None = None
-    rank: int | None = option(None, integer(1), OneOf(None))
+    rank: int | Literal["auto"] | None = option("auto", integer(1), OneOf("auto", None))
     factors: str = option("closed", OneOf("closed", "als"))
     proxy_dtype: str = option("bfloat16", OneOf("bfloat16", "int8"))
     recency: float = option(0.5, real(note="a weight", least=0, below=1))
@@ -71,13 +73,15 @@ class LRQKConfig(RetrievalConfig):
 
     def rank_of(self, dim: int) -> int:
         """The rank for heads of ``dim``; ValueError where there is no such rank."""
-        if self.rank is None:
-            return min(_RANK, dim)
         most = min(dim, proxy.MOST_RANK)
+        if self.rank is None:
+            return min(most, _RANK)
+        if self.rank == "auto":
+            return min(most, max(_RANK, dim // 4))
         if self.rank > most:
             raise ValueError(
                 f"rank={self.rank} is above the head dim {dim}, or above {proxy.MOST_RANK}: a "
-                f"proxy has at most as many numbers as a key; choose 1 to {most}, or None"
+                f"proxy has at most as many numbers as a key; choose 1 to {most}, or auto"
             )
         return self.rank
 
