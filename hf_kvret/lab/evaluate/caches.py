@@ -93,11 +93,12 @@ class CacheChoice:
             yield
         except CheckFailed:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             if self.is_exact or out_of_memory(error):
                 raise
             why = " ".join(f"{type(error).__name__}: {error}".split())
-            raise CheckFailed(f"{self.name} ({self.factory}) fails: {why}") from error
+            # With a StopIteration as its cause, contexts would raise that one.
+            raise CheckFailed(f"{self.name} ({self.factory}) fails: {why}") from None
 
 
 def _needs_model(config: PreTrainedConfig, capacity: int) -> Cache:
@@ -139,6 +140,9 @@ class Stranger(CacheChoice):
             arguments = inspect.signature(make).parameters
             taken = {name: x for name, x in offered.items() if name in arguments}
             made = make(model, **{**taken, **self.given})
+        kinds = (callable(made), hasattr(made, "update"), isinstance(made, AbstractContextManager))
+        if isinstance(made, type) or not any(kinds):
+            raise TypeError(f"{made!r} is no cache, no context manager and no function")
         is_context = isinstance(made, AbstractContextManager) and not hasattr(made, "update")
         with made if is_context else nullcontext(made) as opened:
             yield DynamicCache(config=model.config) if opened is None else _tolerant(opened)
@@ -207,10 +211,11 @@ def _tolerant(cache: Any) -> Any:
     Its layers change, too: a package may not know all that a version of transformers hands on.
     """
     for one in (cache, *(getattr(cache, "layers", None) or ())):
-        if hasattr(one, "update"):
+        if hasattr(type(one), "update"):
             one.__class__ = _tolerant_class(type(one))
-    if getattr(cache, "layer_class_to_replicate", None) is not None:
-        cache.layer_class_to_replicate = _tolerant_class(cache.layer_class_to_replicate)
+    make = getattr(cache, "layer_class_to_replicate", None)
+    if make is not None:
+        cache.layer_class_to_replicate = lambda *args: _tolerant(make(*args))
     return cache
 
 
@@ -222,7 +227,8 @@ def _tolerant_class(cls: Any) -> Any:
     def update(self: Any, *args: Any, **kwargs: Any) -> Any:
         return cls.update(self, *args, **{name: kwargs[name] for name in kwargs if name in known})
 
-    return type(cls.__name__, (cls,), {"update": update})
+    # An object with slots takes no class that adds some.
+    return type(cls.__name__, (cls,), {"update": update, "__slots__": ()})
 
 
 def known_caches() -> list[str]:

@@ -45,7 +45,7 @@ def first_line(error: Exception) -> str:
     return next(iter(str(error).strip().splitlines()), repr(error))
 
 
-def out_of_memory(error: Exception) -> bool:
+def out_of_memory(error: BaseException) -> bool:
     """Whether an error says that memory ran out."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True

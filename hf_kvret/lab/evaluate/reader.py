@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from hf_kvret.cache import RetrievalCache
 from hf_kvret.generate.chunks import fit_chunk, recurs
 from hf_kvret.lab.evaluate.caches import CacheChoice, Stranger
 from hf_kvret.lab.evaluate.failures import CheckFailed
-from hf_kvret.lab.evaluate.usage import Usage, usage_of
+from hf_kvret.lab.evaluate.usage import Usage, held_blocks, usage_of
 from hf_kvret.lossless.steps import LosslessSteps
 from hf_kvret.models.exact_chunks import Span, why_whole
 from hf_kvret.models.versions import as_argument
@@ -206,16 +206,21 @@ class Reader:
         """``twin`` with a deep copy; where there can be none, a reader that reads all again."""
         if self.answers_alone:
             return twin
-        try:
+        # Classes of others raise what they like.
+        with suppress(Exception):
             # The model may be in it, and stays one.
             twin.cache = copy.deepcopy(self.cache, {id(self.model): self.model})
-        except (TypeError, RuntimeError, NotImplementedError):
-            twin = Reader(self.model, self.choice, self.capacity)
-            first, *others = self._fed
-            twin.prefill(first)
-            for tokens in others:
-                twin.feed(tokens)
-            twin.seconds = 0.0
+            own, copied = (held_blocks(one.cache, self.model) for one in (self, twin))
+            shared = sum(own[address].nbytes for address in own.keys() & copied.keys())
+            # What functions and modules hold is not copied, be it rows or small tables.
+            if 16 * shared < sum(block.nbytes for block in own.values()):
+                return twin
+        twin = Reader(self.model, self.choice, self.capacity)
+        first, *others = self._fed
+        twin.prefill(first)
+        for tokens in others:
+            twin.feed(tokens)
+        twin.seconds = 0.0
         return twin
 
     def branch(self) -> Reader:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,8 +32,8 @@ from hf_kvret.models.compatibility import layer_shapes
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 # Nothing that belongs to one cache lies behind these.
 _SHARED = (type, ModuleType, str, int, float, torch.device, torch.dtype)
-# Classes of these packages keep no rows themselves.
-_PLAIN = ("builtins", "collections", "torch", "transformers")
+# Classes and functions of these packages keep no rows themselves.
+_PLAIN = ("builtins", "collections", "hf_kvret", "torch", "transformers")
 _MAPS = Path("/proc/self/maps")
 # Mappings with these paths are memory.
 _MEMORY = ("/dev/", "/memfd:")
@@ -249,12 +249,22 @@ def _parts(one: Any) -> Iterable[Any]:
     if isinstance(one, torch.Tensor):
         wrapper: Any = one
         return [getattr(one, name) for name in wrapper.__tensor_flatten__()[0]]
-    if isinstance(one, FunctionType):
-        # Its globals are those of a module.
-        return [*(one.__closure__ or ()), *(one.__defaults__ or ())]
-    classes = (cls for cls in type(one).__mro__ if cls.__module__.partition(".")[0] not in _PLAIN)
-    own = [value for cls in classes for value in vars(cls).values()]
-    return [*gc.get_referents(one), *(value for value in own if not callable(value))]
+    is_function = isinstance(one, FunctionType)
+    parts = [one.__closure__, one.__defaults__] if is_function else gc.get_referents(one)
+    owners: Iterable[Any] = [one] if is_function else type(one).__mro__
+    own = (x for x in owners if (x.__module__ or "").partition(".")[0] not in _PLAIN)
+    named = (value for x in own for value in (_globals_of(x) if is_function else vars(x).values()))
+    # Tables of functions that remember are those of the whole process.
+    return [*parts, *(x for x in named if isinstance(x, FunctionType) or not callable(x))]
+
+
+def _globals_of(function: FunctionType) -> list[Any]:
+    """What the code of a function names of its module."""
+    codes = [function.__code__]
+    for code in codes:
+        codes += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
+    names = {name for code in codes for name in code.co_names}
+    return [value for name, value in function.__globals__.items() if name in names]
 
 
 def _mapped_ranges() -> list[tuple[int, int]]:

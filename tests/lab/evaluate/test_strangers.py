@@ -22,9 +22,10 @@ from .runs import greedy
 
 STRANGERS = '''
 from contextlib import contextmanager
+from functools import partial
 from transformers import DynamicCache
 
-log = []
+log, pool = [], {}
 
 
 class Old(DynamicCache):
@@ -36,7 +37,26 @@ class Old(DynamicCache):
 
 class Alone(Old):
     def __deepcopy__(self, memo):
-        raise TypeError("cannot be copied")
+        raise ValueError("cannot be copied")
+
+
+class Pooled(Old):
+    """Keeps its layers in a global."""
+
+    layers = property(lambda s: [pool[id(x)] for x in [s]][0], lambda s, x: pool.update({id(s): x}))
+
+    def __init__(self, config):
+        super().__init__()
+        self.layer_class_to_replicate = partial(self.layer_class_to_replicate)
+
+
+class Ends:
+    __slots__ = ()
+
+    def update(self, *args):
+        raise StopIteration
+
+    __init__, get_query_offset = lambda *_, config: None, update
 
 
 class Deaf(Old):
@@ -82,7 +102,7 @@ def text() -> torch.Tensor:
     return torch.randint(3, 400, (60,), generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("made", ["old", "old:kind=Alone", "patched", "answers"])
+@pytest.mark.parametrize("made", ["old", "old:kind=Alone", "old:kind=Pooled", "patched", "answers"])
 def test_readers_of_strangers_fork_and_answer_as_full_attention(
     made: str, mine: Path, subject: Subject, text: torch.Tensor
 ) -> None:
@@ -93,10 +113,18 @@ def test_readers_of_strangers_fork_and_answer_as_full_attention(
         turn = reader.fork()
         expected = greedy(subject.model, torch.cat([text[:50], question]), 6)
         assert turn.answer(turn.feed(question), 6) == expected
-    assert reader.length == 50 and reader.usage().device_bytes >= 0
+    assert reader.length == 50
+    assert (reader.usage().device_bytes >= 50 * 2 * 2 * 2 * 64 * 4) == (made != "answers")
     if made == "answers":
         with pytest.raises(CheckFailed, match="answers by itself"):
             reader.need_logits()
+
+
+def test_whatever_ends_ends_a_cell(mine: Path, subject: Subject) -> None:
+    ends = {f"{mine}:old:kind=Ends": "StopIteration", "sys:exit": "SystemExit", "builtins:id": "no"}
+    for choice, why in ((choose_cache(f"mine={made}"), why) for made, why in ends.items()):
+        with pytest.raises(CheckFailed, match=why), choice.guard():
+            Reader(subject.model, choice, 8).prefill(torch.arange(3, 8))
 
 
 def test_a_context_is_open_while_the_prompt_is_read(
