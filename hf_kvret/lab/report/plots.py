@@ -110,7 +110,7 @@ def plot_front(
     best: list[tuple[float, float]] = []
     by_cost = sorted(points.items(), key=lambda one: one[1])
     for number, (name, (cost, loss)) in enumerate(by_cost, 1):
-        if not best or loss < best[-1][1]:
+        if loss < (best[-1][1] if best else np.inf):
             best.append((cost, loss))
         axis.plot(cost, loss, marker="o", markersize=4, linestyle="", label=f"{number}  {name}")
         axis.annotate(number, (cost, loss), (4, 4), textcoords="offset points", fontsize=7)

@@ -24,8 +24,10 @@ kept = {}
 class Copies(DynamicCache):
     """Keeps codes beside all rows, and reports the codes."""
 
-    def reported_bytes(self):
-        return 1000
+    reported_bytes, file = 1000, torch.from_file(__file__, size=64, dtype=torch.uint8)
+
+    def crop(self, count):
+        raise ZeroDivisionError
 
     def update(self, keys, values, layer, *args, **kwargs):
         keys, values = super().update(keys, values, layer)
@@ -99,6 +101,8 @@ def test_strange_caches_are_found_out(
     assert rows["paris"]["unpacked"] == 0 and over_full("paris")[0] > 1
     assert over_full("copies") == pytest.approx([2, 2, 2])
     assert rows["copies"]["reported_bytes"] == 1000 and rows["codes"]["reported_bytes"] is None
+    assert rows["copies"]["mapped_bytes"] == 64 and "| in mapped files |" in printed
+    assert rows["copies"]["modes"]["crop"].startswith("raises ZeroDivisionError")
     assert over_full("views")[0] == pytest.approx(1) and over_full("views")[1] < 0.1
     assert over_full("codes") == pytest.approx([0.5, 0.5, 0.5])
     assert rows["codes"]["unpacked"] == 2

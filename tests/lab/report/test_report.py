@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hf_kvret.lab.report import plots
-from hf_kvret.lab.report.plots import count_label, plot_heat_maps, plot_lines
+from hf_kvret.lab.report.plots import count_label, plot_front, plot_heat_maps, plot_lines
 from hf_kvret.lab.report.results import (
     Results,
     check_file,
@@ -209,6 +209,12 @@ def test_logarithmic_axes_show_plain_numbers(
     assert labels(axis.get_xticklabels()) == ["4K", "16K"]
     assert some <= {*labels(axis.get_yticklabels())}
     assert not axis.get_yticklabels(minor=True)
+
+
+def test_a_front_goes_past_what_is_no_number(figures: list[Any]) -> None:
+    points = {"a": (1.0, float("nan")), "b": (2.0, 3.0), "c": (3.0, 4.0), "d": (4.0, 1.0)}
+    plot_front(Path("x.png"), points, title="t", x="x", y="y")
+    assert figures[0].axes[0].lines[-1].get_xydata().tolist() == [[2.0, 3.0], [4.0, 1.0]]
 
 
 def test_every_cell_of_a_map_shows_its_number(figures: list[Any]) -> None:
