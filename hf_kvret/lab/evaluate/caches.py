@@ -137,14 +137,12 @@ class Stranger(CacheChoice):
         offered = {"config": model.config, "capacity": capacity, "device": model.device}
         with _importable(Path.cwd() if self.file is None else self.file.parent):
             make = self._load()
-            arguments = inspect.signature(make).parameters
-            taken = {name: x for name, x in offered.items() if name in arguments}
-            made = make(model, **{**taken, **self.given})
-        kinds = (callable(made), hasattr(made, "update"), isinstance(made, AbstractContextManager))
-        if isinstance(made, type) or not any(kinds):
+            known = inspect.signature(make).parameters
+            made = make(model, **{x: offered[x] for x in offered if x in known} | {**self.given})
+        updates, is_context = hasattr(made, "update"), isinstance(made, AbstractContextManager)
+        if isinstance(made, type) or not (updates or is_context or callable(made)):
             raise TypeError(f"{made!r} is no cache, no context manager and no function")
-        is_context = isinstance(made, AbstractContextManager) and not hasattr(made, "update")
-        with made if is_context else nullcontext(made) as opened:
+        with made if is_context and not updates else nullcontext(made) as opened:
             yield DynamicCache(config=model.config) if opened is None else _tolerant(opened)
 
     def _load(self) -> Callable[..., Any]:
