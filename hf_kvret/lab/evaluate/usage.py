@@ -133,7 +133,7 @@ def usage_of(
     full = 2 * batch * length * width * model.dtype.itemsize
     # All rows that are left are read, whatever their encoding; a press leaves fewer.
     rows = getattr(cache, "get_seq_length", lambda: length)()
-    return Usage(device, host, full, int(rows), length, device + host)
+    return Usage(device, host, full, int(rows), length, sum(held))
 
 
 class Held(NamedTuple):

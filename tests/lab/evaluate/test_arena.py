@@ -102,6 +102,7 @@ def test_strange_caches_are_found_out(
     assert over_full("copies") == pytest.approx([2, 2, 2])
     assert rows["copies"]["reported_bytes"] == 1000 and rows["codes"]["reported_bytes"] is None
     assert rows["copies"]["mapped_bytes"] == 64 and "| in mapped files |" in printed
+    assert rows["copies"]["step_bytes"] == rows["copies"]["held_bytes"][-1] + 64
     assert rows["copies"]["modes"]["crop"].startswith("raises ZeroDivisionError")
     assert over_full("views")[0] == pytest.approx(1) and over_full("views")[1] < 0.1
     assert over_full("codes") == pytest.approx([0.5, 0.5, 0.5])
