@@ -189,7 +189,7 @@ def held_blocks(cache: Any, model: nn.Module) -> dict[int, _Block]:
         if block is None:
             queue += _parts(one)
         elif block.address not in known:
-            blocks[block.address] = block
+            blocks[block.address] = max(block, blocks.get(block.address, block))
     return blocks
 
 

@@ -74,7 +74,7 @@ def test_mapped_files_arrays_and_bytes_count_apart_and_weights_do_not(
     mapped = torch.from_numpy(np.memmap(file, dtype=np.float32, mode="r+"))
     rows = np.ones((4, 1000), dtype=np.float32)
     cache = {
-        "rows": [mapped[:10], mapped[10:20], rows[1], rows[2:]],
+        "rows": [mapped[:10], mapped[10:20], rows[1], rows[2:], torch.from_numpy(rows[:1])],
         "codes": bytes(500),
         "model": subject.model,
         "weights": [*subject.model.parameters()],
