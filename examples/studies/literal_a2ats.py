@@ -16,7 +16,6 @@ import math
 
 import torch
 
-WINDOW = 64
 FIXED_DISTANCE = 2048
 CODEWORDS = 4096
 SINK_TOKENS = 4
@@ -60,21 +59,6 @@ def rotary_scores(
         dim=-1,
     )
     return (rotated * keys).sum(dim=-1)
-
-
-def windowed_scores(
-    query: torch.Tensor,
-    position: int,
-    keys: torch.Tensor,
-    inv_freq: torch.Tensor,
-    w: int = WINDOW,
-    b: int = FIXED_DISTANCE,
-) -> torch.Tensor:
-    """Equation 11: returns the scores [n]; ``b`` is the distance of keys outside the window."""
-    local = rotary_scores(query, position, keys, inv_freq)
-    fixed = query @ rotation_matrix(b, inv_freq) @ keys.T
-    distances = position - torch.arange(len(keys))
-    return torch.where(distances < w, local, fixed)
 
 
 def windowed_query(
@@ -159,13 +143,6 @@ def codebook_error(keys: torch.Tensor, codebook: torch.Tensor, factor: torch.Ten
     z = keys @ factor
     residual = z - codebook[encode(keys, codebook, factor)] @ factor
     return float(residual.square().sum() / z.square().sum())
-
-
-def codeword_scores(
-    windowed_query: torch.Tensor, codebook: torch.Tensor, codes: torch.Tensor
-) -> torch.Tensor:
-    """Equation 21: returns ``q c_{s_j}`` [n], the approximate score of every key."""
-    return (codebook @ windowed_query)[codes]
 
 
 def select(
