@@ -128,7 +128,7 @@ class Store(State):
         scale: float,
         softcap: float | None = None,
     ) -> torch.Tensor:
-        """The ``count`` most relevant of ids, best first, then -1: ``[B, Hkv, Q, count]`` int32.
+        """The ``count`` most relevant of ids, in any order, then -1: ``[B, Hkv, Q, count]`` int32.
 
         A token is as relevant as the largest of the softmax weights, over the ids, that the query
         heads of its KV head give it. Computed where ``begin`` computes; arguments are the same.

@@ -48,9 +48,7 @@ def steps_of(call: Request, cache: RetrievalCache, generation_config: Any) -> Lo
         model, step = call.model, None
         if not generation_config.disable_compile and generation_config.compile_config is None:
             step = DecodeGraph(model, cache)
-        confidence = None
-        if call.sets("assistant_confidence_threshold"):
-            confidence = generation_config.assistant_confidence_threshold
+        confidence = _own(call, generation_config, "assistant_confidence_threshold")
         call.steps = LosslessSteps(
             model,
             cache,
@@ -88,11 +86,14 @@ def _guess(model: PreTrainedModel, generation_config: Any, prompt_len: int) -> G
     return guess
 
 
+def _own(call: Request, generation_config: Any, name: str) -> Any:
+    """A setting of the caller or of the model; None for transformers' own default."""
+    of_model = getattr(getattr(call.model, "generation_config", None), name, None)
+    return getattr(generation_config, name) if call.sets(name) or of_model is not None else None
+
+
 def _pace(call: Request, generation_config: Any) -> Pace:
-    if call.sets("num_assistant_tokens"):
-        schedule = generation_config.num_assistant_tokens_schedule
-        return GivenPace(
-            generation_config.num_assistant_tokens,
-            schedule if call.sets("num_assistant_tokens_schedule") else None,
-        )
+    count = _own(call, generation_config, "num_assistant_tokens")
+    if count is not None:
+        return GivenPace(count, _own(call, generation_config, "num_assistant_tokens_schedule"))
     return GivenPace(_COUNT_OF_RANKS, None) if is_split(call.model) else FastestPace()

@@ -79,9 +79,7 @@ class LayerStack:
                 f"{fault}, and it broke off while a layer took its tokens in: start with a new "
                 "cache or cache.reset()"
             )
-        # A pass that broke off in its last layer reached all of them.
-        lengths = [layer.past_len for layer in ours if layer.pending_attention]
-        held = min(lengths + [layer.get_seq_length() for layer in self._attending])
+        held = self.held()
         check_count(tokens_to_remove, held)
         target, snapshot = held + tokens_to_remove, Snapshot(0, {})
         foreign = foreign_layers_of(self._layers)
@@ -109,6 +107,13 @@ class LayerStack:
         # Shorter now, the lowest layer may be as long as before a pass that reached it.
         self.forget_pass()
         return held + tokens_to_remove - target
+
+    def held(self) -> int:
+        """Tokens that all layers hold: those of a broken pass don't count."""
+        # A pass that broke off in its last layer reached all of them.
+        ours = [layer for layer in self._layers if isinstance(layer, RetrievalLayer)]
+        lengths = [layer.past_len for layer in ours if layer.pending_attention]
+        return min(lengths + [layer.get_seq_length() for layer in self._attending])
 
     def note_state(self, number: int, state: str) -> None:
         """Note a layer's state that is ahead until the lowest attention layer gets the tokens.

@@ -70,9 +70,15 @@ class FastestPace:
 
 
 class GivenPace:
-    """The caller's ``num_assistant_tokens``, and transformers' schedule for it."""
+    """The caller's ``num_assistant_tokens``, and transformers' schedule for it.
+
+    Raises:
+        ValueError: a ``count`` that is no int of at least 0.
+    """
 
     def __init__(self, count: int, schedule: str | None) -> None:
+        if not isinstance(count, int) or count < 0:
+            raise ValueError(f"num_assistant_tokens={count!r}: give an int, 0 for no drafts")
         self._count, self._grows = count, schedule in ("heuristic", "heuristic_transient")
 
     def count(self, most: int) -> int:

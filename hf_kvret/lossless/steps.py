@@ -63,7 +63,7 @@ class LosslessSteps:
     Raises:
         TypeError: a cache of another class.
         ValueError: a cache without ``lossless``, or a model whose passes of several tokens are not
-            its steps of one; see ``why_not``.
+            its steps of one; see ``why_not``; a ``confidence`` out of its range.
     """
 
     def __init__(
@@ -83,6 +83,8 @@ class LosslessSteps:
             raise ValueError("the cache was made without lossless=True: cache.fork(lossless=True)")
         if (why := why_not(model, cache)) is not None:
             raise ValueError(f"lossless=True: {why} ({type(model).__name__}); leave it out")
+        if not isinstance(confidence, int | float) or not 0 <= confidence <= 1:
+            raise ValueError(f"a confidence of {confidence!r}: give a number from 0 to 1")
         self._model, self._cache = model, cache
         self._draft_step = model if step is None else step
         self._guess, self._confidence, self._limit = guess, confidence, limit
@@ -112,10 +114,12 @@ class LosslessSteps:
             self.close()
             return self._model(**inputs)
         if self._round is not None and self._round.edits == self._edits():
-            output = self._round.next(int(inputs["input_ids"]))
+            output = self._round.next(inputs)
             if output is not None:
                 return output
         self.close()
+        if any(layer.round is not None for layer in self._cache.retrieval_layers):
+            raise RuntimeError("other LosslessSteps have read ahead with this cache: close() them")
         return self._begin(inputs)
 
     def close(self) -> None:
@@ -146,7 +150,7 @@ class LosslessSteps:
     def _go_back(self, ended: _Round, surplus: int) -> None:
         """Drop the newest ``surplus`` tokens of a round, and read again what went with them.
 
-        Where that breaks off, the cache is as before the round.
+        Where that breaks off, the cache is as before the round, or as at a snapshot before.
         """
         began, used = time.perf_counter(), len(ended.tokens) - surplus
         start = self._cache.get_seq_length() - len(ended.tokens)
@@ -247,14 +251,17 @@ class LosslessSteps:
         return output
 
     def _drop(self, start: int) -> None:
-        """Have the cache as it was at ``start`` tokens, after a pass that broke off."""
+        """Have the cache as it was at ``start`` tokens, after a pass that broke off.
+
+        Layers that can't go back become those of a snapshot before.
+        """
         for layer in self._cache.retrieval_layers:
             layer.end_round(0)
         # A layer that broke off as it took tokens in can't go back; the cache says so when it is
         # used again, and what broke off is the error to raise here.
         with contextlib.suppress(RuntimeError):
-            self._cache.drop_newest(0)
-            self._cache.drop_newest(start - self._cache.get_seq_length())
+            # At once: layers that record their past forget it when they go back.
+            self._cache.drop_newest(min(0, start - self._cache.stack.held()))
         self._cache.snapshots.pinned = None
         stop_recording(self._cache.layers, but=self._recording)
 
@@ -298,9 +305,12 @@ class _Round:
         self.draft_s, self.exact_s = draft_s, exact_s
         self.used = 1
 
-    def next(self, token: int) -> Any:
-        """The output behind the caller's next ``token``; None where it was not drafted."""
-        if self.used == len(self.tokens) or self.tokens[self.used] != token:
+    def next(self, inputs: dict[str, Any]) -> Any:
+        """The output for the caller's next ``inputs``; None where others were read ahead."""
+        ids = inputs["input_ids"]
+        if self.used == len(self.tokens) or self.tokens[self.used] != int(ids):
+            return None
+        if not _are_equal(inputs, _at(self.inputs, ids, self.used, logits=1)):
             return None
         self.used += 1
         return self.output(self.used - 1)
@@ -313,6 +323,16 @@ class _Round:
         if isinstance(result.get("hidden_states"), tuple):
             result["hidden_states"] = tuple(x[:, some] for x in result["hidden_states"])
         return result
+
+
+def _are_equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two steps have the same inputs, tensors by their numbers."""
+    return one.keys() == other.keys() and all(
+        torch.equal(value, other[name])
+        if isinstance(value, torch.Tensor) and isinstance(other[name], torch.Tensor)
+        else value is other[name] or value == other[name]
+        for name, value in one.items()
+    )
 
 
 def _at(inputs: dict[str, Any], ids: torch.Tensor, ahead: int, logits: int) -> dict[str, Any]:

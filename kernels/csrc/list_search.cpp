@@ -138,13 +138,13 @@ class ListSearch : public Search {
             const float *inverse = part.inverse + selection.batch * part.inverse_batch +
                                    selection.head * part.inverse_head;
             for (int64_t c = 0; c < part.count; ++c) {
-                float all = alive[start + c] && !lists_.largest ? 0.0f : kNever;
+                float &result = similarity[start + c];
+                result = alive[start + c] && !lists_.largest ? 0.0f : kNever;
                 for (int64_t g = 0; alive[start + c] && g < heads_; ++g) {
                     const float cosine = cosines[g * centroid_stride_ + start + c] *
                                          inverse[c * heads_ + g];
-                    all = lists_.largest ? std::max(all, cosine) : all + cosine;
+                    result = lists_.largest ? std::max(result, cosine) : result + cosine;
                 }
-                similarity[start + c] = all;
             }
             start += part.count;
         }

@@ -149,18 +149,25 @@ def _expected_relevance(
 
 
 @pytest.mark.factor("softcap", [None, 4.0])
+@pytest.mark.factor("largest", [False, True])
 @pytest.mark.factor("following", [0, 3])
 @pytest.mark.factor("fresh", [0, 9])
 @pytest.mark.factor("wide", [False, True])
 @pytest.mark.factor("name", list(LIST_SHAPES))
 def test_the_best_of_the_nearest_lists_are_chosen(
-    name: str, wide: bool, fresh: int, following: int, softcap: float | None, path: str
+    name: str,
+    wide: bool,
+    fresh: int,
+    following: int,
+    largest: bool,
+    softcap: float | None,
+    path: str,
 ) -> None:
     shape = LIST_SHAPES[name]
     generations = [_generation(shape, 40, 15, 21, wide)]
     if fresh:
         generations.append(_generation(shape, fresh, 15, 23, wide))
-    search = ListSearch(tuple(generations), 4, min(6, shape.n), following, bool(following))
+    search = ListSearch(tuple(generations), 4, min(6, shape.n), following, largest)
     check_best(_found(shape, search, softcap), _expected_relevance(shape, search, softcap))
 
 

@@ -1,11 +1,12 @@
 """``generate`` with ``lossless``: full attention's text, rows and scores."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, StoppingCriteriaList
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 import hf_kvret
@@ -78,6 +79,23 @@ def test_text_is_full_attentions_with_the_same_seed(model: Any, name: str, metho
     full = generate(model, prompt(), **CALLS[name])
     ours = generate(model, prompt(), **CALLS[name], **lossless(method))
     assert torch.equal(ours.sequences, full.sequences)
+
+
+@pytest.mark.parametrize("length", [1, 5, 15])
+def test_the_first_cold_tokens_may_come_in_decoding(model: Any, length: int) -> None:
+    more = {"max_new_tokens": 40, "output_logits": True}
+    full = generate(model, prompt(length), **more)
+    ours = generate(model, prompt(length), **more, **lossless())
+    for one, other in zip(ours.logits, full.logits, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+
+
+def test_the_models_own_settings_of_drafts_count_and_defaults_do_not() -> None:
+    merged = GenerationConfig(num_assistant_tokens=1, assistant_confidence_threshold=0.4)
+    own = SimpleNamespace(generation_config=GenerationConfig(num_assistant_tokens=1))
+    call: Any = SimpleNamespace(model=own, sets=lambda name: False)
+    assert lossless_call._own(call, merged, "num_assistant_tokens") == 1
+    assert lossless_call._own(call, merged, "assistant_confidence_threshold") is None
 
 
 def test_scores_logits_and_hidden_states_are_there_for_every_token(model: Any) -> None:

@@ -1,5 +1,7 @@
 """How many tokens a round drafts."""
 
+from typing import Any
+
 import pytest
 
 from hf_kvret.lossless.pace import FastestPace, GivenPace
@@ -39,6 +41,12 @@ def test_drafts_are_tried_again_after_a_while() -> None:
 def test_no_more_are_drafted_than_asked_for(most: int) -> None:
     for pace in (FastestPace(), pace_after(9, 1.0, 1.0, 10.0), GivenPace(20, None)):
         assert pace.count(most) <= most
+
+
+@pytest.mark.parametrize("count", [-1, 2.5, None, "a"])
+def test_a_given_number_is_one(count: Any) -> None:
+    with pytest.raises(ValueError, match="num_assistant_tokens="):
+        GivenPace(count, None)
 
 
 def test_a_given_number_follows_the_schedule() -> None:

@@ -77,6 +77,63 @@ def test_a_cache_that_was_changed_inside_is_refused_and_behind_it_is_not(model: 
         assert len(_text(step, cache, token, 3)) == 3
 
 
+@pytest.mark.parametrize("name", ["position_ids", "attention_mask", "output_hidden_states"])
+def test_a_step_with_other_inputs_than_the_drafts_is_computed(model: Any, name: str) -> None:
+    mask = torch.ones(1, 62, dtype=torch.long)
+    mask[0, 3:20] = 0
+    other = {"position_ids": torch.tensor([[80]]), "attention_mask": mask}.get(name, True)
+    cache, token = _filled(model)
+    full = DynamicCache(config=model.config)
+    pace = GivenPace(5, None)
+    # All drafts are the token that comes next.
+    step = LosslessSteps(model, cache, guess=lambda ids, logits: (token, logits), pace=pace)
+    with torch.inference_mode(), step:
+        model(_prompt(model), **as_argument(full))
+        for more in ({}, {name: other}):
+            expected = model(input_ids=token, **as_argument(full), **more)
+            output = step(input_ids=token, **as_argument(cache), **more)
+            torch.testing.assert_close(output.logits, expected.logits, atol=1e-4, rtol=1e-4)
+            assert (output.hidden_states is None) == (expected.hidden_states is None)
+
+
+def test_others_cannot_read_ahead_at_once(model: Any) -> None:
+    cache, token = _filled(model)
+    with LosslessSteps(model, cache, pace=GivenPace(5, None)) as step:
+        _text(step, cache, token, 1)
+        with pytest.raises(RuntimeError, match="other LosslessSteps"):
+            _text(LosslessSteps(model, cache), cache, token, 1)
+
+
+@pytest.mark.parametrize("confidence", [2.0, -1.0, float("nan"), "x"])
+def test_a_confidence_is_a_probability(model: Any, confidence: Any) -> None:
+    with pytest.raises(ValueError, match="from 0 to 1"):
+        LosslessSteps(model, _filled(model)[0], confidence=confidence)
+
+
+@pytest.mark.parametrize(("name", "drafts"), [("gemma3", 0), ("gemma3", 5), ("gemma2", 5)])
+def test_a_ctrl_c_in_a_round_of_sliding_layers_is_what_is_raised(name: str, drafts: int) -> None:
+    sliding, passes = MODELS[name].build(), []
+    hf_kvret.attach(sliding)
+    cache, token = _filled(sliding)
+    with LosslessSteps(sliding, cache, pace=GivenPace(drafts, None)) as step:
+        token = torch.tensor([_text(step, cache, token, 3)[-1:]])
+    expected = _text(sliding, cache.fork(), token, 3)
+
+    def breaks(*_: Any) -> None:
+        passes.append(1)
+        if len(passes) == 1 + drafts // 2:
+            raise KeyboardInterrupt
+
+    hook = sliding.model.layers[-1].register_forward_pre_hook(breaks)
+    with LosslessSteps(sliding, cache, pace=GivenPace(drafts, None)) as step:
+        with pytest.raises(KeyboardInterrupt):
+            _text(step, cache, token, 1)
+        hook.remove()
+        # An exact step records no past: then layers go back to the prompt's snapshot.
+        assert cache.get_seq_length() == (63 if drafts else 60)
+        assert not drafts or _text(step, cache, token, 3) == expected
+
+
 def test_a_cache_that_was_reset_inside_starts_anew(model: Any) -> None:
     cache, token = _filled(model)
     step = LosslessSteps(model, cache, pace=GivenPace(5, None))

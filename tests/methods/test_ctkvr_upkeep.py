@@ -12,6 +12,7 @@ import torch
 from hf_kvret.methods.ctkvr import CTkvrConfig, CTkvrIndex
 from hf_kvret.methods.ctkvr.inverted_file import Centroids, joined
 from hf_kvret.observe.recall import measure_recall
+from hf_kvret_kernels._dispatch import prefer
 
 from .codebooks import HEADS, normal
 from .index_runs import IndexRun
@@ -104,6 +105,13 @@ def test_queries_of_steps_get_lists_over_all_keys_at_the_next_flush() -> None:
     assert run.recall_of(other) == 1.0 and run.index.stats()["list_builds"] == 2
     run.ask(other)
     assert run.index.stats()["list_builds"] == 2
+
+
+def test_a_query_that_becomes_a_centroid_selects_the_best_of_what_it_recalled() -> None:
+    expected = Run(_at_once()).ask(_query(3))
+    with prefer("naive"):
+        found = Run(_at_once()).ask(_query(3))
+    assert torch.equal(found.sort(-1).values, expected.sort(-1).values)
 
 
 def test_lists_made_at_once_are_longer_than_the_budget() -> None:

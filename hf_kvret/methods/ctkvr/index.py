@@ -123,13 +123,11 @@ class CTkvrIndex(Index):
         queue = self._file.queue
         assert queue is not None, "build, or before_search, has made lists for this budget"
         ids = self._recalled(queue, query, cold)
-        # Lists of queries that become centroids at once may be longer than the budget.
-        count = max(cold.budget, queue.width) if self._columns else cold.budget
-        best = cold.store.best(query, ids, count, cold.scale, cold.softcap)
-        if not self._columns:
-            return best
-        self._selection = self._grouped(query), best[..., : queue.width], length
-        return best[..., : cold.budget].contiguous()
+        if self._columns:
+            # Lists of queries that become centroids at once may be longer than the budget.
+            best = cold.store.best(query, ids, queue.width, cold.scale, cold.softcap)
+            self._selection = self._grouped(query), best, length
+        return cold.store.best(query, ids, cold.budget, cold.scale, cold.softcap)
 
     def _recalled(
         self, queue: CentroidQueue, query: torch.Tensor, cold: ColdTokens
@@ -175,8 +173,9 @@ class CTkvrIndex(Index):
         nbytes = 0 if queue is None else queue.recall_nbytes(nprobe)
         if budget >= n or queue is None:
             return SearchCost(n, nbytes)
-        listed = nprobe * (queue.width + self.options.following**2)
-        candidates = min(n, listed + self._file.pending(n))
+        following = self.options.following
+        list_len = queue.width + min(queue.width, following) * following
+        candidates = min(n, nprobe * list_len + self._file.pending(n))
         return SearchCost(candidates, nbytes, keys_read=candidates)
 
     def crop(self, length: int) -> None:
