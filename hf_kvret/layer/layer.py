@@ -277,9 +277,9 @@ class RetrievalLayer(CacheLayerMixin):
         past = window.start + window.length - (0 if self.pending_attention else new)
         if self.pending_attention:
             self.past_len = past
+        exact = self.config.lossless and not kv.drafts
         # A step may be what makes the first tokens cold.
-        retrieves = kv.cold_len > 0 or kv.step_flushes()
-        exact = self.config.lossless and not kv.drafts and retrieves
+        exact = exact and (kv.cold_len > 0 or kv.step_flushes())
         if past and new <= self.config.max_draft and not exact:
             out = self._attend_few(kv, tokens, past, call)
         else:
