@@ -70,11 +70,7 @@ class FastestPace:
 
 
 class GivenPace:
-    """The caller's ``num_assistant_tokens``, and transformers' schedule for it.
-
-    Raises:
-        ValueError: a ``count`` that is no int of at least 0.
-    """
+    """The caller's ``num_assistant_tokens``, an int of at least 0, and transformers' schedule."""
 
     def __init__(self, count: int, schedule: str | None) -> None:
         if not isinstance(count, int) or count < 0:

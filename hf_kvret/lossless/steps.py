@@ -326,13 +326,14 @@ class _Round:
 
 
 def _are_equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two steps have the same inputs, tensors by their numbers."""
-    return one.keys() == other.keys() and all(
-        torch.equal(value, other[name])
-        if isinstance(value, torch.Tensor) and isinstance(other[name], torch.Tensor)
-        else value is other[name] or value == other[name]
-        for name, value in one.items()
-    )
+    """Whether two steps have the same inputs: tensors by their numbers, no other containers."""
+
+    def is_equal(first: Any, second: Any) -> bool:
+        if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
+            return torch.equal(first, second)
+        return first is second or (isinstance(first, int | float | str) and first == second)
+
+    return one.keys() == other.keys() and all(is_equal(one[name], other[name]) for name in one)
 
 
 def _at(inputs: dict[str, Any], ids: torch.Tensor, ahead: int, logits: int) -> dict[str, Any]:

@@ -17,8 +17,8 @@ class ListSearch : public Search {
           heads_(request_.query_heads / request_.id_heads),
           centroids_(lists_.generations[0].count + lists_.generations[1].count),
           nprobe_(std::min(lists_.nprobe, centroids_)),
-          most_(std::min(step.tokens, nprobe_ * (lists_.width + lists_.following * lists_.following) +
-                                          lists_.pending)),
+          list_len_(lists_.width + lists_.following * std::min(lists_.width, lists_.following)),
+          most_(std::min(step.tokens, nprobe_ * list_len_ + lists_.pending)),
           centroid_stride_(row_stride(centroids_)), stride_(row_stride(most_)) {
         Cutter cutter;
         queries_ = cutter.take<float>(heads_ * request_.key_dim);
@@ -199,9 +199,9 @@ class ListSearch : public Search {
     const hfk_request &request_;
     const hfk_lists &lists_;
     const Kernel &kernel_;
-    // Query heads of a group; centroids, and how many are recalled; candidates, at most; strides of
-    // heads.
-    const int64_t heads_, centroids_, nprobe_, most_, centroid_stride_, stride_;
+    // Query heads of a group; centroids, and how many are recalled; tokens that one names, and
+    // candidates, at most; strides of heads.
+    const int64_t heads_, centroids_, nprobe_, list_len_, most_, centroid_stride_, stride_;
     int64_t queries_, alive_, cosines_, similarity_, nearest_, marks_, count_, candidates_, scores_,
         relevance_, bytes_;
 };

@@ -105,7 +105,7 @@ class Reader:
             self.cache.expect(len(tokens), len(chunks[0]), self.capacity - len(tokens))
         logits = [self.feed(chunk) for chunk in chunks][-1]
         if isinstance(self.cache, RetrievalCache):
-            # As behind one pass, where no chunk read others, and there is one snapshot.
+            # One pass would have counted no reads, and would have left one snapshot.
             self.cache.snapshots.trim(1)
             for layer in self.cache.retrieval_layers:
                 layer.exact_rows = 0
@@ -212,7 +212,7 @@ class Reader:
             twin.cache = copy.deepcopy(self.cache, {id(self.model): self.model})
             own, copied = (held_blocks(one.cache, self.model) for one in (self, twin))
             shared = sum(own[address].nbytes for address in own.keys() & copied.keys())
-            # What functions and modules hold is not copied, be it rows or small tables.
+            # A deep copy shares functions and modules, so also rows and tables that these hold.
             if 16 * shared < sum(block.nbytes for block in own.values()):
                 return twin
         twin = Reader(self.model, self.choice, self.capacity)
