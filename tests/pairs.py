@@ -93,10 +93,7 @@ def _completed(
 
 
 def _add(
-    cases: list[Case],
-    case: Case | None,
-    missing: set[Pair],
-    used: Counter[tuple[Name, Hashable]],
+    cases: list[Case], case: Case | None, missing: set[Pair], used: Counter[tuple[Name, Hashable]]
 ) -> None:
     if case is not None:
         cases.append(case)

@@ -135,9 +135,7 @@ def test_a_distribution_that_no_index_would_take_is_named(
     assert len(faults) >= 2 and all(fault in each for each in faults)
 
 
-def test_the_compiled_library_needs_no_openmp_and_exports_its_interface(
-    tmp_path: Path,
-) -> None:
+def test_the_compiled_library_needs_no_openmp_and_exports_its_interface(tmp_path: Path) -> None:
     compiled = next((file for file in host_library._places() if file.is_file()), None)
     if compiled is None:
         pytest.skip("the library is not compiled")

@@ -10,14 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 import hf_kvret
-from hf_kvret import (
-    CTkvrCache,
-    FlatKVCache,
-    H2OCache,
-    LRQKCache,
-    ParisKVCache,
-    RetrievalCache,
-)
+from hf_kvret import CTkvrCache, FlatKVCache, H2OCache, LRQKCache, ParisKVCache, RetrievalCache
 from hf_kvret.contracts.index import ColdTokens
 from hf_kvret.methods.ctkvr import CTkvrConfig, CTkvrIndex
 from hf_kvret.methods.lrqk import LRQKConfig
@@ -166,11 +159,7 @@ def _go_on(model: Any, cache: RetrievalCache, first: int) -> torch.Tensor:
 @pytest.mark.factor("towards", ["large", "small"])
 @pytest.mark.factor("name", list(CACHES))
 def test_a_cache_goes_on_like_one_that_always_had_the_options(
-    llama: PreTrainedModel,
-    name: str,
-    towards: str,
-    passes: tuple[int, ...],
-    tmp_path: Path,
+    llama: PreTrainedModel, name: str, towards: str, passes: tuple[int, ...], tmp_path: Path
 ) -> None:
     hf_kvret.attach(llama)
     before, after = (COVERING, {**COVERING, **LARGE})[:: 1 if towards == "large" else -1]

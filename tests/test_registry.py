@@ -173,14 +173,8 @@ def test_a_class_of_ones_own_is_registered_and_undone(llama: PreTrainedModel) ->
         name = "mine"
 
     hf_kvret.register(MineKVCache)
-    inputs = _prompt()
-    result = llama.generate(
-        **inputs,
-        **RUN,
-        cache_implementation="mine",
-        cache_config=SMALL,
-        return_dict_in_generate=True,
-    )
+    named = {"cache_implementation": "mine", "cache_config": SMALL}
+    result = llama.generate(**_prompt(), **RUN, **named, return_dict_in_generate=True)
     assert type(result.past_key_values) is MineKVCache
     hf_kvret.unregister()
     hf_kvret.register()

@@ -66,8 +66,7 @@ def _with_more(ids: torch.Tensor, length: int = 20, salt: int = 1) -> torch.Tens
 
 
 @pytest.mark.parametrize(
-    ("method", "store"),
-    [("paris", "cpu"), ("ctkvr", "device"), ("h2o", "cpu")],
+    ("method", "store"), [("paris", "cpu"), ("ctkvr", "device"), ("h2o", "cpu")]
 )
 def test_a_prompt_goes_on_from_what_is_on_the_shelf(
     method: str, store: str, llama: PreTrainedModel, shelf: Shelf

@@ -22,7 +22,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from safetensors.torch import load, save
 
-from hf_kvret.saved.folder import VERSION_LEN, digest_of_json, replacing
+from hf_kvret.saved.folder import VERSION_LEN, digest_of_json, read_object, replacing
 
 FORMAT_VERSION = 1
 DESCRIPTION, CARD = "config.json", "README.md"
@@ -49,11 +49,8 @@ def check_no_foreign_artifact(directory: Path, method: str, repository: str = ""
         path = directory / CARD
         if not path.exists():
             return
-    try:
-        description = json.loads(path.read_bytes())
-    except ValueError:
-        description = None
-    if not isinstance(description, dict) or not {"format_version", "method"} <= description.keys():
+    description = read_object(path, "format_version")
+    if description is None or "method" not in description:
         owner = "not of a calibration artifact (but of a model, perhaps)"
     elif description["method"] != method:
         owner = f"of an artifact of {description['method']!r}, not of {method!r}"
@@ -113,14 +110,11 @@ def read_description(directory: Path) -> dict[str, Any]:
             f"no calibration artifact in {directory}: {DESCRIPTION} is missing; give a folder that "
             "CalibrationArtifact.save_pretrained wrote, or the hub id of one"
         )
-    try:
-        description = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{path} is no JSON ({error}): {_AGAIN}") from error
-    if not isinstance(description, dict) or "format_version" not in description:
+    description = read_object(path, "format_version")
+    if description is None:
         raise ValueError(
-            f"{path} has no 'format_version': it is not of a calibration artifact (but of a model, "
-            f"perhaps), or damaged; {_AGAIN}"
+            f"{path} is no JSON object with a format_version: it is not of a calibration artifact "
+            f"(but of a model, perhaps), or damaged; {_AGAIN}"
         )
     version = description["format_version"]
     if version != FORMAT_VERSION:

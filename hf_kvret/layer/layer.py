@@ -388,7 +388,7 @@ class RetrievalLayer(CacheLayerMixin):
     def crop(self, tokens_to_remove: int | torch.Tensor) -> None:
         """Drop the newest tokens; pass their count as a negative number (0: none).
 
-        Assisted decoding of transformers 5.17 passes a 0-dim tensor.
+        Assisted decoding of transformers passes a 0-dim tensor.
 
         Raises:
             ValueError: a positive number, or more tokens than held.

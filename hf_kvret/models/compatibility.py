@@ -14,7 +14,6 @@ from transformers.cache_utils import (
     LinearAttentionAndFullAttentionLayer,
 )
 
-from hf_kvret.models.versions import INDEXED_MODELS_CACHE_LATENTS
 from hf_kvret.options.config import RetrievalConfig
 from hf_kvret_model_patches.decoders import decoder_of
 
@@ -71,8 +70,7 @@ _INDEX_BUDGETS: dict[str, Callable[[Any], int]] = {
 # Models of multi-head latent attention whose cache holds latents and rotated keys.
 _LATENT = {
     *("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "mistral4", "minicpm3"),
-    *("youtu", "axk1", "kimi_linear", "bailing_hybrid", "sarvam_mla"),
-    *(_INDEXED_LATENT if INDEXED_MODELS_CACHE_LATENTS else ()),
+    *("youtu", "axk1", "kimi_linear", "bailing_hybrid", "sarvam_mla", *_INDEXED_LATENT),
 }
 # Cache layers of full attention; one has a linear state, too.
 _FULL = {DynamicLayer, LinearAttentionAndFullAttentionLayer}
@@ -316,8 +314,7 @@ def index_budget(config: PreTrainedConfig) -> int:
 def _named_tokens(config: PreTrainedConfig) -> int:
     """``index_budget`` of a model that has layers with an indexer."""
     text = config.get_text_config(decoder=True)
-    budget = _INDEX_BUDGETS.get(text.model_type)
-    return 0 if budget is None or not INDEXED_MODELS_CACHE_LATENTS else budget(text)
+    return _INDEX_BUDGETS.get(text.model_type, lambda text: 0)(text)
 
 
 def reader_count(config: PreTrainedConfig) -> int:

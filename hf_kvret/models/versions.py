@@ -35,12 +35,8 @@ CHUNKS_COUNT_PAST = RELEASE >= (5, 21)
 LAYERS_KNOW_DTYPE = RELEASE < (5, 24)
 """Whether a cache layer of keys and values has an attribute ``dtype``."""
 
-INDEXED_MODELS_CACHE_LATENTS = RELEASE >= (5, 18)
-"""Whether models with an indexer of their own cache latents, not each head's keys and values."""
-
-
 DummyLayer: Any = getattr(cache_utils, "DummyLayer", type("Missing", (), {}))
-"""The layer without keys that hybrid models have; a class of no object in transformers 5.17."""
+"""The layer without keys that hybrid models have; a class of no object before transformers 5.23."""
 
 
 def cache_of(output: Any) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import transformers
 
-from hf_kvret.saved.folder import SUFFIX, VERSION_LEN, digest_of_json
+from hf_kvret.saved.folder import SUFFIX, VERSION_LEN, digest_of_json, read_object
 from hf_kvret.saved.shards import SavedTensors
 from hf_kvret.version import __version__
 
@@ -34,7 +34,9 @@ def read_description(directory: Path) -> dict[str, Any]:
     path = directory / DESCRIPTION
     if not path.is_file():
         raise FileNotFoundError(f"no saved cache in {directory}: {DESCRIPTION} is missing")
-    content = _read(path)
+    content = read_object(path, "format_version")
+    if content is None:
+        raise ValueError(f"{path} is corrupt (no JSON object with a format_version): {_AGAIN}")
     if content["format_version"] != FORMAT_VERSION:
         raise ValueError(
             f"{path} has format version {content['format_version']}, this hf_kvret reads "
@@ -75,11 +77,8 @@ def check_replaceable(directory: Path) -> None:
     path = directory / DESCRIPTION
     if not path.is_file():
         return
-    try:
-        is_cache = {"format_version", "method", "layers"} <= _read(path).keys()
-    except ValueError:
-        is_cache = False
-    if not is_cache:
+    content = read_object(path, "format_version") or {}
+    if not {"method", "layers"} <= content.keys():
         raise ValueError(
             f"{path} is not of a saved cache, or damaged, and would be replaced: give another "
             "folder, or remove it"
@@ -105,15 +104,3 @@ def verify_cache(directory: Path) -> list[str]:
         f"tensors  {len(names)}, {nbytes / 2**20:.2f} MiB: whole",
         f"made by  {', '.join(versions)}",
     ]
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """The object in a JSON file with a format version; ValueError for anything else."""
-    try:
-        content = json.loads(path.read_bytes())
-    except ValueError as error:
-        # A message may have all of the file's content.
-        raise ValueError(f"{path} is corrupt ({str(error)[:200]}): {_AGAIN}") from error
-    if not isinstance(content, dict) or "format_version" not in content:
-        raise ValueError(f"{path} is corrupt (it has no format_version): {_AGAIN}")
-    return content

@@ -203,6 +203,15 @@ def _sync_folder(directory: Path) -> None:
         os.close(descriptor)
 
 
+def read_object(path: Path, key: str) -> dict[str, Any] | None:
+    """The object in a JSON file that has ``key``; None for any other content."""
+    try:
+        content = json.loads(path.read_bytes())
+    except ValueError:
+        return None
+    return content if isinstance(content, dict) and key in content else None
+
+
 def plain_bytes(value: Any) -> bytes:
     """``value`` as JSON with sorted names, without spaces, in ASCII.
 

@@ -78,8 +78,14 @@ class ShardWriter:
         path = self._replacement.unfinished()
         path.touch()
         usual_rights = path.stat().st_mode
-        with _os_errors():
+        try:
             save_file(self._shard, path)
+        except SafetensorError as error:
+            # safetensors has the system's errors in its words only.
+            number = re.search(r"os error (\d+)", str(error))
+            if number is None:
+                raise
+            raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
         self._shard.clear()
         # safetensors gives its files to their owner alone.
         path.chmod(usual_rights)
@@ -180,15 +186,3 @@ def _opened(path: Path) -> Iterator[Any]:
     except SafetensorError as error:
         message = f"{path} is corrupt or truncated ({str(error)[:200]}): {_AGAIN}"
         raise ValueError(message) from error
-
-
-@contextmanager
-def _os_errors() -> Iterator[None]:
-    """The system's errors, which safetensors has in its words only, are OSErrors."""
-    try:
-        yield
-    except SafetensorError as error:
-        number = re.search(r"os error (\d+)", str(error))
-        if number is None:
-            raise
-        raise OSError(int(number[1]), os.strerror(int(number[1]))) from error

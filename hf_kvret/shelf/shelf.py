@@ -235,9 +235,12 @@ class Shelf:
             self._use(there)
             return there
         most, memory = self.max_bytes, cache.memory()
+        # Where the model was loaded from, a folder by its whole path.
+        place = str(getattr(model.config, "_name_or_path", ""))
+        place = str(Path(place).resolve()) if place and Path(place).is_dir() else place
         entry = ShelfEntry(
             *(name, cache.name, len(ids), memory.device + memory.host, time.time(), key, chain),
-            *(can_crop(cache), title, _place_of(model), str(model.dtype).removeprefix("torch.")),
+            *(can_crop(cache), title, place, str(model.dtype).removeprefix("torch.")),
             tuple(cache.snapshots.lengths),
         )
         with self._unfinished() as path:
@@ -347,12 +350,6 @@ class Shelf:
             yield path
         finally:
             shutil.rmtree(path, ignore_errors=True)
-
-
-def _place_of(model: PreTrainedModel) -> str:
-    """Where a model was loaded from, a folder by its whole path."""
-    name = str(getattr(model.config, "_name_or_path", ""))
-    return str(Path(name).resolve()) if name and Path(name).is_dir() else name
 
 
 def _method(name: str) -> type[RetrievalCache]:

@@ -6,10 +6,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import DynamicCache, LlamaConfig, PreTrainedConfig, masking_utils
-from transformers.masking_utils import (
-    ALL_MASK_ATTENTION_FUNCTIONS,
-    causal_mask_function,
-)
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 
 from hf_kvret.attention.base import record_base
 from hf_kvret.attention.masks import base_mask, mask_info, retrieval_mask, token_validity

@@ -61,8 +61,7 @@ def test_a_talk_goes_on_with_another_object(llama: PreTrainedModel, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("name", "method", "length", "chunk"),
-    [("llama", "paris", 65, None), ("lfm2", "lrqk", 128, 16)],
+    ("name", "method", "length", "chunk"), [("llama", "paris", 65, None), ("lfm2", "lrqk", 128, 16)]
 )
 def test_the_same_prompt_is_found_whatever_its_length(
     name: str, method: str, length: int, chunk: int | None, tmp_path: Path

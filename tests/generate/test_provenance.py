@@ -87,8 +87,7 @@ TELLING = {
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(x, marks=() if x in TELLING else pytest.mark.slow) for x in MODES],
+    "name", [pytest.param(x, marks=() if x in TELLING else pytest.mark.slow) for x in MODES]
 )
 def test_the_record_is_what_the_first_layer_holds(without_positions: Any, name: str) -> None:
     """Through beams, drafts, crops, forks, and rows that come and go."""

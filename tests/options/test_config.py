@@ -44,10 +44,7 @@ def test_sizes_are_read(size: int | str, count: int) -> None:
 
 @pytest.mark.parametrize(
     ("size", "error"),
-    [
-        *((size, ValueError) for size in ("", "0.4", "80 TBx", "inf", 0)),
-        (1.5, TypeError),
-    ],
+    [*((size, ValueError) for size in ("", "0.4", "80 TBx", "inf", 0)), (1.5, TypeError)],
 )
 def test_what_is_no_size_is_refused(size: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match="is not a memory size: write '80GB', '75GiB', or bytes"):

@@ -18,7 +18,6 @@ from hf_kvret import (
     attach,
     registered_methods,
 )
-from hf_kvret.models.versions import INDEXED_MODELS_CACHE_LATENTS
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
 from hf_kvret.testing.conformance import ALL_MODELS
 
@@ -83,8 +82,6 @@ def test_every_method_goes_on_from_a_save(
     artifact_options: Callable[[str, str], dict[str, str]],
 ) -> None:
     """As a model fills it: what an index keeps may be views of the model's tensors."""
-    if name == "native" and not INDEXED_MODELS_CACHE_LATENTS:
-        pytest.skip("models with an indexer cache the keys of each head")
     model = ALL_MODELS[model_name].build()
     attach(model)
     cls = registered_methods()[name]

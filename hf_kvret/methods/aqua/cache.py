@@ -55,7 +55,11 @@ class AquaKVCache(RetrievalCache):
             check_artifact(artifact, config)
             _warn_of_sinks(options, artifact)
         options = options.filled_in()
-        _check_width(options, config)
+        # A group size divides the width of a token's keys in every layer, where it is one of codes.
+        first_only = options.group is not None and options.first_bits not in (None, NOT_CODED)
+        if options.bits != NOT_CODED or first_only:
+            for shape in retrieval_shapes(config).values():
+                default_group(shape.width, options.group)
         return options
 
     @classmethod
@@ -98,12 +102,3 @@ def _warn_of_sinks(options: AquaConfig, artifact: CalibrationArtifact) -> None:
 
     if options.sink < sinks:
         made_once(artifact, ("sinks", options.sink), warn)
-
-
-def _check_width(options: AquaConfig, config: PreTrainedConfig) -> None:
-    """ValueError unless the group size divides the width of a token's keys in every layer."""
-    if options.bits == NOT_CODED and options.first_bits in (None, NOT_CODED):
-        return
-    for width in {shape.width for shape in retrieval_shapes(config).values()}:
-        if options.group is not None or options.bits != NOT_CODED:
-            default_group(width, options.group)

@@ -135,8 +135,10 @@ class Moments(State):
         """
         generator = torch.Generator().manual_seed(seed)
         for chunk in float_chunks(rows, None):
-            start = _normal((*chunk.shape[:3], rank), generator).to(chunk.device)
-            start = start * (chunk != 0).any(-1, keepdim=True)
+            # On the CPU, whatever device and dtype are the defaults.
+            shape = (*chunk.shape[:3], rank)
+            start = torch.randn(shape, generator=generator, dtype=_FP32, device="cpu")
+            start = start.to(chunk.device) * (chunk != 0).any(-1, keepdim=True)
             products = {
                 "gram": chunk.mT @ chunk,
                 "cross": start.mT @ chunk,
@@ -150,11 +152,6 @@ class Moments(State):
         """The sketch of the random A."""
         assert self.cross is not None and self.own is not None, "rows were added"
         return Sketch(self.cross.double(), self.own.double())
-
-
-def _normal(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    """``N(0, 1)`` on the CPU, whatever device and dtype are the defaults."""
-    return torch.randn(shape, generator=generator, dtype=_FP32, device="cpu")
 
 
 @dataclass(frozen=True, eq=False)

@@ -295,8 +295,10 @@ class ParisIndex(CapturableIndex, Index):
         if options.group_reduce == "mean":
             grouped = grouped.float().mean(dim=2, keepdim=True)
         _, rho = options.ratios(length)
-        # A cap bends the whole score, the mean key's part included.
-        offset = None if cold.softcap is None else self._mean_part(grouped)
+        offset = None
+        if cold.softcap is not None and self._mean is not None:
+            # A cap bends the whole score, the mean key's part included: [B, Hkv, Q, G].
+            offset = torch.einsum("bhgqd,bhd->bhqg", grouped.float(), self._mean)
         return paris.search_unchecked(
             grouped.transpose(2, 3),
             self._signs,
@@ -317,12 +319,6 @@ class ParisIndex(CapturableIndex, Index):
     def _grouped(self, query: torch.Tensor) -> torch.Tensor:
         """``[B, Hkv, G, Q, D]`` of ``query [B, Hq, Q, D]``."""
         return query.unflatten(1, (self._sign.rows.shape[1], -1))
-
-    def _mean_part(self, grouped: torch.Tensor) -> torch.Tensor | None:
-        """``[B, Hkv, Q, G]`` fp32: products of ``grouped [B, Hkv, G, Q, D]`` with the mean key."""
-        if self._mean is None:
-            return None
-        return torch.einsum("bhgqd,bhd->bhqg", grouped.float(), self._mean)
 
     def host_search(self, query: torch.Tensor, cold: ColdTokens) -> HostSearch | None:
         options, counts, search = self.options, self._counts, self._host_search
