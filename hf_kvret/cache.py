@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
+import warnings
 from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
@@ -85,6 +86,9 @@ class RetrievalCache(Cache):
         options = self.Config.of(options, changes, type(self).__name__)
         layers: list[Any] = model_layers(config)
         options = self.options = self.options_for(options, config)
+        for option, reader in options.unread.items():
+            value = f"{option}={getattr(options, option)!r}"
+            warnings.warn(f"{value} changes nothing: take {reader}, or leave it out", stacklevel=2)
         self.model_shape = model_shape(config)
         shapes = retrieval_shapes(config)
         widths = [shape.width for shape in shapes.values()]
@@ -282,7 +286,7 @@ class RetrievalCache(Cache):
         so, which have to be read again; ``generate`` reads what a whole conversation lacks.
 
         After a pass that broke off in the middle, what it left is dropped first: ``crop(0)`` drops
-        that alone. transformers 5.17 passes a tensor, which it changes later.
+        that alone. Assisted decoding passes a tensor, which it changes later.
 
         Raises:
             RuntimeError: no snapshot lies that far back, or another thread is in the middle of a

@@ -3,6 +3,7 @@
 import gc
 import logging
 import pickle
+import warnings
 import weakref
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,21 @@ def test_exactly_the_full_attention_layers_become_ours(name: str) -> None:
     assert tuple(number for number, mine in enumerate(ours) if mine) == model.full_attention
     for mine, layer, other in zip(ours, cache.layers, dynamic.layers, strict=True):
         assert mine or type(layer) is type(other)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"bits": 2}, r"bits=2 changes nothing: take store='higgs' or 'higgs-host'"),
+        ({"slots": 2.0, "store": "host"}, r"slots=2\.0 changes nothing: take store='resident'"),
+        ({"bits": 16, "store": "host"}, None),
+        ({"bits": 2, "store": "higgs"}, None),
+    ],
+)
+def test_options_that_nothing_reads_are_named(options: dict[str, Any], words: str | None) -> None:
+    with warnings.catch_warnings() if words is None else pytest.warns(UserWarning, match=words):
+        warnings.simplefilter("always" if words else "error")
+        ParisKVCache(MODELS["llama"].config(), **options)
 
 
 def _parts(cache: RetrievalCache) -> list[weakref.ref[Any]]:

@@ -100,11 +100,11 @@ def prepare_cache(
     is_callers = isinstance(cache, RetrievalCache)
     if is_callers:
         generation_config.cache_implementation = None
-        check_options_are_read(call, generation_config, cache)
-    elif cache is None and name in METHODS:
+    if cache is None and name in METHODS:
         cache = new_cache(call, METHODS[name], generation_config, mask)
     else:
         check_options_are_read(call, generation_config, cache)
+    if not isinstance(cache, RetrievalCache):
         return False
     if cache.options.lossless:
         check_lossless(call, cache, generation_config)

@@ -11,14 +11,16 @@ pass with the call, and ``check_custom`` looks at the cache behind a loop of the
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from hf_kvret.attention.base import OUR_NAMES
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.generate.chunks import is_assisted
+from hf_kvret.generate.from_shelf import SHELF, STEP
 from hf_kvret.generate.provenance import check_origin
 from hf_kvret.generate.requests import Request, current_request, take_cache
 from hf_kvret.methods.known import METHODS
@@ -60,7 +62,7 @@ def why_not(
     """
     mask = call.mask(prepared_mask)
     cache_len = cache.get_seq_length() if call.keeps is None else call.keeps
-    reasons = [_soft_prompt_obstacle(call), _mask_fault(mask, cache_len)]
+    reasons = [_soft_prompt_obstacle(call), _mask_fault(mask, cache_len), _misplaced_options(call)]
     if is_callers(call, cache):
         reasons += [_other_layers(call, cache), _missing_tokens(call, cache_len)]
     if generation_config.use_cache is False:
@@ -142,15 +144,35 @@ def check_one_cache(cache: Any, name: str | None) -> None:
 
 def check_options_are_read(call: Request, generation_config: Any, cache: Any) -> None:
     """ValueError for a ``cache_config`` of this ``call`` that no cache of ours reads."""
-    options = generation_config.cache_config
-    # The model's own is a default for calls that name a cache_implementation.
-    is_read = generation_config.cache_implementation is not None or not call.sets("cache_config")
-    if not options or is_read:
+    options, name = generation_config.cache_config, generation_config.cache_implementation
+    # The model's own is a default for calls that name a cache_implementation. What transformers'
+    # caches don't read either is theirs to say, but for options of ours.
+    if not options or not call.sets("cache_config") or (name and not _options_in(options)):
         return
     reason = "no cache was asked for" if cache is None else f"the cache is a {type(cache).__name__}"
+    reason = f"{name!r} is a cache of transformers" if name else reason
     raise ValueError(
         f"cache_config={options!r}, but {reason}, so nothing would read it: leave it out, or name "
         f"the cache that it is for with cache_implementation, one of {', '.join(METHODS)}"
+    )
+
+
+def _options_in(values: Any) -> set[str]:
+    """The names in a dict that only a cache of ours reads; a seed may be that of anything."""
+    options = {field.name for method in METHODS.values() for field in fields(method.Config)}
+    names = {*options, SHELF, STEP, "preset"} - {"seed"}
+    return names & values.keys() if isinstance(values, dict) else set()
+
+
+def _misplaced_options(call: Request) -> str:
+    """Says which options stand in the generation config itself, which takes any; else empty."""
+    config = call.arguments.get("generation_config") or GenerationConfig()
+    names = _options_in(vars(config)) - vars(GenerationConfig()).keys()
+    if not names:
+        return ""
+    return (
+        f"the generation config has {', '.join(sorted(names))}, which only the cache would read: "
+        "move them into its cache_config"
     )
 
 
@@ -296,10 +318,11 @@ def refuse_batch(model: PreTrainedModel, generation_config: Any) -> None:
     configs = (generation_config, model.generation_config)
     names = {getattr(config, "cache_implementation", None) for config in configs}
     text = model.config.get_text_config(decoder=True)
-    if names & METHODS.keys() or text._attn_implementation in OUR_NAMES:
+    has_ours = _options_in(getattr(generation_config, "cache_config", None))
+    if has_ours or names & METHODS.keys() or text._attn_implementation in OUR_NAMES:
         raise ValueError(
             "continuous batching by init_continuous_batching or generate_batch keeps a paged cache "
             "of its own, which retrieval does not serve: call hf_kvret.restore(model) first and "
-            "leave cache_implementation out, or use generate (of transformers serve: leave out "
-            "--continuous-batching)"
+            "leave cache_implementation and cache_config out, or use generate (of transformers "
+            "serve: leave out --continuous-batching)"
         )

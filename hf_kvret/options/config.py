@@ -322,6 +322,17 @@ class RetrievalConfig:
         return self.bits if self.store.startswith("higgs") else 16
 
     @property
+    def unread(self) -> dict[str, str]:
+        """Options that change nothing as the others are, each with what would read it."""
+        readers = {}
+        if self.slots != 1 and self.store != "resident":
+            readers["slots"] = "store='resident'"
+        # Full rows are coded in so many bits only where a load codes them.
+        if self.bits in (2, 3) and self.row_bits == 16:
+            readers["bits"] = "store='higgs' or 'higgs-host'"
+        return readers
+
+    @property
     def lacks_artifact(self) -> bool:
         """Whether the method needs a calibration artifact and the options name none."""
         return False

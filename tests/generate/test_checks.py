@@ -173,6 +173,21 @@ REFUSALS: list[tuple[Callable[[Any, Any], dict[str, Any]], str]] = [
         lambda m, f: {"past_key_values": DynamicCache(), "cache_config": {"top_k": 64}},
         "but the cache is a DynamicCache, so nothing would read it",
     ),
+    *(
+        (
+            lambda m, f, name=name, option=option: {
+                "cache_implementation": name,
+                "cache_config": {option: True},
+            },
+            f"but '{name}' is a cache of transformers, so nothing would read it",
+        )
+        for name in ("static", "dynamic", "offloaded", "quantized")
+        for option in ("lossless", "shelf", "predictor")
+    ),
+    (
+        lambda m, f: {**PARIS, "generation_config": GenerationConfig(lossless=True, rank=8)},
+        "the generation config has lossless, rank, .* move them into its cache_config",
+    ),
     (
         lambda m, f: {"past_key_values": new_cache(m), "use_cache": False},
         "use_cache=False contradicts the cache: drop one",
@@ -275,6 +290,7 @@ def test_continuous_batching_refuses_retrieval(llama: PreTrainedModel) -> None:
             llama.init_continuous_batching(generation_config=config)
 
     refused(cache_implementation="paris")
+    refused(cache_config={"top_k": 64})
     llama.generation_config.cache_implementation = "flat"
     refused()
     llama.generation_config.cache_implementation = None
@@ -292,6 +308,7 @@ def test_a_models_own_cache_config_is_left_alone(llama: PreTrainedModel) -> None
         {"past_key_values": DynamicCache(config=llama.config)},
         {"past_key_values": StaticCache(config=llama.config, max_cache_len=60)},
         {"cache_implementation": "dynamic"},
+        {"cache_implementation": "static", "cache_config": {"max_cache_len": 60}},
         {},
     ]
     for more in calls:
