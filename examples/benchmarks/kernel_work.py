@@ -102,7 +102,7 @@ NEEDS: dict[str, Needs] = {
     "paris.encode": Needs(read="B H n D x + B H D f32 + P f32"),
     "paris.search": Needs(
         read="B H n signs + B Hq D x + P f32 + B H S patterns i32 + B n + B H best signs "
-        "+ B H best magnitudes + B H best S bf16 + 8 f32",
+        "+ B H best magnitudes + B H best S + 8 f32",
         products="B H best G P",
     ),
     "relevance.best_ids": Needs(read="B H best i32 + B H best G f32", sizes="{best:,} candidates"),

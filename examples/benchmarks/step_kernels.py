@@ -110,11 +110,8 @@ def _paris(shape: StepShape, shares: tuple[float, ...] = PARIS_SHARES) -> None:
 
     grouped = shape.query().view(shape.batch, shape.heads, shape.group, 1, shape.head_dim)
     dim = paris.rotated_dim(shape.head_dim)
-    codes = paris.ParisCodes(
-        shape.tokens(dim // 8, dtype=torch.uint8),
-        shape.tokens(3 * dim // 8, dtype=torch.uint8),
-        shape.tokens(dim // 8, dtype=_HALF),
-    )
+    planes = (shape.tokens(width, dtype=torch.uint8) for width in (dim // 8, dim // 2))
+    codes = paris.ParisCodes(*planes)
     counts = torch.empty(shape.batch, shape.heads, dim // 8, 256, dtype=torch.int32, device=_META)
     triton.search(
         grouped.transpose(2, 3),

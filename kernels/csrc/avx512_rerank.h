@@ -38,16 +38,14 @@ class ShiftedPlaces {
     __m512i codes_, signs_;
 };
 
-// Vectors whose dimension is a multiple of 64, with weights in bfloat16; others go to the code for
-// AVX-512. The four coordinates of a lane are all of one subspace: they are looked up one after the
-// other, and their sum is weighted once.
+// Vectors whose dimension is a multiple of 64; others go to the code for AVX-512. The four
+// coordinates of a lane are all of one subspace: they are looked up one after the other, and their
+// sum is weighted once.
 template <class Places> class BlockRerank {
   public:
     static void rerank(const Rerank &work) {
         const ParisCodes &codes = work.codes;
-        if (codes.dim % kBlock != 0 || codes.weight_dtype != HFK_BFLOAT16) {
-            return ::rerank<Avx512>(work);
-        }
+        if (codes.dim % kBlock != 0) return ::rerank<Avx512>(work);
         for (int64_t g = 0; g < work.heads; g += kHeads) {
             alignas(64) float queries[kHeads * kMostDim];
             const int64_t heads = std::min<int64_t>(kHeads, work.heads - g);
@@ -109,7 +107,6 @@ template <class Places> class BlockRerank {
     // Sum `g * Rows + r` is of head g and the candidate at `place + r`.
     template <int M, int Blocks, int Heads, int Rows>
     static __m128 estimate(const Rerank &work, const float *queries, __m512 levels, int64_t place) {
-        constexpr int64_t kWeightBytes = kBlock / M * 2; // of a block
         const ParisCodes &codes = work.codes;
         __m512 sums[4];
         HFK_UNROLL for (int i = 0; i < 4; ++i) sums[i] = _mm512_setzero_ps();
@@ -119,11 +116,10 @@ template <class Places> class BlockRerank {
             const int64_t id = work.ids[place + r];
             const int64_t blocks = Blocks == 0 ? codes.dim / kBlock : Blocks;
             const uint8_t *sign = codes.sign + id * 8 * blocks;
-            const uint8_t *magnitude = codes.magnitude + id * codes.magnitude_row;
-            const char *weight = codes.weight + id * codes.weight_row;
+            const uint8_t *magnitude = codes.magnitude(id), *weight = codes.weight(id);
             const auto add = [&](int64_t b) {
                 const Places places(magnitude + 24 * b, sign + 8 * b);
-                const __m512 own = weights<M>(weight + kWeightBytes * b);
+                const __m512 own = weights<M>(weight + kBlock / M * b);
                 __m512 values[4];
                 HFK_UNROLL for (int i = 0; i < 4; ++i) {
                     values[i] = _mm512_permutexvar_ps(places.at(i), levels);
@@ -160,16 +156,15 @@ template <class Places> class BlockRerank {
     }
 
     // Weights of the subspaces of 64 coordinates, each for the lanes that it covers.
-    template <int M> static __m512 weights(const char *from) {
-        if constexpr (M == 4) return Avx512::load(reinterpret_cast<const Bf16 *>(from));
-        // The halves of a lane: 0, and the upper half of the float.
-        const __m512i twice = _mm512_setr_epi32(0, 0, 1 << 16, 1 << 16, 2 << 16, 2 << 16, 3 << 16,
-                                                3 << 16, 4 << 16, 4 << 16, 5 << 16, 5 << 16,
-                                                6 << 16, 6 << 16, 7 << 16, 7 << 16);
+    template <int M> static __m512 weights(const uint8_t *from) {
         __m128i own;
-        __builtin_memcpy(&own, from, sizeof own);
-        return _mm512_castsi512_ps(_mm512_maskz_permutexvar_epi16(
-            0xaaaaaaaa, twice, _mm512_castsi128_si512(own)));
+        if constexpr (M == 4) {
+            __builtin_memcpy(&own, from, sizeof own);
+        } else {
+            own = _mm_loadl_epi64(reinterpret_cast<const __m128i *>(from));
+            own = _mm_unpacklo_epi8(own, own);
+        }
+        return _mm512_cvtph_ps(_mm256_slli_epi16(_mm256_cvtepu8_epi16(own), 7));
     }
 };
 

@@ -13,7 +13,7 @@
 #define HFK_API extern "C" __attribute__((visibility("default")))
 
 // Raised with every change of hfk_request or of a function's meaning; the caller compares.
-#define HFK_VERSION 16
+#define HFK_VERSION 17
 
 // HFK_INT8 is for the rows of hfk_proxy alone.
 enum hfk_dtype { HFK_FLOAT32 = 0, HFK_FLOAT16 = 1, HFK_BFLOAT16 = 2, HFK_INT8 = 3 };
@@ -174,8 +174,7 @@ struct hfk_paris_encoding {
     const float *signs;     // [dim]
     const float *levels;    // [8], ascending
     uint8_t *sign;          // [batch, heads, tokens, dim / 8]
-    uint8_t *magnitude;     // [batch, heads, tokens, 3 dim / 8]
-    void *weight;           // [batch, heads, tokens, dim / m], of `weight_dtype`
+    uint8_t *record;        // [batch, heads, tokens, 3 dim / 8 + dim / m]: magnitudes, weights
     int64_t batch;
     int64_t heads;
     int64_t tokens;
@@ -188,14 +187,12 @@ struct hfk_paris_encoding {
     int64_t key_row;
     int64_t sign_batch;
     int64_t sign_head;
-    int64_t magnitude_batch;
-    int64_t magnitude_head;
-    int64_t weight_batch;
-    int64_t weight_head;
+    int64_t record_batch;
+    int64_t record_head;
     int32_t dtype;          // of keys
-    int32_t weight_dtype;
     int32_t path;
     int32_t threads;        // at most; the calling thread is one of them
+    int32_t reserved;
 };
 
 // Scores from which the best tokens are chosen; all arrays are contiguous.
@@ -252,8 +249,7 @@ struct hfk_flat {
 // of the scores of those with most points. See paris/naive.py for what each number means.
 struct hfk_paris {
     const uint8_t *sign;      // [batch, id_heads, *, dim / 8], rows contiguous
-    const uint8_t *magnitude; // [batch, id_heads, *, 3 * dim / 8]
-    const void *weight;       // [batch, id_heads, *, dim / m]
+    const uint8_t *record;    // [batch, id_heads, *, 3 * dim / 8 + dim / m]
     const int32_t *counts;    // [batch, id_heads, dim / m, 2^m]
     const float *mean;        // [batch, id_heads, key_dim], where a soft cap needs it; else null
     const float *signs;       // [batch, id_heads, dim], times factors of coordinates
@@ -261,16 +257,14 @@ struct hfk_paris {
     const int64_t *shares;    // [tiers], in millionths of all keys
     int64_t sign_batch;       // strides in elements
     int64_t sign_head;
-    int64_t magnitude_batch;
-    int64_t magnitude_head;
-    int64_t weight_batch;
-    int64_t weight_head;
+    int64_t record_batch;
+    int64_t record_head;
     int64_t dim;              // P: a multiple of 8 up to 1,024, at least key_dim
     int64_t m;                // 4 or 8
     int64_t tiers;            // tiers * dim / m is below 255
     int64_t candidates;       // tokens that are reranked, at most
-    int32_t weight_dtype;
     int32_t mean_query;       // one query for the group, the mean of its own
+    int32_t reserved;
 };
 
 // Inner products of proxies of queries and keys, and the best of them.

@@ -19,13 +19,14 @@ struct Span {
 // The codes of one batch row's head, as hfk_paris has them.
 struct ParisCodes {
     const uint8_t *sign;
-    const uint8_t *magnitude;
-    const char *weight;
-    int64_t magnitude_row; // bytes from one token to the next; signs lie side by side
-    int64_t weight_row;
+    const uint8_t *record;
+    int64_t width; // of a record, 3 * dim / 8 + dim / m
     int64_t dim;
     int64_t m;
-    int32_t weight_dtype;
+
+    // A key's magnitudes, and codes of its weights.
+    const uint8_t *magnitude(int64_t id) const { return record + id * width; }
+    const uint8_t *weight(int64_t id) const { return magnitude(id) + 3 * dim / 8; }
 };
 
 // Points of sign bytes, for a scan: those of `heads` heads, of `bytes` bytes each.

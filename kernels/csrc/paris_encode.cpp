@@ -30,12 +30,11 @@ struct Encoding {
 };
 
 bool is_good(const hfk_paris_encoding &request) {
-    const auto is_float = [](int32_t dtype) { return dtype >= HFK_FLOAT32 && dtype <= HFK_BFLOAT16; };
     return request.batch >= 0 && request.heads >= 0 && request.tokens >= 0 &&
            request.dim >= 8 && request.dim <= kLongest && request.dim % 8 == 0 &&
            request.head_dim >= 1 && request.head_dim <= request.dim && request.stride >= 1 &&
-           (request.m == 4 || request.m == 8) && is_float(request.dtype) &&
-           is_float(request.weight_dtype);
+           (request.m == 4 || request.m == 8) && request.dtype >= HFK_FLOAT32 &&
+           request.dtype <= HFK_BFLOAT16;
 }
 
 } // namespace

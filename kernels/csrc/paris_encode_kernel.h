@@ -88,17 +88,14 @@ inline void encode_subspace(const float (*x)[kLanes], int64_t m, int64_t place, 
 inline void encode_keys(const hfk_paris_encoding &r, int64_t batch, int64_t head, int64_t first,
                         int64_t last) {
     const int64_t size = r.dtype == HFK_FLOAT32 ? 4 : 2;
-    const int64_t weight_size = r.weight_dtype == HFK_FLOAT32 ? 4 : 2;
-    const int64_t bytes = r.dim / 8, subspaces = r.dim / r.m;
+    const int64_t bytes = r.dim / 8, width = 3 * bytes + r.dim / r.m;
     const char *keys = static_cast<const char *>(r.keys) +
                        size * (batch * r.key_batch + head * r.key_head);
     const float *mean = r.mean == nullptr ? nullptr : r.mean + (batch * r.heads + head) * r.head_dim;
     uint8_t *sign = r.sign + batch * r.sign_batch + head * r.sign_head;
-    uint8_t *magnitude = r.magnitude + batch * r.magnitude_batch + head * r.magnitude_head;
-    char *weight = static_cast<char *>(r.weight) +
-                   weight_size * (batch * r.weight_batch + head * r.weight_head);
+    uint8_t *record = r.record + batch * r.record_batch + head * r.record_head;
     alignas(64) float x[kLongest][kLanes];
-    float rows[kLanes][kLongest], weights[kLanes], weight_rows[kLanes][kLongest / 4];
+    float rows[kLanes][kLongest], weights[kLanes];
     for (int64_t begin = first; begin < last; begin += kLanes) {
         const int64_t count = std::min(kLanes, last - begin);
         for (int64_t lane = 0; lane < kLanes; ++lane) {
@@ -122,19 +119,18 @@ inline void encode_keys(const hfk_paris_encoding &r, int64_t batch, int64_t head
             for (int64_t place = 0; place < 8; place += r.m) {
                 const int64_t i = 8 * byte + place;
                 encode_subspace(x + i, r.m, place, r.levels, signs, words, weights);
-                for (int64_t lane = 0; lane < kLanes; ++lane) {
-                    weight_rows[lane][i / r.m] = weights[lane];
+                for (int64_t lane = 0; lane < count; ++lane) {
+                    // See code_weights in codes.py.
+                    const uint16_t half = float16_of(std::min(weights[lane], 57344.0f));
+                    record[(begin + lane) * width + 3 * bytes + i / r.m] =
+                        static_cast<uint8_t>((half + 64) >> 7);
                 }
             }
             for (int64_t lane = 0; lane < count; ++lane) {
                 sign[(begin + lane) * bytes + byte] = static_cast<uint8_t>(signs[lane]);
-                uint8_t *three = magnitude + 3 * ((begin + lane) * bytes + byte);
+                uint8_t *three = record + (begin + lane) * width + 3 * byte;
                 for (int64_t k = 0; k < 3; ++k) three[k] = static_cast<uint8_t>(words[lane] >> 8 * k);
             }
-        }
-        for (int64_t lane = 0; lane < count; ++lane) {
-            char *out = weight + weight_size * (begin + lane) * subspaces;
-            write_numbers(weight_rows[lane], r.weight_dtype, out, subspaces);
         }
     }
 }

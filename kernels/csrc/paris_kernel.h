@@ -208,12 +208,11 @@ constexpr int64_t kMostWeights = 256;  // of a key: 1,024 coordinates, four to a
 constexpr int64_t kCandidatesAhead = 24;
 
 inline void prefetch_codes(const ParisCodes &codes, int64_t id) {
-    const int64_t bytes = codes.dim / 8;
-    const char *magnitude = reinterpret_cast<const char *>(codes.magnitude) + id * codes.magnitude_row;
-    ask_for(reinterpret_cast<const char *>(codes.sign) + id * bytes);
-    ask_for(magnitude);
-    ask_for(magnitude + 3 * bytes - 1);
-    ask_for(codes.weight + id * codes.weight_row);
+    const auto ask = [](const uint8_t *byte) { ask_for(reinterpret_cast<const char *>(byte)); };
+    ask(codes.sign + id * codes.dim / 8);
+    const uint8_t *end = codes.magnitude(id + 1);
+    for (const uint8_t *line = codes.magnitude(id); line < end; line += kLine) ask(line);
+    ask(end - 1);
 }
 
 // Estimates of `H` heads' inner products with `R` candidates, H * R at most 4.
@@ -227,7 +226,7 @@ void estimate(const Rerank &work, int64_t first_head, int64_t place, const float
     for (int i = 0; i < R; ++i) {
         const int64_t at = place + i < work.last ? place + i : work.last - 1;
         sign[i] = codes.sign + work.ids[at] * bytes;
-        magnitude[i] = codes.magnitude + work.ids[at] * codes.magnitude_row;
+        magnitude[i] = codes.magnitude(work.ids[at]);
     }
     V sums[4];
     HFK_UNROLL for (int i = 0; i < 4; ++i) sums[i] = I::set1(0.0f);
@@ -274,14 +273,12 @@ void rerank_some(const Rerank &work, int64_t first_head, int64_t heads) {
         for (int i = 0; i < R; ++i) {
             const int64_t at = std::min(place + i, work.last - 1);
             prefetch_codes(codes, work.ids[std::min(at + kCandidatesAhead, work.last - 1)]);
-            const char *from = codes.weight + work.ids[at] * codes.weight_row;
-            float *to = weights + i * kMostWeights;
-            int64_t s = 0;
-            if (codes.weight_dtype == HFK_BFLOAT16) {
-                const Bf16 *halves = reinterpret_cast<const Bf16 *>(from);
-                for (; s + I::lanes <= count; s += I::lanes) I::store(to + s, I::load(halves + s));
+            const uint8_t *from = codes.weight(work.ids[at]);
+            Half halves[kMostWeights + I::lanes];
+            for (int64_t s = 0; s < count; ++s) halves[s].bits = static_cast<uint16_t>(from[s] << 7);
+            for (int64_t s = 0; s < count; s += I::lanes) {
+                I::store(weights + i * kMostWeights + s, I::load(halves + s));
             }
-            for (; s < count; ++s) to[s] = number_at(from, codes.weight_dtype, s);
         }
         switch (heads) {
         case 1:

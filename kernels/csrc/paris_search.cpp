@@ -197,17 +197,11 @@ class ParisSearch : public Search {
     }
 
     void rerank(const Selection &selection, char *work, int64_t first, int64_t last) const {
-        const int64_t weight_bytes = paris_.weight_dtype == HFK_FLOAT32 ? 4 : 2;
         Rerank estimates;
-        estimates.codes = {
-            sign(selection),
-            paris_.magnitude + selection.batch * paris_.magnitude_batch +
-                selection.head * paris_.magnitude_head,
-            static_cast<const char *>(paris_.weight) +
-                (selection.batch * paris_.weight_batch + selection.head * paris_.weight_head) *
-                    weight_bytes,
-            3 * row_bytes_, paris_.dim / paris_.m * weight_bytes, paris_.dim, paris_.m,
-            paris_.weight_dtype};
+        const uint8_t *record = paris_.record + selection.batch * paris_.record_batch +
+                                selection.head * paris_.record_head;
+        estimates.codes = {sign(selection), record, 3 * row_bytes_ + paris_.dim / paris_.m,
+                           paris_.dim, paris_.m};
         estimates.queries = at<float>(work, rotated_);
         estimates.heads = tables_;
         estimates.ids = at<int32_t>(work, candidates_);
@@ -232,8 +226,7 @@ class ParisSearch : public Search {
 bool is_good(const hfk_paris &paris, const hfk_request &request) {
     return paris.dim >= 8 && paris.dim <= kMostDim && paris.dim % 8 == 0 &&
            paris.dim >= request.key_dim && (paris.m == 4 || paris.m == 8) && paris.tiers > 0 &&
-           paris.tiers * (paris.dim / paris.m) < 255 && paris.candidates >= 0 &&
-           paris.weight_dtype >= HFK_FLOAT32 && paris.weight_dtype <= HFK_BFLOAT16;
+           paris.tiers * (paris.dim / paris.m) < 255 && paris.candidates >= 0;
 }
 
 } // namespace

@@ -349,8 +349,9 @@ def _codes(shape: KernelShape, draw: Draw) -> paris.ParisCodes:
     signs, magnitudes = (
         draw.integers(256, *lead, bits * dim // 8, dtype=torch.uint8) for bits in (1, 3)
     )
-    weight = draw.normal(*lead, dim // SUBSPACE_DIM, dtype=torch.bfloat16).abs()
-    return paris.ParisCodes(*map(draw.in_buffer, (signs, magnitudes, weight)))
+    weight = paris.code_weights(draw.normal(*lead, dim // SUBSPACE_DIM).abs())
+    planes = signs, torch.cat([magnitudes, weight], dim=-1)
+    return paris.ParisCodes(*map(draw.in_buffer, planes))
 
 
 def _candidate_ids(shape: KernelShape, draw: Draw) -> torch.Tensor:

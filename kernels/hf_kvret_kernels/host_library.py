@@ -21,7 +21,7 @@ FILE_NAME = "libhf_kvret_host.so"
 PATH_VARIABLE = "HF_KVRET_HOST_LIBRARY"
 # Names the instruction set to use where a call asks for none, one of PATHS.
 ISA_VARIABLE = "HF_KVRET_CPU_PATH"
-VERSION = 16
+VERSION = 17
 
 # Instruction sets that the library has code for, best first, with its numbers for them.
 PATHS = {"avx512_bf16": 3, "avx512": 2, "avx2": 1, "neon": 4, "portable": 0}
@@ -50,7 +50,7 @@ _RANKING = struct.Struct("@3P6q2i")
 # hfk_product: four addresses, three sizes, and dtype, path, threads and a reserved number.
 _PRODUCT = struct.Struct("@4P3q4i")
 # hfk_paris_encoding: seven addresses, seven sizes, nine strides, two dtypes, path and threads.
-_PARIS_ENCODING = struct.Struct("@7P16q4i")
+_PARIS_ENCODING = struct.Struct("@6P14q4i")
 
 
 def attend(
@@ -273,10 +273,10 @@ def encode_paris(
     levels: torch.Tensor,
     m: int,
     mean: torch.Tensor | None,
-    planes: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    planes: tuple[torch.Tensor, torch.Tensor],
     stride: int,
 ) -> None:
-    """Write ParisKV's codes into ``planes``: sign, magnitude and weight of ``ParisCodes``.
+    """Write ParisKV's codes into ``planes``: sign and record of ``ParisCodes``.
 
     ``stride`` is ``rotation_stride``. The arguments were checked by the caller; errors as of
     ``run``, but for wrong ids.
@@ -291,7 +291,7 @@ def encode_paris(
         *(*keys.shape, len(signs), m, stride),
         *keys.stride()[:3],
         *(step for plane in planes for step in plane.stride()[:2]),
-        *(DTYPES[keys.dtype], DTYPES[planes[2].dtype], path_in_use(), threads),
+        *(DTYPES[keys.dtype], path_in_use(), threads, 0),
     )
     call("hfk_paris_encode", threads, request)
 

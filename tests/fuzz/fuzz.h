@@ -174,6 +174,12 @@ class PlainAttention {
     std::vector<double> sum_, size_;
 };
 
+// Of a byte of ParisKV's records: five bits of exponent, three of mantissa.
+inline double weight_of(uint8_t code) {
+    const int exponent = code >> 3, fraction = code & 7;
+    return exponent > 0 ? std::ldexp(8 + fraction, exponent - 18) : std::ldexp(fraction, -17);
+}
+
 // Numbers `first` to `first + size - 1` of x by the orthonormal Walsh-Hadamard matrix, whose entry
 // (i, j) has the sign of the bits of i & j. The size is a power of two.
 inline void transform(std::vector<double> &x, int64_t first, int64_t size) {

@@ -30,7 +30,6 @@ class ParisCase : public SearchCase {
         paris_.candidates = random.one_in(4) ? step.tokens + random.pick(-1, 3)
                                              : random.pick(0, step.tokens);
         paris_.candidates = std::max<int64_t>(paris_.candidates, 0);
-        paris_.weight_dtype = static_cast<int32_t>(random.pick(0, 2));
         make_codes(random, step);
         make_counts(random, step);
         mean_ = Numbers(r.batch * r.id_heads * r.key_dim, HFK_FLOAT32);
@@ -94,6 +93,8 @@ class ParisCase : public SearchCase {
         std::vector<int32_t> candidates;
     };
 
+    int64_t width() const { return 3 * paris_.dim / 8 + paris_.dim / paris_.m; }
+
     void make_codes(Random &random, const hfk_step &step) {
         const hfk_request &r = step.attention;
         const int64_t n = step.tokens;
@@ -103,17 +104,14 @@ class ParisCase : public SearchCase {
             return (r.batch - 1) * batch_stride + (r.id_heads - 1) * head_stride + n * width;
         };
         sign_.resize(plane(paris_.dim / 8, paris_.sign_batch, paris_.sign_head));
-        magnitude_.resize(plane(3 * paris_.dim / 8, paris_.magnitude_batch, paris_.magnitude_head));
-        weight_ = Numbers(plane(paris_.dim / paris_.m, paris_.weight_batch, paris_.weight_head),
-                          paris_.weight_dtype);
+        record_.resize(plane(width(), paris_.record_batch, paris_.record_head));
         // Few different bytes make tokens with equal points.
         const bool few = random.one_in(3);
         for (uint8_t &byte : sign_) byte = few ? random.byte() & 3 : random.byte();
-        for (uint8_t &byte : magnitude_) byte = random.byte();
-        weight_.fill(random);
+        // Codes from 248 on are no finite weights.
+        for (uint8_t &byte : record_) byte = random.byte() % 248;
         paris_.sign = sign_.data();
-        paris_.magnitude = magnitude_.data();
-        paris_.weight = weight_.data();
+        paris_.record = record_.data();
     }
 
     void make_counts(Random &random, const hfk_step &step) {
@@ -261,9 +259,8 @@ class ParisCase : public SearchCase {
         const hfk_request &r = step.attention;
         const int64_t head = place / r.queries, bytes = paris_.dim / 8;
         const int64_t batch = head / r.id_heads, own_head = head % r.id_heads;
-        const uint8_t *magnitude = magnitude_.data() + batch * paris_.magnitude_batch +
-                                   own_head * paris_.magnitude_head;
-        const int64_t weight = batch * paris_.weight_batch + own_head * paris_.weight_head;
+        const uint8_t *records =
+            record_.data() + batch * paris_.record_batch + own_head * paris_.record_head;
         const float *rotated = trace.rotated.data() + (place * tables_ + g) * paris_.dim;
         double offset = 0.0, offset_size = 0.0;
         for (int64_t d = 0; paris_.mean != nullptr && d < r.key_dim; ++d) {
@@ -274,15 +271,16 @@ class ParisCase : public SearchCase {
             const int64_t id = trace.candidates[place * paris_.candidates + c];
             if (id < 0) break;
             double sum = offset, size = offset_size;
+            const uint8_t *own = records + id * width();
             for (int64_t d = 0; d < paris_.dim; ++d) {
                 // Three bits for each coordinate, lowest first.
                 int level = 0;
                 for (int64_t bit = 3 * d; bit < 3 * d + 3; ++bit) {
-                    level |= (magnitude[3 * bytes * id + bit / 8] >> bit % 8 & 1) << (bit - 3 * d);
+                    level |= (own[bit / 8] >> bit % 8 & 1) << (bit - 3 * d);
                 }
                 const bool positive = signs_of(step, head)[bytes * id + d / 8] >> d % 8 & 1;
                 const double value =
-                    levels_[level] * weight_[weight + id * paris_.dim / paris_.m + d / paris_.m];
+                    levels_[level] * weight_of(own[3 * bytes + d / paris_.m]);
                 const double term = rotated[d] * (positive ? value : -value);
                 sum += term, size += std::abs(term);
             }
@@ -309,8 +307,8 @@ class ParisCase : public SearchCase {
 
     hfk_paris paris_{};
     int64_t group_, tables_, selections_;
-    std::vector<uint8_t> sign_, magnitude_;
-    Numbers weight_, mean_, levels_;
+    std::vector<uint8_t> sign_, record_;
+    Numbers mean_, levels_;
     std::vector<int32_t> counts_;
     std::vector<float> signs_;
     std::vector<int64_t> shares_;

@@ -42,7 +42,6 @@ class Shape:
         m: dims of a group of ParisKV's codes, 4 or 8.
         tiers: shares of centroids that get the same bonus.
         mean_query: whether ParisKV searches once for the mean of a group.
-        weight_dtype: of the weights in ParisKV's codes.
         dtype: of queries, keys and values.
         candidates: ParisKV's; None for a quarter of the tokens.
         valid: share of the cold tokens that are valid, about; above 1 for all, below 0 for none.
@@ -57,7 +56,6 @@ class Shape:
     m: int = 8
     tiers: int = 6
     mean_query: bool = False
-    weight_dtype: torch.dtype = torch.bfloat16
     dtype: torch.dtype = torch.float32
     candidates: int | None = None
     valid: float = 0.8
@@ -77,7 +75,7 @@ def paris_search(shape: Shape, valid: torch.Tensor) -> ParisSearch:
     keys = draw(shape.batch, shape.heads, shape.n, shape.dim, seed=2)
     signs = paris.random_signs(paris.rotated_dim(shape.dim), 0)
     levels = paris.magnitude_levels(shape.m)
-    out = paris.ParisCodes.empty(*keys.shape, m=shape.m, weight_dtype=shape.weight_dtype)
+    out = paris.ParisCodes.empty(*keys.shape, m=shape.m)
     codes = paris.encode(keys, signs, levels, m=shape.m, out=out)
     counts = paris.count_centroids(codes.sign, m=shape.m, valid=valid)
     tiers = tuple((i + 1) / shape.tiers for i in range(shape.tiers))

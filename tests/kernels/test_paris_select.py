@@ -40,8 +40,8 @@ def check_candidates(
     if not lead[2]:
         return scores
     count = min(count, lead[2])
-    magnitude = torch.zeros(*lead, 3 * width, dtype=torch.uint8)
-    codes = paris.ParisCodes(sign, magnitude, torch.ones(*lead, 8 * width // m))
+    record = torch.zeros(*lead, 3 * width + 8 * width // m, dtype=torch.uint8)
+    codes = paris.ParisCodes(sign, record)
     given = query, None, codes, counts, paris.magnitude_levels(m), count
     ids = run_at(place, paris.search, *given, survivors=count, **options)
     merit = scores.double().masked_fill(scores == 255, -math.inf)

@@ -103,7 +103,6 @@ def of_paris() -> Iterator[Refusal]:
     yield "levels is ", partial(paris.encode, keys, signs, levels[:4])
     yield "mean is ", partial(encode, mean=keys[:, :1, 0])
     yield "out has room", partial(encode, out=paris.ParisCodes.empty(1, 2, 4, 16))
-    yield "weight_dtype", partial(encode, weight_dtype=torch.int8)
     wide = vars(paris.ParisCodes.empty(1, 2, 6, 16)).values()
     gaps = paris.ParisCodes(*(plane[:, :, ::2] for plane in wide))
     yield "tokens must be contiguous", partial(encode, out=gaps)
@@ -125,7 +124,7 @@ def of_paris() -> Iterator[Refusal]:
     counts = paris.count_centroids(codes.sign, m=4)
     search = partial(paris.search, rotated, None, codes, counts, levels, survivors=2, **stage)
     yield "count=3, survivors=2", partial(search, 3)
-    yield r"codes\.weight is ", partial(search, 1, m=4)
+    yield r"codes\.record is ", partial(search, 1, m=4)
     offset, counts = torch.zeros(1, 2, 1), paris.count_centroids(codes.sign)
     whole = rotated, None, codes, counts, levels, 1
     yield "offset is ", partial(paris.search, *whole, survivors=2, offset=offset, **stage)

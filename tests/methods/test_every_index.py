@@ -179,8 +179,8 @@ def test_fewer_valid_tokens_than_the_budget_leave_the_other_slots_empty(make: Ma
     ("make", "nbytes"),
     [
         ("flat", 4 * DIM),
-        # Signs, 3 bits of each magnitude, and weights of bf16.
-        ("paris", DIM // 8 + 3 * DIM // 8 + 2 * DIM // 8),
+        # Signs, 3 bits of each magnitude, and weights of a byte.
+        ("paris", DIM // 8 + 3 * DIM // 8 + DIM // 8),
         ("lrqk", 2 * 12),
         ("lrqk, int8", 12),
         ("lrqk, als", GROUP * 2 * 6),

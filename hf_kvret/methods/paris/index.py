@@ -12,7 +12,7 @@ import torch
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.contracts.block import TokenBlock
 from hf_kvret.contracts.index import CapturableIndex, ColdTokens, Index, SearchCost
-from hf_kvret.contracts.state import FLOATS, Tensors, number, tensor, transient
+from hf_kvret.contracts.state import Tensors, number, tensor, transient
 from hf_kvret.contracts.store import Store
 from hf_kvret.contracts.token_buffer import TokenBuffer, tokens
 from hf_kvret.options.config import RetrievalConfig
@@ -136,7 +136,7 @@ class ParisConfig(RetrievalConfig):
 
 
 class ParisIndex(CapturableIndex, Index):
-    """Codes of every cold key: a sign plane, a magnitude plane and subspace weights.
+    """Codes of every cold key: signs, and records of magnitudes and weights.
 
     Keys are centered, their coordinates scaled, normalized, rotated by random signs and a
     Walsh-Hadamard transform (long ones in blocks), and cut into subspaces. Stage 1 gives each key
@@ -153,10 +153,9 @@ class ParisIndex(CapturableIndex, Index):
         options: of the method.
     """
 
-    # Codes of the tokens, as in ``ParisCodes``; a negative weight marks padding.
+    # Codes of the tokens, as in ``ParisCodes``.
     _sign: TokenBuffer = tokens(dims="B H N p", dtype=torch.uint8)
-    _magnitude: TokenBuffer = tokens(dims="B H N q", dtype=torch.uint8)
-    _weight: TokenBuffer = tokens(dims="B H N s", dtype=FLOATS)
+    _record: TokenBuffer = tokens(dims="B H N q", dtype=torch.uint8)
     # Keys in each centroid of each subspace.
     _counts: torch.Tensor | None = tensor(shared=True, dims="B H s c", dtype=torch.int32)
     # The mean key, [B, Hkv, D] fp32, and of how many tokens it is.
@@ -216,10 +215,9 @@ class ParisIndex(CapturableIndex, Index):
         codes = self.encode(keys)
         if valid is not None:
             # A crop must know which tokens the counts leave out.
-            codes.weight.masked_fill_(~valid[:, None, :, None], -1)
+            codes.mark_padding(valid)
         self._sign.append(codes.sign)
-        self._magnitude.append(codes.magnitude)
-        self._weight.append(codes.weight)
+        self._record.append(codes.record)
         counts = paris.count_centroids(codes.sign, m=self.options.subspace_dim, valid=valid)
         self._counts = counts if self._counts is None else self._counts + counts
 
@@ -243,7 +241,7 @@ class ParisIndex(CapturableIndex, Index):
         if mean is None or store.codes_rows:
             return
         self._mean_len = length
-        valid = self._weight.rows[:, 0, :, 0] >= 0
+        valid = self._codes().is_valid()
         total, squares = torch.zeros_like(mean), torch.zeros_like(mean)
         for start, keys in store.key_chunks():
             padding = ~valid[:, None, start : start + keys.shape[2], None]
@@ -255,7 +253,7 @@ class ParisIndex(CapturableIndex, Index):
         squares -= count * (self._mean - mean).square()
         self._balance(squares.clamp(min=0))
         self._counts = None
-        for plane in (self._sign, self._magnitude, self._weight):
+        for plane in (self._sign, self._record):
             # Room for all at once, also where a fork still reads the memory.
             plane.crop(0)
             plane.reserve(length, plane.rows)
@@ -337,7 +335,6 @@ class ParisIndex(CapturableIndex, Index):
                 paris.tier_shares(rho, options.tiers_for(counts.shape[2])),
                 options.subspace_dim,
                 self._candidates(len(self._sign), cold.budget),
-                # A cap bends the whole score, the mean key's part included.
                 mean=None if cold.softcap is None else self._mean,
                 mean_query=options.group_reduce == "mean",
             )
@@ -353,8 +350,7 @@ class ParisIndex(CapturableIndex, Index):
         count, candidates = len(self._sign), self._candidates(n, budget)
         if not count:
             return SearchCost(candidates, 0)
-        planes = (self._sign, self._magnitude, self._weight)
-        code = sum(plane.rows_nbytes for plane in planes) / count
+        code = (self._sign.rows_nbytes + self._record.rows_nbytes) / count
         fewest = self._candidates(count, 0)
         return SearchCost(candidates, self._sign.rows_nbytes + int(fewest * code))
 
@@ -367,7 +363,7 @@ class ParisIndex(CapturableIndex, Index):
         # So that what comes in place of the dropped tokens gets a mean of its own in time.
         self._mean_len = min(self._mean_len, length)
         dropped = self._codes()
-        counted = dropped.weight[:, 0, length:, 0] >= 0
+        counted = dropped.is_valid()[:, length:]
         self._counts = self._counts - paris.count_centroids(
             dropped.sign[:, :, length:], m=self.options.subspace_dim, valid=counted
         )
@@ -382,7 +378,7 @@ class ParisIndex(CapturableIndex, Index):
     def load_state_dict(self, state: Tensors, device: torch.device | None = None) -> None:
         """As for every state."""
         if "counts" in state:
-            super().load_state_dict(state, device)
+            super().load_state_dict(_with_records(state), device)
             return
         self.reset()
         if "energy" in state:
@@ -408,7 +404,15 @@ class ParisIndex(CapturableIndex, Index):
         self._levels = levels.to(device)
 
     def _codes(self) -> paris.ParisCodes:
-        return paris.ParisCodes(self._sign.rows, self._magnitude.rows, self._weight.rows)
+        return paris.ParisCodes(self._sign.rows, self._record.rows)
+
+
+def _with_records(state: Tensors) -> Tensors:
+    """``state`` of a cache that was saved with weights of floats, negative ones of padding."""
+    if "magnitude" not in state:
+        return state
+    weight = paris.code_weights(state["weight"].float())
+    return {**state, "record": torch.cat([state["magnitude"], weight], dim=-1)}
 
 
 class ParisKVCache(RetrievalCache):

@@ -104,7 +104,7 @@ class ParisSearch:
 
     kind: ClassVar[int] = 2
     heads: ClassVar[None] = None
-    _STRUCT: ClassVar[struct.Struct] = struct.Struct("@8P10q2i")
+    _STRUCT: ClassVar[struct.Struct] = struct.Struct("@7P8q2i")
 
     codes: ParisCodes
     counts: torch.Tensor
@@ -126,8 +126,7 @@ class ParisSearch:
 
     @functools.cached_property
     def packed(self) -> bytes:
-        codes = self.codes
-        planes = [_dense_rows(x) for x in (codes.sign, codes.magnitude, codes.weight)]
+        planes = [_dense_rows(x) for x in (self.codes.sign, self.codes.record)]
         self.codes = ParisCodes(*planes)
         self.counts, self.signs = self.counts.contiguous(), self.signs.contiguous()
         if self.mean is not None:
@@ -144,8 +143,8 @@ class ParisSearch:
             self.m,
             len(self.shares),
             self.candidates,
-            host_library.DTYPES[codes.weight.dtype],
             self.mean_query,
+            0,
         )
 
 

@@ -11,7 +11,7 @@ P >= D the length of a rotated vector (``rotated_dim``), m = 4 or 8 coordinates 
 S = P / m subspaces, C candidates.
 """
 
-from hf_kvret_kernels.paris.codes import MAX_HEAD_DIM, ParisCodes, rotated_dim
+from hf_kvret_kernels.paris.codes import MAX_HEAD_DIM, ParisCodes, code_weights, rotated_dim
 from hf_kvret_kernels.paris.encoding import (
     decode,
     encode,
@@ -31,6 +31,7 @@ from hf_kvret_kernels.paris.selection import (
 __all__ = [
     "MAX_HEAD_DIM",
     "ParisCodes",
+    "code_weights",
     "collisions",
     "count_centroids",
     "decode",

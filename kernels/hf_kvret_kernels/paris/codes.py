@@ -16,7 +16,8 @@ LEVELS = 8
 MAX_HEAD_DIM = 1024
 # Up to here vectors are padded to a power of two; above, blocks are rotated apart.
 _LARGEST_PADDED = 128
-WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# The largest weight. The code after its own stands for a key that is padding.
+_MOST_WEIGHT, _PADDING = 57344.0, 247
 EXCLUDED = 255
 
 
@@ -70,22 +71,45 @@ def rotation_stride(dim: int) -> int:
 class ParisCodes:
     """Codes of ``n`` keys for every batch row and kv head.
 
-    Every plane is token-major: a token's bytes are contiguous and tokens follow each other
+    Both planes are token-major: a token's bytes are contiguous and tokens follow each other
     without gaps, while the strides of batch and heads are free. So planes may be views
-    ``[:, :, :n]`` of buffers with spare capacity.
+    ``[:, :, :n]`` of buffers with spare capacity. A search reads all signs, and records of
+    candidates: one cache line each for 128 dims and m = 8.
 
     Attributes:
         sign: ``[B, H, n, P // 8]`` uint8. Bit j of byte i is set where rotated coordinate
             8 i + j is not negative. With m = 8, byte s is subspace s's centroid id; with
             m = 4 a byte holds two, the lower subspace in the low nibble.
-        magnitude: ``[B, H, n, 3 * P // 8]`` uint8. Bytes 3 i to 3 i + 2 are, lowest first, a
-            word whose bits 3 j to 3 j + 2 number the level of coordinate 8 i + j.
-        weight: ``[B, H, n, S]`` bf16, fp16 or fp32: ``|k| r / alpha`` of eq. 9.
+        record: ``[B, H, n, 3 * P // 8 + S]`` uint8, magnitudes and then weights. Bytes 3 i to
+            3 i + 2 are, lowest first, a word whose bits 3 j to 3 j + 2 number the level of
+            coordinate 8 i + j. The last S are codes of ``|k| r / alpha`` (eq. 9).
     """
 
     sign: torch.Tensor
-    magnitude: torch.Tensor
-    weight: torch.Tensor
+    record: torch.Tensor
+
+    @property
+    def magnitude(self) -> torch.Tensor:
+        """View ``[B, H, n, 3 * P // 8]`` uint8."""
+        return self.record[..., : 3 * self.sign.shape[-1]]
+
+    @property
+    def weight_codes(self) -> torch.Tensor:
+        """View ``[B, H, n, S]`` uint8."""
+        return self.record[..., 3 * self.sign.shape[-1] :]
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """``[B, H, n, S]`` fp32 of ``weight_codes``."""
+        return (self.weight_codes.short() << 7).view(torch.float16).float()
+
+    def is_valid(self) -> torch.Tensor:
+        """``[B, n]`` bool: which keys are no padding, see ``mark_padding``."""
+        return self.weight_codes[:, 0, :, 0] != _PADDING
+
+    def mark_padding(self, valid: torch.Tensor) -> None:
+        """Mark the keys that ``valid [B, n]`` leaves out."""
+        self.weight_codes.masked_fill_(~valid[:, None, :, None], _PADDING)
 
     @classmethod
     def empty(
@@ -96,32 +120,32 @@ class ParisCodes:
         head_dim: int,
         *,
         m: int = 8,
-        weight_dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str | None = None,
     ) -> ParisCodes:
         """Uninitialized codes to be written by ``encode(..., out=...)``."""
         dim = rotated_dim(head_dim)
         check_subspace_dim(m)
-        if weight_dtype not in WEIGHT_DTYPES:
-            raise ValueError(f"weight_dtype={weight_dtype}: choose one of {WEIGHT_DTYPES}")
+        widths = dim // 8, 3 * dim // 8 + dim // m
         lead = (batch, heads, tokens)
-        return cls(
-            sign=torch.empty(*lead, dim // 8, dtype=torch.uint8, device=device),
-            magnitude=torch.empty(*lead, 3 * dim // 8, dtype=torch.uint8, device=device),
-            weight=torch.empty(*lead, dim // m, dtype=weight_dtype, device=device),
-        )
+        return cls(*(torch.empty(*lead, x, dtype=torch.uint8, device=device) for x in widths))
 
     def tokens(self, start: int, end: int) -> ParisCodes:
         """Views of the codes of tokens ``start`` to ``end``."""
-        return ParisCodes(
-            self.sign[:, :, start:end],
-            self.magnitude[:, :, start:end],
-            self.weight[:, :, start:end],
-        )
+        return ParisCodes(self.sign[:, :, start:end], self.record[:, :, start:end])
 
     def nbytes(self) -> int:
-        """Bytes of the three planes as they are seen, spare capacity left out."""
+        """Bytes of both planes as they are seen, spare capacity left out."""
         return sum(getattr(self, field.name).nbytes for field in fields(self))
+
+
+def code_weights(weight: torch.Tensor) -> torch.Tensor:
+    """uint8 codes of fp32 weights: fp16 without its sign and its last seven bits, rounded.
+
+    Five bits of exponent and three of mantissa: a weight is off by a sixteenth at most, where a
+    coordinate's four bits are off by a tenth of its subspace's length. Negative ones are padding.
+    """
+    halves = weight.clamp(max=_MOST_WEIGHT).half().view(torch.int16)
+    return ((halves.int() + 64) >> 7).to(torch.uint8).masked_fill_(weight < 0, _PADDING)
 
 
 def check_subspace_dim(m: int) -> None:
@@ -169,8 +193,8 @@ def check_rows(name: str, plane: torch.Tensor) -> None:
 def check_codes(codes: ParisCodes, dim: int, m: int, device: torch.device) -> None:
     lead = tuple(codes.sign.shape[:3])
     check_tensor("codes.sign", codes.sign, (None, None, None, dim // 8), [torch.uint8], device)
-    check_tensor("codes.magnitude", codes.magnitude, (*lead, 3 * dim // 8), [torch.uint8], device)
-    check_tensor("codes.weight", codes.weight, (*lead, dim // m), WEIGHT_DTYPES, device)
+    width = 3 * dim // 8 + dim // m
+    check_tensor("codes.record", codes.record, (*lead, width), [torch.uint8], device)
     for field in fields(codes):
         check_rows(f"codes.{field.name}", getattr(codes, field.name))
 

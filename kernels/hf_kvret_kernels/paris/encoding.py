@@ -81,7 +81,6 @@ def encode(
     *,
     m: int = 8,
     mean: torch.Tensor | None = None,
-    weight_dtype: torch.dtype = torch.bfloat16,
     out: ParisCodes | None = None,
     backend: str = "auto",
 ) -> ParisCodes:
@@ -92,8 +91,9 @@ def encode(
     ``alpha = <v, u>`` (eq. 7 and 9; normalizing the key first and multiplying by its norm
     afterwards, as the paper writes it, is the same number). Then ``<u, q>`` is estimated by
     ``<v, q> / alpha`` (eq. 8). A zero key, or a zero subspace, gets weight 0 and no NaN.
-    Subtracting a mean key per head is ours: it shifts all scores of a query by one constant,
-    so the ranking stays, and directions spread out where keys share a large common part.
+    Ours: weights are kept in eight bits (``code_weights``), and a mean key per head is subtracted.
+    The mean shifts all scores of a query by one constant, so the ranking stays, and directions
+    spread out where keys share a large common part.
 
     Args:
         keys: ``[B, H, n, D]`` fp32, bf16 or fp16, any strides, n may be 0.
@@ -101,7 +101,6 @@ def encode(
         levels: ``[8]`` fp32 ascending, of ``magnitude_levels(m)``.
         m: coordinates of a subspace, 4 or 8.
         mean: ``[B, H, D]`` fp32 to subtract from every key of the head, or None.
-        weight_dtype: dtype of the weights where ``out`` is None.
         out: views of n tokens to write, laid out as ``ParisCodes`` says.
         backend: "auto", "naive", "triton", or "cpp" for the compiled library, which "auto" takes on
             a CPU where there is one. Backends round in different orders, so a number that lies
@@ -119,9 +118,7 @@ def encode(
     if mean is not None:
         check_tensor("mean", mean, (batch, heads, head_dim), [torch.float32], keys.device)
     if out is None:
-        out = ParisCodes.empty(
-            batch, heads, length, dim, m=m, weight_dtype=weight_dtype, device=keys.device
-        )
+        out = ParisCodes.empty(batch, heads, length, dim, m=m, device=keys.device)
     elif tuple(out.sign.shape[:3]) != (batch, heads, length):
         raise ValueError(
             f"out has room for {tuple(out.sign.shape[:3])} keys (B, H, n), there are "
@@ -132,7 +129,7 @@ def encode(
         # There is nothing to write.
         return out
     if host_library.is_asked(backend, keys):
-        planes = out.sign, out.magnitude, out.weight
+        planes = out.sign, out.record
         host_library.encode_paris(keys, signs, levels, m, mean, planes, rotation_stride(dim))
     elif choose_backend(backend, keys) == "naive":
         naive.encode(keys, signs, levels, m, mean, out)
@@ -156,7 +153,7 @@ def decode(codes: ParisCodes, levels: torch.Tensor, *, m: int = 8) -> torch.Tens
     check_rotated("codes.sign", dim)
     check_codes(codes, dim, m, device)
     check_tensor("levels", levels, (LEVELS,), [torch.float32], device)
-    return naive.decode(codes.sign, codes.magnitude, codes.weight, levels, m)
+    return naive.decode(codes, levels, m)
 
 
 _GRID = 1 << 16

@@ -14,6 +14,7 @@ from hf_kvret_kernels.paris.codes import (
     EXCLUDED,
     LEVELS,
     ParisCodes,
+    code_weights,
     rotation_blocks,
     rotation_stride,
 )
@@ -72,7 +73,8 @@ def encode(
             level_ids += u > boundary
         level_ids = level_ids.int()
         alpha = (u * levels.index_select(0, level_ids.flatten()).view_as(u)).sum(-1)
-        out.weight[:, :, start:end] = r / torch.where(alpha > 0, alpha, 1.0)
+        weight = r / torch.where(alpha > 0, alpha, 1.0)
+        out.weight_codes[:, :, start:end] = code_weights(weight)
 
         bits = (x >= 0).int().unflatten(-1, (-1, 8))
         out.sign[:, :, start:end] = (bits << shifts).sum(-1, dtype=torch.int32)
@@ -83,25 +85,23 @@ def encode(
         out.magnitude[:, :, start:end] = three.flatten(-2)
 
 
-def decode(
-    sign: torch.Tensor, magnitude: torch.Tensor, weight: torch.Tensor, levels: torch.Tensor, m: int
-) -> torch.Tensor:
-    """``[..., P]`` fp32 of planes ``[..., P // 8]``, ``[..., 3 * P // 8]``, ``[..., S]``.
+def decode(codes: ParisCodes, levels: torch.Tensor, m: int) -> torch.Tensor:
+    """``[..., P]`` fp32 of planes ``[..., P // 8]`` and ``[..., 3 * P // 8 + S]``.
 
     Four levels are 12 bits, so one row of a table of 4,096 gives four coordinates at once.
     """
-    device = sign.device
+    sign, device = codes.sign, codes.sign.device
     numbers = torch.arange(1 << 12, device=device).unsqueeze(1)
     four_levels = levels[(numbers >> 3 * torch.arange(4, device=device)) & (LEVELS - 1)]
     numbers = torch.arange(256, device=device).unsqueeze(1)
     eight_signs = ((numbers >> torch.arange(8, device=device)) & 1).float() * 2 - 1
 
-    low, middle, high = magnitude.int().unflatten(-1, (-1, 3)).unbind(-1)
+    low, middle, high = codes.magnitude.int().unflatten(-1, (-1, 3)).unbind(-1)
     halves = torch.stack([low | (middle & 15) << 8, middle >> 4 | high << 4], dim=-1)
     values = four_levels.index_select(0, halves.flatten()).view(*sign.shape, 8)
     values *= eight_signs.index_select(0, sign.int().flatten()).view(*sign.shape, 8)
-    by_subspace = values.view(*weight.shape, m)
-    by_subspace *= weight.float().unsqueeze(-1)
+    by_subspace = values.view(*codes.weight_codes.shape, m)
+    by_subspace *= codes.weight.unsqueeze(-1)
     return by_subspace.flatten(-2)
 
 
@@ -216,8 +216,8 @@ def rerank(
     """``[B, H, Q, G, C]`` fp32 estimates of ``scale * <k - mean, q>``; -inf for ids of -1.
 
     ``sum_b w_b <v_b, q_b>`` over the rotated query as it is: the paper's
-    ``|q| sum_b w_b <v_b, q_b / |q|>`` (eq. 10). Products and sums are fp32 whatever the weights'
-    dtype; the published kernel sums in bf16.
+    ``|q| sum_b w_b <v_b, q_b / |q|>`` (eq. 10). Products and sums are fp32; the published kernel
+    sums in bf16.
     """
     batch, heads, queries, tables, _ = q_rot.shape
     count = ids.shape[-1]
@@ -226,10 +226,8 @@ def rerank(
         for h in range(heads):
             for q in range(queries):
                 rows = ids[b, h, q].clamp(min=0)
-                planes = (codes.sign[b, h], codes.magnitude[b, h], codes.weight[b, h])
-                sign, magnitude, weight = (plane.index_select(0, rows) for plane in planes)
-                keys = decode(sign, magnitude, weight, levels, m)
-                out[b, h, q] = q_rot[b, h, q] @ keys.t()
+                planes = (plane[b, h].index_select(0, rows) for plane in (codes.sign, codes.record))
+                out[b, h, q] = q_rot[b, h, q] @ decode(ParisCodes(*planes), levels, m).t()
     if offset is not None:
         out += offset.unsqueeze(-1)
     soft_cap_(out.mul_(scale), softcap)

@@ -522,27 +522,26 @@ def rank(
     best = torch.empty(*lead, count, dtype=torch.int32, device=device)
     if not best.numel():
         return Ranked(ids, scores, best)
-    magnitude = codes.magnitude
-    # Their words are those of four bytes of signs.
-    layout = (*magnitude.stride()[:2], magnitude.storage_offset(), magnitude.data_ptr())
+    record = codes.record
+    # Words of magnitudes are those of four bytes of signs.
+    layout = (*record.stride()[:2], record.storage_offset(), record.data_ptr())
     in_words = width % 4 == 0 and all(step % 4 == 0 for step in layout)
-    if in_words:
-        magnitude = magnitude.view(torch.int32)
+    words = record.view(torch.int32) if in_words else record
     # The largest power of two that divides the width: chunks of a row are all alike.
     is_whole = _is_whole(width)
     chunk = width if is_whole else min(_CHUNK, width & -width)
     tile = (_TILE if is_whole else _WIDE_TILE) // (8 * chunk)
     arguments = (
         *(collisions.scores, collisions.plan, collisions.before, tables.tickets, tables.queries),
-        *(codes.sign, magnitude, codes.weight, levels.contiguous()),
+        *(codes.sign, words, record, levels.contiguous()),
         levels if offset is None else offset.contiguous(),
         *(ids, scores, log_sums, best),
         *score_factors(scale, softcap),
         *(collisions.scores.stride(2) // ALIGN, survivors, count),
         *lead[1:],
         *codes.sign.stride()[:2],
-        *magnitude.stride()[:2],
-        *codes.weight.stride()[:2],
+        *words.stride()[:2],
+        *record.stride()[:2],
     )
     constants = {
         "IN_WORDS": in_words and chunk % 4 == 0,
@@ -585,10 +584,10 @@ def _chooses_at_once(survivors: int, count: int) -> bool:
 
 @triton.jit(do_not_specialize=["stride", "survivors", "count"])
 def _rank_kernel(
-    points_ptr, plan_ptr, before_ptr, tickets_ptr, q_ptr, sign_ptr, magnitude_ptr, weight_ptr,
+    points_ptr, plan_ptr, before_ptr, tickets_ptr, q_ptr, sign_ptr, words_ptr, record_ptr,
     levels_ptr, offset_ptr, ids_ptr, scores_ptr, sums_ptr, best_ptr, inner, outer, stride,
-    survivors, count, heads, queries, sign_stride_b, sign_stride_h, magnitude_stride_b,
-    magnitude_stride_h, weight_stride_b, weight_stride_h,
+    survivors, count, heads, queries, sign_stride_b, sign_stride_h, words_stride_b,
+    words_stride_h, record_stride_b, record_stride_h,
     IN_WORDS: tl.constexpr, HAS_OFFSET: tl.constexpr, SOFTCAP: tl.constexpr, TABLES: tl.constexpr,
     HEADS: tl.constexpr, M: tl.constexpr, LEVELS: tl.constexpr, BYTES: tl.constexpr,
     CHUNK: tl.constexpr, INNER: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
@@ -624,8 +623,8 @@ def _rank_kernel(
     byte_ids = tl.arange(0, CHUNK // INNER)[:, None] * INNER + tl.arange(0, INNER)[None, :]
     byte_ids = byte_ids[None, :, :]
     sign_ptr += b * sign_stride_b + h * sign_stride_h
-    magnitude_ptr += b * magnitude_stride_b + h * magnitude_stride_h
-    weight_ptr += b * weight_stride_b + h * weight_stride_h
+    words_ptr += b * words_stride_b + h * words_stride_h
+    record_ptr += b * record_stride_b + h * record_stride_h
     pairs = pairs_of_levels(levels_ptr, LEVELS)
     last = row * TABLES + TABLES - 1
     table_ids = tl.arange(0, HEADS)
@@ -635,10 +634,9 @@ def _rank_kernel(
         inside = slots < end
         # Where there is no candidate, the first token is read, and its result is dropped.
         rows = tl.load(ids_ptr + slots, mask=inside, other=0).to(tl.int64)
-        indices = rows[:, None, None] * BYTES + byte_ids
         if CHUNK == BYTES:
             byte, word, low, high = _load_codes(
-                sign_ptr, magnitude_ptr, weight_ptr, rows, indices, 0, IN_WORDS, M, BYTES, CHUNK
+                sign_ptr, words_ptr, record_ptr, rows, byte_ids, 0, IN_WORDS, M, BYTES, CHUNK
             )
         for first in range(0, TABLES, 4):
             sum0 = tl.zeros(SHAPE, dtype=tl.float32)
@@ -653,7 +651,7 @@ def _rank_kernel(
             for start in range(0, BYTES, CHUNK):
                 if CHUNK < BYTES:
                     byte, word, low, high = _load_codes(
-                        *(sign_ptr, magnitude_ptr, weight_ptr, rows, indices, start),
+                        *(sign_ptr, words_ptr, record_ptr, rows, byte_ids, start),
                         *(IN_WORDS, M, BYTES, CHUNK),
                     )
                 for half in tl.static_range(4):
@@ -782,7 +780,7 @@ def _choose_in_rounds(
 
 @triton.jit
 def _load_codes(
-    sign_ptr, magnitude_ptr, weight_ptr, rows, indices, start,
+    sign_ptr, words_ptr, record_ptr, rows, byte_ids, start,
     IN_WORDS: tl.constexpr, M: tl.constexpr, BYTES: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """``(byte, word, low, high)``: CHUNK sign bytes of each of ``rows``, from ``start`` on.
@@ -790,19 +788,28 @@ def _load_codes(
     A word has the eight levels of a byte, three bits each. A byte covers one subspace or two, each
     with a weight of its own.
     """
-    indices += start
-    byte = tl.load(sign_ptr + indices).to(tl.int32)
+    WIDTH: tl.constexpr = 3 * BYTES + BYTES * 8 // M
+    columns = start + byte_ids
+    byte = tl.load(sign_ptr + rows[:, None, None] * BYTES + columns).to(tl.int32)
+    record_ptr += rows[:, None, None] * WIDTH
     if IN_WORDS:
-        word = split_words(magnitude_ptr + 3 * (start // 4), rows, BYTES, CHUNK)
+        word = split_words(words_ptr + 3 * (start // 4), rows, WIDTH, CHUNK)
     else:
-        word = tl.load(magnitude_ptr + 3 * indices).to(tl.int32)
+        word = tl.load(record_ptr + 3 * columns).to(tl.int32)
         for i in tl.static_range(1, 3):
-            word += tl.load(magnitude_ptr + 3 * indices + i).to(tl.int32) << (8 * i)
-    low = tl.load(weight_ptr + indices * (8 // M)).to(tl.float32)
+            word += tl.load(record_ptr + 3 * columns + i).to(tl.int32) << (8 * i)
+    record_ptr += 3 * BYTES + columns * (8 // M)
+    low = _load_weights(record_ptr)
     high = low
     if M == 4:
-        high = tl.load(weight_ptr + indices * 2 + 1).to(tl.float32)
+        high = _load_weights(record_ptr + 1)
     return byte, word, low, high
+
+
+@triton.jit
+def _load_weights(codes_ptr):
+    """See ``codes.code_weights``."""
+    return (tl.load(codes_ptr).to(tl.int16) << 7).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
@@ -815,13 +822,13 @@ def pairs_of_levels(levels_ptr, LEVELS: tl.constexpr):
 
 
 @triton.jit
-def split_words(words_ptr, rows, BYTES: tl.constexpr, CHUNK: tl.constexpr):
+def split_words(words_ptr, rows, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
     """``[rows, CHUNK // 4, 4]`` int32, in whose lowest 24 bits are eight codes of three bits.
 
-    Of CHUNK bytes of signs among the BYTES of a row. There are three words to each four of them.
+    Of CHUNK bytes of signs, in rows of WIDTH bytes. There are three words to each four of signs.
     """
     QUARTER: tl.constexpr = CHUNK // 4
-    words_ptr += rows[:, None] * (3 * (BYTES // 4)) + 3 * tl.arange(0, QUARTER)[None, :]
+    words_ptr += rows[:, None] * (WIDTH // 4) + 3 * tl.arange(0, QUARTER)[None, :]
     first = tl.load(words_ptr).to(tl.uint32, bitcast=True)
     second = tl.load(words_ptr + 1).to(tl.uint32, bitcast=True)
     third = tl.load(words_ptr + 2).to(tl.uint32, bitcast=True)

@@ -60,15 +60,13 @@ def encode(
             levels.contiguous(),
             keys if mean is None else mean.contiguous(),
             out.sign,
-            out.magnitude,
-            out.weight,
+            out.record,
             length,
             heads,
             head_dim,
             *keys.stride(),
             *out.sign.stride()[:2],
-            *out.magnitude.stride()[:2],
-            *out.weight.stride()[:2],
+            *out.record.stride()[:2],
             part**-0.5,
             HAS_MEAN=mean is not None,
             M=m,
@@ -112,10 +110,9 @@ def source_columns(indices, WHOLE: tl.constexpr, STRIDE: tl.constexpr):
 
 @triton.jit
 def _encode_kernel(
-    keys_ptr, signs_ptr, levels_ptr, mean_ptr, sign_ptr, magnitude_ptr, weight_ptr, length, heads,
-    head_dim,
+    keys_ptr, signs_ptr, levels_ptr, mean_ptr, sign_ptr, record_ptr, length, heads, head_dim,
     keys_stride_b, keys_stride_h, keys_stride_n, keys_stride_d, sign_stride_b, sign_stride_h,
-    magnitude_stride_b, magnitude_stride_h, weight_stride_b, weight_stride_h,
+    record_stride_b, record_stride_h,
     scale,
     HAS_MEAN: tl.constexpr, M: tl.constexpr, LEVELS: tl.constexpr, FIRST: tl.constexpr,
     WHOLE: tl.constexpr, STRIDE: tl.constexpr, DIM: tl.constexpr, LOG_DIM: tl.constexpr,
@@ -154,22 +151,23 @@ def _encode_kernel(
         lower = upper
     alpha = tl.sum(u * v, axis=2)
     weight = r / tl.where(alpha > 0, alpha, 1.0)
-    weight_ptr += b * weight_stride_b + h * weight_stride_h
-    indices = tokens * (WHOLE // M) + FIRST // M + tl.arange(0, SUBSPACES)[None, :]
-    tl.store(weight_ptr + indices, weight.to(weight_ptr.dtype.element_ty), mask=tokens < length)
+    record_ptr += b * record_stride_b + h * record_stride_h + tokens * (3 * WHOLE // 8 + WHOLE // M)
+    # See ``codes.code_weights``.
+    half = tl.minimum(weight, 57344.0).to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
+    weight_ptr = record_ptr + 3 * WHOLE // 8 + FIRST // M + tl.arange(0, SUBSPACES)[None, :]
+    tl.store(weight_ptr, ((half + 64) >> 7).to(tl.uint8), mask=tokens < length)
 
     bit = tl.arange(0, 8)[None, None, :]
     bits = tl.reshape((x >= 0).to(tl.int32), (BLOCK, BYTES, 8))
     byte = tl.sum(bits << bit, axis=2)
-    indices = tokens * (WHOLE // 8) + FIRST // 8 + tl.arange(0, BYTES)[None, :]
-    sign_ptr += b * sign_stride_b + h * sign_stride_h
-    tl.store(sign_ptr + indices, byte.to(tl.uint8), mask=tokens < length)
+    columns = FIRST // 8 + tl.arange(0, BYTES)[None, :]
+    sign_ptr += b * sign_stride_b + h * sign_stride_h + tokens * (WHOLE // 8)
+    tl.store(sign_ptr + columns, byte.to(tl.uint8), mask=tokens < length)
 
     word = tl.sum(tl.reshape(level_ids, (BLOCK, BYTES, 8)) << (3 * bit), axis=2)
-    magnitude_ptr += b * magnitude_stride_b + h * magnitude_stride_h
     for i in tl.static_range(3):
         part = ((word >> (8 * i)) & 255).to(tl.uint8)
-        tl.store(magnitude_ptr + 3 * indices + i, part, mask=tokens < length)
+        tl.store(record_ptr + 3 * columns + i, part, mask=tokens < length)
 
 
 # Tokens of a program.

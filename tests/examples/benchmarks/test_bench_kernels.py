@@ -35,11 +35,11 @@ COUNTED = {
     # 6 centroids of 2 heads for each KV head, lists of 25.
     "centroid.top_keys": (600 * 32 + 72 * 32 + 200, 72 * 100 * 16),
     "centroid.similarity": (72 * 32 + 12 * 32 + 72 * 4, 72 * 16),
-    # A code has 2 bytes of signs, 6 of magnitudes and two weights of 2.
+    # A code has 2 bytes of signs, 6 of magnitudes and two of weights.
     "paris.encode": (600 * 32 + 6 * 16 * 4 + 16 * 4, 0),
     # Queries, and how many tokens have each of 256 patterns in each of two subspaces.
     # Half of the tokens are candidates.
-    "paris.search": (600 * 2 + 300 * 12 + 12 * 32 + 16 * 4 + 12 * 256 * 4 + 8 * 4 + 200, 600 * 16),
+    "paris.search": (600 * 2 + 300 * 10 + 12 * 32 + 16 * 4 + 12 * 256 * 4 + 8 * 4 + 200, 600 * 16),
     "relevance.best_ids": (300 * (4 + 2 * 4), 0),
     # Coded at 4 bits with one scale, a vector has 10 bytes.
     "higgs.encode": (600 * 32, 0),
