@@ -47,9 +47,7 @@ def _break_off(
 @pytest.mark.parametrize(
     ("name", "method", "length", "crop"),
     [
-        ("llama", "paris", 1, 0),
-        ("llama", "lrqk", 30, -3),
-        ("llama", "h2o", 30, 0),
+        *(("llama", "paris", 1, 0), ("llama", "lrqk", 30, -3), ("llama", "h2o", 30, 0)),
         # Latents, keys that others read behind windows that aren't full, keys of an indexer.
         ("deepseek_v3", "paris", 30, 0),
         ("gemma4_shared", "flat", 1, 0),

@@ -39,13 +39,9 @@ EACH = 10
 
 # By default one of each method, store and phase.
 USUAL = [
-    ("flat", "device", "prompt"),
-    ("paris", "cpu", "flushing step"),
-    ("lrqk", "resident", "question"),
-    ("ctkvr", "higgs", "second prompt"),
-    ("h2o", "device", "step"),
-    ("a2ats", "host", "flushing step"),
-    ("aqua", "host", "question"),
+    *(("flat", "device", "prompt"), ("paris", "cpu", "flushing step")),
+    *(("lrqk", "resident", "question"), ("ctkvr", "higgs", "second prompt")),
+    *(("h2o", "device", "step"), ("a2ats", "host", "flushing step"), ("aqua", "host", "question")),
 ]
 
 

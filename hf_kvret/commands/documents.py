@@ -7,6 +7,7 @@ import sys
 import time
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -94,15 +95,10 @@ class ShelfOptions:
 
 def add_document_parsers(commands: Any) -> None:
     """Add ``read``, ``ask`` and ``shelf`` to the program."""
-    add_command(
-        commands, "read", ReadOptions, run_read, help="read a document once and keep it on a shelf"
-    )
-    add_command(
-        commands, "ask", AskOptions, run_ask, help="ask a question to a document on a shelf"
-    )
-    add_command(
-        commands, "shelf", ShelfOptions, run_shelf, help="list, check or remove what is on a shelf"
-    )
+    add = partial(add_command, commands)
+    add("read", ReadOptions, run_read, help="read a document once and keep it on a shelf")
+    add("ask", AskOptions, run_ask, help="ask a question to a document on a shelf")
+    add("shelf", ShelfOptions, run_shelf, help="list, check or remove what is on a shelf")
 
 
 def run_read(options: ReadOptions) -> int:

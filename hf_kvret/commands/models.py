@@ -104,23 +104,19 @@ def add_models_parser(commands: argparse._SubParsersAction[argparse.ArgumentPars
 
 def _run(model: str) -> int:
     transformers_logging.set_verbosity_error()
-    facts = _facts(find_type(model))
-    print("\n".join(printable(f"{name}: {text}") for name, text in facts))
-    return 0
-
-
-def _facts(one: ModelType) -> list[tuple[str, str]]:
-    """All that is known of a type, by name."""
-    if one.refusal:
-        return [("type", one.name), ("refused", one.refusal)]
-    return [
-        ("type", f"{one.name}, served{one.changed and f' {one.changed}'}"),
-        ("layers", f"{one.layer_counts}; full ones retrieve"),
-        ("rows of a layer", f"{one.kv_heads} heads, {one.key_dim} numbers of a key"),
-        ("bytes a token", f"{one.token_bytes:,} in bf16"),
-        ("CUDA graph", "replayed" if one.replay else "steps are not replayed"),
-        ("prompt", f"{'may be' if one.chunks else 'is never'} cut by prefill_chunk='auto'"),
+    one = find_type(model)
+    facts = [
+        f"type: {one.name}, served{one.changed and f' {one.changed}'}",
+        f"layers: {one.layer_counts}; full ones retrieve",
+        f"rows of a layer: {one.kv_heads} heads, {one.key_dim} numbers of a key",
+        f"bytes a token: {one.token_bytes:,} in bf16",
+        f"CUDA graph: {'replayed' if one.replay else 'steps are not replayed'}",
+        f"prompt: {'may be' if one.chunks else 'is never'} cut by prefill_chunk='auto'",
     ]
+    if one.refusal:
+        facts = [f"type: {one.name}", f"refused: {one.refusal}"]
+    print("\n".join(map(printable, facts)))
+    return 0
 
 
 def find_type(model: str) -> ModelType:
@@ -148,11 +144,6 @@ def find_type(model: str) -> ModelType:
     return configured_type(config, config.model_type)
 
 
-def type_names() -> list[str]:
-    """All types of transformers that generate text, in the order of the alphabet."""
-    return sorted(_class_names())
-
-
 def default_config(name: str) -> tuple[PreTrainedConfig, str]:
     """The default configuration of a type, changed so that it can generate text, and how.
 
@@ -175,7 +166,7 @@ def default_type(name: str) -> ModelType:
         why = " ".join(str(error.__cause__ or error).split())
         return ModelType(name, f"{name}: transformers can't make a default configuration: {why}")
     one = configured_type(config, name)
-    if not one.refusal and name not in _class_names():
+    if not one.refusal and name not in type_names():
         return ModelType(name, f"{name} generates no text in transformers")
     return replace(one, changed=changed)
 
@@ -189,7 +180,7 @@ def configured_type(config: PreTrainedConfig, name: str) -> ModelType:
             text_key(config)
         empty = (NativeKVCache if index_budget(config) else FlatKVCache)(config)
         # Last, since the import of a class takes long.
-        if name in _class_names():
+        if name in type_names():
             check_class(text_class(name))
     except ValueError as error:
         return ModelType(name, refusal=str(error))
@@ -221,19 +212,22 @@ def _layer_kind(layer: object) -> str:
 
 def text_class(name: str) -> type[PreTrainedModel]:
     """The class that generates text for one of ``type_names``, for its whole configuration."""
-    classes = [getattr(transformers, class_name) for class_name in _class_names()[name]]
+    classes = [getattr(transformers, class_name) for class_name in type_names()[name]]
     config_class = transformers.CONFIG_MAPPING[name]
     whole = (cls for cls in classes if issubclass(config_class, cls.config_class or ()))
     return next(whole, classes[0])
 
 
 @cache
-def _class_names() -> dict[str, list[str]]:
-    """Names of the classes that generate text, by type."""
+def type_names() -> dict[str, list[str]]:
+    """All types of transformers that generate text, with the names of classes that do.
+
+    They are in the order of the alphabet.
+    """
     names: dict[str, list[str]] = {}
     for mapping in _MAPPINGS:
         named = getattr(modeling_auto, f"MODEL_FOR_{mapping}_MAPPING_NAMES", {})
         for model_type, classes in named.items():
             first = classes if isinstance(classes, str) else classes[0]
             names.setdefault(model_type, []).append(first)
-    return names
+    return dict(sorted(names.items()))

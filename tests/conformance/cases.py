@@ -13,12 +13,8 @@ ArtifactOptions = Callable[[str, str], dict[str, str]]
 
 STORES = ("device", "host", "resident", "cpu")
 TELLING_MODES = (
-    "greedy_ragged",
-    "beams_ragged",
-    "prompt_lookup",
-    "chunked_prefill",
-    "second_turn_ragged",
-    "crop_deep",
+    *("greedy_ragged", "beams_ragged", "prompt_lookup"),
+    *("chunked_prefill", "second_turn_ragged", "crop_deep"),
 )
 RESTS: dict[str, dict[str, Any]] = {"nothing": {"rest": None}, "mean": {"rest": "mean"}}
 

@@ -292,13 +292,8 @@ def of_attention_to_windows() -> Iterator[Refusal]:
     [
         pytest.param(words, call, id=words)
         for refusals in (
-            of_proxies_and_relevance,
-            of_codebooks_and_centroids,
-            of_paris,
-            of_coded_rows,
-            of_pages_and_slots,
-            of_attention_to_chosen_rows,
-            of_attention_to_windows,
+            *(of_proxies_and_relevance, of_codebooks_and_centroids, of_paris, of_coded_rows),
+            *(of_pages_and_slots, of_attention_to_chosen_rows, of_attention_to_windows),
         )
         for words, call in refusals()
     ],

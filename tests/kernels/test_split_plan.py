@@ -29,13 +29,8 @@ def test_whole_blocks_cover_the_length(length: int, splits: int | None, programs
 @pytest.mark.parametrize(
     ("programs", "least_len", "most", "count"),
     [
-        (1, None, 64, 16),
-        (4, None, 64, 4),
-        (16, None, 64, 1),
-        (100, None, 64, 1),
-        (1, None, 5, 5),
-        (1, 640, 64, 10),
-        (1, 10_000, 64, 1),
+        *((1, None, 64, 16), (4, None, 64, 4), (16, None, 64, 1), (100, None, 64, 1)),
+        *((1, None, 5, 5), (1, 640, 64, 10), (1, 10_000, 64, 1)),
     ],
 )
 def test_there_are_as_many_as_fill_the_device_and_are_worth_it(

@@ -118,12 +118,8 @@ def _bits(model: PreTrainedModel, cache: AquaKVCache) -> list[int]:
 def test_bits_that_are_asked_for_win(llama: PreTrainedModel, artifact_of: ArtifactOf) -> None:
     """Without an artifact there are two."""
     for learned, asked, expected in (
-        (2, None, [4, 2]),
-        (3, None, [4, 3]),
-        (16, None, [16, 16]),
-        (16, 2, [4, 2]),
-        (2, 16, [16, 16]),
-        (None, None, [2, 2]),
+        *((2, None, [4, 2]), (3, None, [4, 3]), (16, None, [16, 16])),
+        *((16, 2, [4, 2]), (2, 16, [16, 16]), (None, None, [2, 2])),
     ):
         options: dict[str, Any] = {} if asked is None else {"bits": asked}
         if learned is None:

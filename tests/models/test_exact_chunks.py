@@ -94,12 +94,9 @@ def _cache(model: PreTrainedModel, chunk: int = CHUNK) -> FlatKVCache:
 @pytest.mark.parametrize(
     ("model_type", "kind", "length"),
     [
-        ("llama", "yarn", LIMIT + 40),
-        ("llama", "dynamic", LIMIT - 6),
-        ("llama", "dynamic", LIMIT),
-        ("gemma3_text", "dynamic", LIMIT + 40),
-        ("llama", "longrope", LIMIT),
-        ("llama", "longrope", LIMIT + 1),
+        *(("llama", "yarn", LIMIT + 40), ("llama", "dynamic", LIMIT - 6)),
+        *(("llama", "dynamic", LIMIT), ("gemma3_text", "dynamic", LIMIT + 40)),
+        *(("llama", "longrope", LIMIT), ("llama", "longrope", LIMIT + 1)),
         ("gemma3_text", "longrope", LIMIT + 40),
     ],
 )
@@ -150,10 +147,8 @@ def test_a_span_on_one_side_of_the_limit_may_be_cut() -> None:
     assert depends_on_length(longrope) and depends_on_length(dynamic)
     assert not depends_on_length(_rotating("yarn").config)
     for held, chunk_end, end, cut in (
-        (0, 40, LIMIT, True),
-        (0, 40, LIMIT + 1, False),
-        (0, LIMIT, LIMIT + 1, False),
-        (0, LIMIT + 1, LIMIT + 50, True),
+        *((0, 40, LIMIT, True), (0, 40, LIMIT + 1, False)),
+        *((0, LIMIT, LIMIT + 1, False), (0, LIMIT + 1, LIMIT + 50, True)),
         (LIMIT - 1, LIMIT + 30, LIMIT + 50, False),
         (LIMIT, LIMIT + 30, LIMIT + 50, False),
         (LIMIT + 1, LIMIT + 30, LIMIT + 50, True),

@@ -41,15 +41,10 @@ CASES = [
     *(
         pytest.param(*case, marks=pytest.mark.slow)
         for case in (
-            ("flat", "device", False),
-            ("flat", "higgs-host", True),
-            ("lrqk", "device", False),
-            ("lrqk", "host", True),
-            ("lrqk", "resident", True),
-            ("paris", "device", True),
-            ("paris", "higgs", False),
-            ("paris", "host", False),
-            ("paris", "resident", False),
+            *(("flat", "device", False), ("flat", "higgs-host", True)),
+            *(("lrqk", "device", False), ("lrqk", "host", True), ("lrqk", "resident", True)),
+            *(("paris", "device", True), ("paris", "higgs", False)),
+            *(("paris", "host", False), ("paris", "resident", False)),
         )
     ),
 ]

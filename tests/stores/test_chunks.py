@@ -14,9 +14,7 @@ from hf_kvret.stores.chunks import chunk_len, read_ahead
 @pytest.mark.parametrize(
     ("queries", "batch", "elements", "expected"),
     [
-        (1, 1, 2048, 4096),
-        (5000, 1, 2048, 10_000),
-        (100_000, 1, 2048, 32_768),
+        *((1, 1, 2048, 4096), (5000, 1, 2048, 10_000), (100_000, 1, 2048, 32_768)),
         # No chunk is longer than 256 MiB: here 64 rows of 2048 numbers in two bytes.
         (32_768, 64, 2048, 1024),
         # A chunk has a token, however large.

@@ -45,12 +45,9 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
 @pytest.mark.parametrize(
     ("device", "rows", "store", "fits"),
     [
-        (CPU, 1 << 19, "device", True),
-        (CPU, (1 << 19) + 1, "device", False),
-        (GPU, 250, "device", True),
-        (GPU, 251, "host", True),
-        (GPU, 800 * 1024, "host", True),
-        (GPU, 900 * 1024, "host", False),
+        *((CPU, 1 << 19, "device", True), (CPU, (1 << 19) + 1, "device", False)),
+        *((GPU, 250, "device", True), (GPU, 251, "host", True)),
+        *((GPU, 800 * 1024, "host", True), (GPU, 900 * 1024, "host", False)),
     ],
 )
 def test_rows_go_to_the_first_memory_with_room(

@@ -14,11 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from hf_kvret.models.compatibility import check_config
 
 _SIZES = (
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
+    *("hidden_size", "intermediate_size", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads"),
 )
 
 
@@ -156,11 +153,6 @@ def load_shape(name: str) -> Shape:
     return Shape(name, config)
 
 
-def _first_count(config: PreTrainedConfig, *names: str) -> int:
-    """The first of these fields that the configuration has; 0 without any."""
-    return next((count for name in names if (count := getattr(config, name, None))), 0)
-
-
 def random_model(
     config: PreTrainedConfig, dtype: torch.dtype, device: torch.device | str, seed: int
 ) -> PreTrainedModel:
@@ -209,8 +201,10 @@ def weight_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> WeightBytes:
 
 def _idle_bytes(model: PreTrainedModel) -> int:
     """Bytes of the experts that a token does not pass through."""
-    count = _first_count(model.config, "num_experts", "num_local_experts", "n_routed_experts")
-    active = _first_count(model.config, "num_experts_per_tok", "moe_topk", "moe_k")
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    counts = [getattr(model.config, name, None) for name in names]
+    actives = [getattr(model.config, x, None) for x in ("num_experts_per_tok", "moe_topk", "moe_k")]
+    count, active = (next(filter(None, some), 0) for some in (counts, actives))
     if not count or not active:
         return 0
     named = model.named_parameters()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -181,7 +181,7 @@ def calibrate(
     nbytes = calibration.tensors_held * width * model.dtype.itemsize * corpus.tokens
     layers_at_once = max(1, _MOST_HELD // nbytes)
     identity = ModelIdentity.of(model, name)
-    findings: dict[int, LayerFindings] = {}
+    tensors, settings, quality = dict[str, torch.Tensor](), dict[str, Any](), []
     carried = None
     for first in range(0, len(ropes), layers_at_once):
         some = dict(list(ropes.items())[first : first + layers_at_once])
@@ -192,8 +192,17 @@ def calibrate(
                 result = study.finish(bar.update, carried)
             # Its tokens are freed before the next one learns.
             del study
-            carried, findings[layer] = result.carried, replace(result, carried=None)
-    artifact = _put_together(calibration, identity, corpus, findings)
+            carried, settings[str(layer)] = result.carried, result.settings
+            tensors |= {f"layers.{layer}.{name}": x for name, x in result.tensors.items()}
+            quality.append({"layer": layer, **result.quality})
+    artifact = CalibrationArtifact(
+        method=calibration.method,
+        model=identity,
+        tensors=tensors,
+        data=corpus.description,
+        options={**calibration.options(), "layers": settings},
+        quality=quality,
+    )
     artifact.save_pretrained(folder)
     return artifact
 
@@ -226,24 +235,3 @@ def _read(
                 decoder_of(model)(ids[None].to(input_device(model)), use_cache=False)
             bar.update(len(ids))
     return studies
-
-
-def _put_together(
-    calibration: Calibration,
-    identity: ModelIdentity,
-    corpus: Corpus,
-    layers: Mapping[int, LayerFindings],
-) -> CalibrationArtifact:
-    tensors: dict[str, torch.Tensor] = {}
-    for layer, findings in layers.items():
-        tensors |= {f"layers.{layer}.{name}": x for name, x in findings.tensors.items()}
-    settings = {str(layer): findings.settings for layer, findings in layers.items()}
-    quality = [{"layer": layer, **findings.quality} for layer, findings in layers.items()]
-    return CalibrationArtifact(
-        method=calibration.method,
-        model=identity,
-        tensors=tensors,
-        data=corpus.description,
-        options={**calibration.options(), "layers": settings},
-        quality=quality,
-    )

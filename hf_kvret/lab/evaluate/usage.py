@@ -227,7 +227,9 @@ def attention_keys(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
 
 def _block(one: Any) -> _Block | None:
     """The memory of a tensor, an array or bytes; None for what has parts."""
-    if isinstance(one, torch.Tensor) and not _is_wrapper(one):
+    # Some tensors consist of others, as quantized ones do.
+    is_plain = type(one) is torch.Tensor or not hasattr(one, "__tensor_flatten__")
+    if isinstance(one, torch.Tensor) and is_plain:
         storage = one.untyped_storage()
         return _Block(storage.data_ptr(), storage.nbytes(), one.is_cpu)
     if isinstance(one, np.ndarray):
@@ -237,11 +239,6 @@ def _block(one: Any) -> _Block | None:
     if isinstance(one, bytes | bytearray):
         return _Block(id(one), len(one), True)
     return None
-
-
-def _is_wrapper(tensor: torch.Tensor) -> bool:
-    """Whether a tensor consists of others, as quantized ones do."""
-    return type(tensor) is not torch.Tensor and hasattr(tensor, "__tensor_flatten__")
 
 
 def _parts(one: Any) -> Iterable[Any]:
@@ -271,11 +268,9 @@ def _mapped_ranges() -> list[tuple[int, int]]:
     """Addresses of files that are mapped, where the system says them."""
     if not _MAPS.is_file():
         return []
+    # The inode of a file on a disk is not 0. Shared and pinned memory have paths as well.
     lines = (line.split(maxsplit=5) for line in _MAPS.read_text().splitlines())
-    ranges = [fields[0].split("-") for fields in lines if len(fields) > 5 and _is_file(*fields[4:])]
+    files = (one for one in lines if len(one) > 5 and one[4] != "0")
+    files = (one for one in files if not one[5].startswith(_MEMORY))
+    ranges = [one[0].split("-") for one in files if not one[5].endswith("(deleted)")]
     return [(int(first, 16), int(last, 16)) for first, last in ranges]
-
-
-def _is_file(inode: str, path: str) -> bool:
-    """Whether a mapping is of a file on a disk; shared and pinned memory have paths as well."""
-    return inode != "0" and not path.startswith(_MEMORY) and not path.endswith("(deleted)")

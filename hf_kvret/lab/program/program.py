@@ -23,15 +23,9 @@ _SIGNALS = [
 ]
 # A user, a file or the machine can be the cause of these; anything else is our own bug.
 _MISTAKES = (
-    ValueError,
-    TypeError,
-    OSError,
+    *(ValueError, TypeError, OSError, RecursionError),
     # Packages for opponents, pictures or artifacts may be missing.
-    ImportError,
-    RecursionError,
-    SafetensorError,
-    MemoryError,
-    torch.OutOfMemoryError,
+    *(ImportError, SafetensorError, MemoryError, torch.OutOfMemoryError),
 )
 # Multiples of these are written with a K and with GB, as they are on the command line.
 _K, _GB = 1024, 10**9

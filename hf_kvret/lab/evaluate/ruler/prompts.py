@@ -420,11 +420,8 @@ class Documents(Prompts):
 
 # By the beginning of a task's name.
 _FAMILIES: dict[str, type[Prompts]] = {
-    "niah": Needles,
-    "vt": Chains,
-    "cwe": CommonWords,
-    "fwe": CodedText,
-    "qa": Documents,
+    **{"niah": Needles, "vt": Chains, "cwe": CommonWords},
+    **{"fwe": CodedText, "qa": Documents},
 }
 
 
