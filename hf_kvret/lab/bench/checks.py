@@ -65,7 +65,7 @@ class Checker:
         batch, context = min(batch, _MOST_ROWS), min(context, LONGEST_CHECK)
         key = choice.name, context, batch, fill
         if key not in self._passed:
-            with choice.guard():
+            with choice.guard(self.model):
                 self._passed[key] = self._check(choice, context, batch, fill)
         return self._passed[key]
 

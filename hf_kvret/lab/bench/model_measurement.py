@@ -202,7 +202,7 @@ class ModelMeasurement(CacheMeasurement):
         ]
 
     def _sample(self, turn: filling.Turn) -> TimedSample:
-        with turn.choice.guard():
+        with turn.choice.guard(turn.subject.model):
             return self.once(turn)
 
     @abstractmethod

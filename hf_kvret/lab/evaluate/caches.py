@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from types import ModuleType
@@ -36,6 +37,8 @@ from hf_kvret.lab.evaluate.failures import CheckFailed, out_of_memory
 from hf_kvret.options.config import RetrievalConfig, parse_option, parse_spec
 from hf_kvret.registry import registered_methods
 
+# Hooks of this module stay on a model, and change nothing.
+_SEES_OUTPUTS = "transformers.utils.output_capturing"
 OPPONENTS = ("full", "static", "offloaded", "quantized", "kvpress")
 
 
@@ -52,6 +55,7 @@ class CacheChoice:
         is_exact: logits are those of full attention, for ours with a budget for everything.
         needs_prompt: it acts on the prompt, so that random rows can't stand for one.
         factory: of a cache that is not exact and not ours, where its code is.
+        faults: what it changed in a model for good, as ``forward``: it gets no more cells.
     """
 
     name: str
@@ -61,6 +65,7 @@ class CacheChoice:
     is_exact: bool = True
     needs_prompt: bool = False
     factory: str = ""
+    faults: list[str] = field(default_factory=list, compare=False)
 
     @property
     def method(self) -> str:
@@ -78,19 +83,21 @@ class CacheChoice:
         yield self.make(model.config, capacity)
 
     def check(self, model: PreTrainedModel) -> None:
-        """ValueError where ``model`` can't have the cache."""
-        cache = self.make(model.config, 1)
+        """ValueError where ``model`` can't have the cache; what needs a prompt is tried later."""
+        cache = None if self.needs_prompt else self.make(model.config, 1)
         if isinstance(cache, RetrievalCache):
             cache.check_model(model)
 
     @contextmanager
-    def guard(self) -> Iterator[None]:
-        """For all that is done with the cache.
+    def guard(self, model: PreTrainedModel) -> Iterator[None]:
+        """For all that is done with the cache on ``model``.
 
         Whatever the code of others raises is a CheckFailed: it ends a cell, and the others go on.
+        So is what they change in the model for good, which would be in all later cells.
         """
         try:
-            yield
+            with _unchanged(model, self.faults) if self.needs_prompt else nullcontext():
+                yield
         except CheckFailed:
             raise
         except (Exception, SystemExit) as error:
@@ -99,6 +106,40 @@ class CacheChoice:
             why = " ".join(f"{type(error).__name__}: {error}".split())
             # With a StopIteration as its cause, contexts would raise that one.
             raise CheckFailed(f"{self.name} ({self.factory}) fails: {why}") from None
+
+
+@contextmanager
+def _unchanged(model: PreTrainedModel, changed: list[str]) -> Iterator[None]:
+    """Undo and name what is changed of a model's functions, hooks and parts; then it is an error.
+
+    So it is the next time: code may change what it finds where it is imported, thus only once.
+    """
+    modules = list(model.modules())
+    classes = {cls for one in modules for cls in type(one).__mro__[:-1]}
+    dicts = [vars(sys.modules[name]) for name in {cls.__module__ for cls in classes}]
+    dicts += [vars(one.config) for one in modules if hasattr(one, "config")]
+    for one in modules:
+        dicts += vars(one), one._modules, one._forward_pre_hooks, one._forward_hooks
+    places: list[Any] = [(one, one.__setitem__, one.__delitem__) for one in dicts]
+    places += [(vars(cls), partial(setattr, cls), partial(delattr, cls)) for cls in classes]
+    names, before = {x for cls in classes for x in vars(cls)}, [dict(one) for one, *_ in places]
+    try:
+        if not changed:
+            yield
+    finally:
+        for (place, put, delete), kept in zip(places, before, strict=True):
+            for name in {**kept, **place}:
+                old, new = kept.get(name), place.get(name)
+                is_code = callable(old) or callable(new) or name == "_attn_implementation_internal"
+                # What is new matters as a hook, or in front of what a class has.
+                counts = name in kept or name in names or isinstance(name, int)
+                is_known = getattr(new, "__module__", None) == _SEES_OUTPUTS
+                if is_code and counts and old != new and not is_known:
+                    changed.append(name if isinstance(name, str) else "a hook")
+                    put(name, old) if name in kept else delete(name)
+    if changed:
+        remedy = "make it a context manager, which takes that back at its end"
+        raise RuntimeError(f"it changes the model for good ({changed[0]}): {remedy}")
 
 
 def _needs_model(config: PreTrainedConfig, capacity: int) -> Cache:
@@ -150,9 +191,6 @@ class Stranger(CacheChoice):
         if self.file is None:
             return getattr(importlib.import_module(place), name)
         return getattr(_run_file(self.file, sha256(self.file.read_bytes()).hexdigest()), name)
-
-    def check(self, model: PreTrainedModel) -> None:
-        """Nothing: it is tried in its cells."""
 
 
 def is_stranger(text: str) -> bool:

@@ -125,7 +125,7 @@ class Task(CacheMeasurement):
     def rows(self, group: Sequence[Cell]) -> list[Row]:
         rows = []
         for choice, cell in ((self.choices[cell["cache"]], cell) for cell in group):
-            with choice.guard():
+            with choice.guard(self.subject.model):
                 rows.append(self.run(cell, choice))
         return rows
 

@@ -17,7 +17,7 @@ from typing import Any, Self
 
 import torch
 
-from hf_kvret.saved.folder import replace_file
+from hf_kvret.saved.folder import read_object, replace_file
 from hf_kvret.version import __version__
 
 FORMAT = 1
@@ -49,7 +49,7 @@ class Results:
     """
 
     def __init__(self, name: str, setup: dict[str, Any], path: Path | None = None) -> None:
-        self.name, self.setup, self.path = name, json.loads(json.dumps(setup)), path
+        self.name, self.setup, self.path = name, plain(setup), path
         self.environments: list[dict[str, Any]] = []
         self._results: dict[str, tuple[Cell, dict[str, Any]]] = {}
         # The file as it was read or written last.
@@ -70,7 +70,7 @@ class Results:
         return results
 
     def find(self, cell: Cell) -> dict[str, Any] | None:
-        """The result of a finished cell, else None."""
+        """The result of a finished cell, as ``plain``; None without one."""
         entry = self._results.get(_key(cell))
         return None if entry is None else entry[1]
 
@@ -82,7 +82,7 @@ class Results:
                 was.
             ValueError: another process has written the file meanwhile; it is as it was.
         """
-        self._results[_key(cell)] = (dict(cell), result)
+        self._results[_key(cell)] = (dict(cell), plain(result))
         if self.path is None:
             return
         if _bytes_of(self.path) not in (None, self._content):
@@ -97,7 +97,7 @@ class Results:
             "environments": self.environments,
             "cells": [{"cell": cell, "result": row} for cell, row in self],
         }
-        self._content = json.dumps(content, indent=1).encode() + b"\n"
+        self._content = json.dumps(content, indent=1, allow_nan=False).encode() + b"\n"
         replace_file(self.path, self._content)
 
     def __iter__(self) -> Iterator[tuple[Cell, dict[str, Any]]]:
@@ -132,11 +132,8 @@ def read_results(path: Path, name: str | None = None) -> dict[str, Any]:
     """
     if not path.is_file():
         raise FileNotFoundError(f"no file {path}")
-    try:
-        content = json.loads(path.read_bytes())
-    except ValueError:
-        content = None
-    if not isinstance(content, dict) or content.get("format") != FORMAT or "cells" not in content:
+    content = plain(read_object(path, "cells") or {})
+    if content.get("format") != FORMAT:
         raise ValueError(
             f"{path} is no result file that this version of hf-kvret reads: give another file"
         )
@@ -145,6 +142,11 @@ def read_results(path: Path, name: str | None = None) -> dict[str, Any]:
             f"{path} holds results of {content['name']!r}, not of {name!r}: give another --json"
         )
     return content
+
+
+def plain(value: Any) -> Any:
+    """``value`` as JSON gives it back, which has null for a number that is NaN or infinite."""
+    return json.loads(json.dumps(value), parse_constant=lambda word: None)
 
 
 def why_missing(row: dict[str, Any]) -> str | None:

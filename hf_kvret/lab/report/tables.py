@@ -72,6 +72,6 @@ def held(*rows: dict[str, Any]) -> str:
 
 
 def over_full(results: Results, cell: Cell, row: dict[str, Any], name: str) -> float | None:
-    """How far a number is above full attention's in the same cell; None where that is missing."""
-    full = results.find(cell | {"cache": "full"})
-    return None if full is None else row[name] - full[name]
+    """How far a number is above full attention's in the same cell; None where one is missing."""
+    full = (results.find(cell | {"cache": "full"}) or {}).get(name)
+    return None if full is None or row[name] is None else row[name] - full

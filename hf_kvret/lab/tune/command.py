@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -184,9 +185,12 @@ class Tune(Measurement):
         if name == FULL:
             return self._walker.full(window)
         variant = self.variants[name]
-        with variant.base.guard():
+        with variant.base.guard(self.subject.model):
             row = self._walker.row(variant, window)
-        return row | {"method": variant.method, "cache_config": dict(variant.cache_config)}
+        # JSON has no infinity, and the largest float is as good an option.
+        largest, options = sys.float_info.max, variant.cache_config.items()
+        config = {name: min(x, largest) if isinstance(x, float) else x for name, x in options}
+        return row | {"method": variant.method, "cache_config": config}
 
     @property
     def _new(self) -> int:

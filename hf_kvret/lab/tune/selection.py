@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 from hf_kvret.lab.evaluate.measurement import Row
 from hf_kvret.lab.report.plots import plot_lines, series
 from hf_kvret.lab.report.results import Cell, Results
-from hf_kvret.lab.report.tables import markdown_table
+from hf_kvret.lab.report.tables import markdown_table, or_dash
 from hf_kvret.saved.folder import replace_file
 
 FULL = "full"
@@ -49,9 +50,10 @@ class Measured:
         return self._error_at(self.agreement)
 
     @property
-    def kl(self) -> float:
-        """KL(full || variant), mean over tokens, in nats."""
-        return sum(row["kl"] for row in self.rows) / self.tokens
+    def kl(self) -> float | None:
+        """KL(full || variant), mean over tokens, in nats; None where it is no number."""
+        kls = [row["kl"] for row in self.rows]
+        return None if None in kls else sum(kls) / self.tokens
 
     @property
     def step_bytes(self) -> float:
@@ -166,9 +168,7 @@ def front(measured: Sequence[Measured]) -> list[Measured]:
     return best
 
 
-_HEADER = (
-    *("cache", "tokens", "agreement, %", "KL", "MB a step", "of full", "device MB", "ms a step"),
-)
+_HEADER = "cache", "tokens", "agreement, %", "KL", "MB a step", "of full", "device MB", "ms a step"
 
 
 def configuration(results: Results, name: str) -> dict[str, Any]:
@@ -213,8 +213,9 @@ def draw_tuning(path: Path, results: Results) -> None:
     """Agreement against bytes a step, a line for each filled cache and rest."""
     measured = collect(results)
     full = measured[FULL].step_bytes if FULL in measured else 1.0
+    budgets = re.compile(":(top_k|dense_below)=[^:]*")
     points = [
-        (_without_budget(one.name), 100 * one.step_bytes / full, 100 * one.agreement)
+        (budgets.sub("", one.name), 100 * one.step_bytes / full, 100 * one.agreement)
         for one in sorted(_variants(measured), key=lambda one: one.cost)
     ]
     plot_lines(
@@ -232,11 +233,6 @@ def _choice(results: Results) -> tuple[Measured | None, str]:
     return choose(finalists(results), results.setup["agreement"])
 
 
-def _without_budget(name: str) -> str:
-    options = name.split(":")
-    return ":".join(text for text in options if not text.startswith(("top_k=", "dense_below=")))
-
-
 def _variants(measured: Mapping[str, Measured]) -> list[Measured]:
     return [one for name, one in measured.items() if name != FULL]
 
@@ -246,7 +242,7 @@ def _line(one: Measured, full: Measured, is_choice: bool) -> list[str]:
         f"**{one.name}**" if is_choice else one.name,
         str(one.tokens),
         "100" if one is full else f"{100 * one.agreement:.2f} ± {100 * one.agreement_error:.2f}",
-        "0" if one is full else f"{one.kl:.1e}",
+        "0" if one is full else or_dash(one.kl, ".1e"),
         f"{one.step_bytes / 1e6:.4g}",
         f"{one.step_bytes / full.step_bytes:.1%}",
         f"{one.device_bytes / 1e6:.4g}",

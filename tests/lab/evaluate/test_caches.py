@@ -60,9 +60,10 @@ def test_options_of_a_quantized_cache_reach_transformers() -> None:
         choose_cache("quantized:bits=2").make(CONFIG, 100)
 
 
-def test_what_a_quantized_cache_raises_ends_its_cell_alone() -> None:
+def test_what_a_quantized_cache_raises_ends_its_cell_alone(subject: Subject) -> None:
     for name, kind in (("quantized", CheckFailed), ("full", TypeError)):
-        with pytest.raises(kind, match="no sliding layers"), choose_cache(name).guard():
+        guard = choose_cache(name).guard(subject.model)
+        with pytest.raises(kind, match="no sliding layers"), guard:
             raise TypeError("no sliding layers")
 
 

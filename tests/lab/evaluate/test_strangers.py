@@ -1,5 +1,6 @@
 """Caches that others wrote come by their factories, and go the way of all others."""
 
+import copy
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from hf_kvret.lab.evaluate.failures import CheckFailed
 from hf_kvret.lab.evaluate.reader import Reader
 from hf_kvret.lab.evaluate.subject import Subject
 from hf_kvret.lab.report.results import Results
+from hf_kvret.saved.identity import modules_state
 
 from .runs import greedy
 
@@ -24,8 +26,9 @@ STRANGERS = '''
 from contextlib import contextmanager
 from functools import partial
 from transformers import DynamicCache
+from transformers.models.llama import modeling_llama
 
-log, pool = [], {}
+pool = {}
 
 
 class Old(DynamicCache):
@@ -67,6 +70,14 @@ class Deaf(Old):
         return (keys, values) if keys.shape[2] == key_states.shape[2] else (keys * 0, values)
 
 
+class Holes(Old):
+    """Has no numbers for the newest token."""
+
+    def update(self, key_states, value_states, layer_idx):
+        keys, values = super().update(key_states, value_states, layer_idx)
+        return keys, values * float("nan") if key_states.shape[2] == 1 else values
+
+
 def old(model, config, capacity, kind="Old"):
     assert capacity > 0
     return globals()[kind](config=config)
@@ -74,11 +85,25 @@ def old(model, config, capacity, kind="Old"):
 
 @contextmanager
 def patched(model):
-    log.append("opened")
-    try:
-        yield None
-    finally:
-        log.append("closed")
+    yield None
+
+
+def spoils(model, kind):
+    layer, code = model.model.layers[0], modeling_llama
+    inner = type(layer.mlp).forward
+    {
+        "forward": lambda: setattr(type(layer.mlp), "forward", lambda *x: 2 * inner(*x)),
+        "a hook": lambda: layer.register_forward_pre_hook(print),
+        "generate": lambda: setattr(model, "generate", print),
+        "_attn_implementation": lambda: model.set_attn_implementation("eager"),
+        "mlp": lambda: setattr(layer, "mlp", layer.self_attn),
+        "apply_rotary_pos_emb": lambda: setattr(code, "apply_rotary_pos_emb", print),
+        # As kvpress leaves it, and as transformers does.
+        None: lambda: setattr(layer.self_attn, "rotary_emb", model.model.rotary_emb),
+    }[kind]()
+    if kind is None:
+        model(model.dummy_inputs["input_ids"], output_hidden_states=True)
+    return DynamicCache(config=model.config)
 
 
 def answers(model):
@@ -123,20 +148,35 @@ def test_readers_of_strangers_fork_and_answer_as_full_attention(
 def test_whatever_ends_ends_a_cell(mine: Path, subject: Subject) -> None:
     ends = {f"{mine}:old:kind=Ends": "StopIteration", "sys:exit": "SystemExit", "builtins:id": "no"}
     for choice, why in ((choose_cache(f"mine={made}"), why) for made, why in ends.items()):
-        with pytest.raises(CheckFailed, match=why), choice.guard():
+        with pytest.raises(CheckFailed, match=why), choice.guard(subject.model):
             Reader(subject.model, choice, 8).prefill(torch.arange(3, 8))
 
 
-def test_a_context_is_open_while_the_prompt_is_read(
-    mine: Path, subject: Subject, text: torch.Tensor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(mine.parent)
-    import mine as module  # type: ignore[import-not-found]
+SPOILT = ("forward", "a hook", "generate", "_attn_implementation", "mlp", "apply_rotary_pos_emb")
 
-    reader = Reader(subject.model, choose_cache("mine=mine:patched"), 80)
-    assert module.log == []
-    reader.prefill(text)
-    assert module.log == ["opened", "closed"]
+
+@pytest.mark.parametrize("kind", SPOILT)
+def test_a_model_that_stays_changed_is_put_back_and_ends_the_cell(
+    kind: str, mine: Path, subject: Subject, text: torch.Tensor
+) -> None:
+    model: Any = copy.deepcopy(subject.model)
+    before, choice = modules_state(model), choose_cache(f"mine={mine}:spoils:kind={kind}")
+    attention, expected = model.config._attn_implementation, greedy(model, text, 4)
+    # What a package changes where it is imported is not changed again the next time.
+    for _ in range(2):
+        words = rf"mine:.*changes the model for good \({kind}.*make it a context manager"
+        guard, opened = choice.guard(model), choice.open(model, 80)
+        with pytest.raises(CheckFailed, match=words), guard, opened:
+            pass
+        assert modules_state(model) == before and "generate" not in vars(model)
+        assert model.config._attn_implementation == attention
+        assert greedy(model, text, 4) == expected
+
+
+def test_hooks_that_see_outputs_and_new_parts_are_no_change(mine: Path, subject: Subject) -> None:
+    choice, model = choose_cache(f"mine={mine}:spoils:kind=none"), copy.deepcopy(subject.model)
+    with choice.guard(model), choice.open(model, 80):
+        pass
 
 
 FOREIGN = """
@@ -221,6 +261,7 @@ def test_a_press_is_open_while_the_prompt_is_read(
 
     monkeypatch.setitem(sys.modules, "kvpress", SimpleNamespace(HalfPress=HalfPress))
     reader = Reader(subject.model, choose_cache("kvpress:Half:ratio=0.5"), 80)
+    assert not given
     logits = reader.prefill(text)
     assert given == [0.5, subject.model, "closed"]
     assert reader.answer(logits, 4) == greedy(subject.model, text, 4)
@@ -236,13 +277,18 @@ def run(tmp_path: Path, mine: Path, capsys: pytest.CaptureFixture[str]) -> Calla
         file = tmp_path / f"{line.split()[1]}.json"
         words = [word.replace("FILE", str(mine)) for word in line.split()]
         assert main([*words, "--json", str(file)]) == 1
+        # RFC 8259 has no NaN.
+        json.loads(file.read_text(), parse_constant=pytest.fail)
         rows = {cell["cache"]: row for cell, row in Results.load(file)}
         return rows, capsys.readouterr().out
 
     return command
 
 
-CACHES = "full,old=FILE:old,deaf=FILE:old:kind=Deaf,bad=FILE:broken,text=FILE:answers"
+CACHES = (
+    "full,spoils=FILE:spoils:kind=forward,old=FILE:old,deaf=FILE:old:kind=Deaf,bad=FILE:broken,"
+    "text=FILE:answers"
+)
 
 
 def test_every_task_takes_strangers_and_goes_on_behind_one_that_fails(
@@ -256,6 +302,7 @@ def test_every_task_takes_strangers_and_goes_on_behind_one_that_fails(
     assert rows["old"]["kl_mean"] < 1e-6 < rows["deaf:kind=Deaf"]["kl_mean"]
     assert "bad (" in printed and "RuntimeError: made for another transformers" in printed
     assert "text answers by itself" in printed
+    assert "changes the model for good (forward)" in printed
     rows, printed = run(
         f"eval niah --model {tiny_model_dir} --context 340 --depths 0,50 --samples 1 "
         f"--answer-tokens 4 --caches {CACHES}"
@@ -263,6 +310,29 @@ def test_every_task_takes_strangers_and_goes_on_behind_one_that_fails(
     assert rows["old"]["answers"] == rows["full"]["answers"] == rows["text"]["answers"]
     # Both cells share one line.
     assert printed.count("made for another transformers") == 1 and "and 1 more" in printed
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "eval agreement --windows 1 --new-tokens 4 --caches full,",
+        "eval ppl --windows 1 --caches full,",
+        "eval arena --new-tokens 4 --depths 50 --answer-tokens 2 --caches full,",
+        "tune --tokens 8 --windows 1 --methods ",
+    ],
+)
+def test_what_is_no_number_is_null_in_json_and_a_dash_in_tables(
+    command: str, run: Callable[..., Any], tiny_model_dir: Path, tiny_text: Path
+) -> None:
+    place = f" --model {tiny_model_dir} --text {tiny_text} --context 340 --plot FILE.png"
+    line = f"{command}holes=FILE:old:kind=Holes,bad=FILE:broken{place}"
+    # The second time the row is read from the file.
+    for rows, printed in (run(line), run(line)):
+        row = rows["holes:kind=Holes"]
+        assert None in [row.get(x, 0.0) for x in ("kl_max", "nats", "kl")]
+        lines = [x for x in printed.splitlines() if x.lstrip("| *").startswith("holes:kind=Holes")]
+        assert "| - " in lines[0]
+        assert command.split()[1] != "arena" or "| KL nan " in lines[1]
 
 
 def test_bench_and_tune_take_strangers(

@@ -122,8 +122,8 @@ class Agreement(Task):
             "cache": lambda cell, row: cell["cache"],
             "context": lambda cell, row: str(cell["length"]),
             "tokens equal, forced": lambda cell, row: f"{row['forced_equal']:.2%}",
-            "KL, mean": lambda cell, row: f"{row['kl_mean']:.2e}",
-            "KL, max": lambda cell, row: f"{row['kl_max']:.2e}",
+            "KL, mean": lambda cell, row: or_dash(row["kl_mean"], ".2e"),
+            "KL, max": lambda cell, row: or_dash(row["kl_max"], ".2e"),
             first: lambda cell, row: f"{median(row['first_divergence']):g}",
             "tokens equal, free": lambda cell, row: f"{row['free_equal']:.2%}",
             "recall": lambda cell, row: share(row["overlap"]),
@@ -206,7 +206,8 @@ def _layer_table(results: Results) -> str:
     def figures(layer: dict[str, Any] | None) -> str:
         if layer is None:
             return "-"
-        return f"{layer['overlap']:.3f}, {layer['mass']:.3f} of {layer['best_mass']:.3f}"
+        overlap, mass, best = (share(layer[name]) for name in ("overlap", "mass", "best_mass"))
+        return f"{overlap}, {mass} of {best}"
 
     numbers = sorted({number for layers in columns.values() for number in layers})
     rows = [[str(n), *(figures(layers.get(n)) for layers in columns.values())] for n in numbers]

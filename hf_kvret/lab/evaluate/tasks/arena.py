@@ -97,7 +97,7 @@ class Arena(Agreement):
             "tokens": len(kls),
             "forced_equal": fmean(one["forced_equal"] for one in forced),
             "kl_mean": fmean(kls),
-            "kl_max": max(kls),
+            "kl_max": float(np.max(kls)),
             "step_over_full": fmean(one["step_over_full"] for one in forced),
             "needles": [self._needle(choice, length, depth) for depth in depths],
             "modes": {name: self._mode(choice, name) for name in bar(_MODES, unit="mode")},
@@ -183,7 +183,7 @@ class Arena(Agreement):
             for label, logits in reference.values.items()
             if logits.is_floating_point()
         )
-        return max(float(divergence(*pair).max()) for pair in pairs)
+        return float(torch.cat([divergence(*pair) for pair in pairs]).max())
 
     @cached_property
     def _references(self) -> dict[Mode, Outcome | str]:
@@ -205,7 +205,7 @@ class Arena(Agreement):
             "peak of a step / full": lambda cell, row: _share(row, "peak_bytes"),
             "unpacks keys": lambda cell, row: "yes" if row["unpacked"] else "no",
             "tokens equal": lambda cell, row: f"{row['forced_equal']:.1%}",
-            "KL, mean": lambda cell, row: f"{row['kl_mean']:.1e}",
+            "KL, mean": lambda cell, row: or_dash(row["kl_mean"], ".1e"),
             "needles": lambda cell, row: f"{sum(row['needles'])} of {len(row['needles'])}",
             "step / full": lambda cell, row: f"{row['step_over_full']:.2f}",
         }
@@ -223,6 +223,7 @@ class Arena(Agreement):
         points = {
             f"{cell['cache']}, {cell['length']}": (_over_full(row, -1), max(row["kl_mean"], 1e-9))
             for cell, row in results
+            if row["kl_mean"] is not None
         }
         x, y = "bytes held / DynamicCache's", "KL(full || cache), nats"
         plot_front(path, points, title=f"{results.setup['model']}: bytes and loss", x=x, y=y)
@@ -245,6 +246,6 @@ def _share(row: dict[str, Any], name: str) -> str:
 def _played(name: str, cell: Cell, row: dict[str, Any]) -> str:
     """A mode in few words: as full attention, with a divergence, or the name of an error."""
     result = row["modes"][name]
-    if isinstance(result, str):
-        return result.partition(":")[0]
+    if result is None or isinstance(result, str):
+        return (result or "KL nan").partition(":")[0]
     return "exact" if result < 1e-6 else f"KL {result:.1e}"

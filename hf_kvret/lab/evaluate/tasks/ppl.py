@@ -108,7 +108,7 @@ class Perplexity(Task):
         columns: Columns = {
             "cache": lambda cell, row: cell["cache"],
             "window": lambda cell, row: str(cell["length"]),
-            "perplexity": lambda cell, row: f"{row['ppl']:.3f}",
+            "perplexity": lambda cell, row: or_dash(row["ppl"], ".3f"),
             "nats over full": nats_over_full,
             "cold rows read": lambda cell, row: or_dash(row["read_ratio"], ".2%"),
             "device / full K,V": lambda cell, row: f"{row['device_bytes'] / row['full_bytes']:.1%}",
