@@ -33,10 +33,8 @@ def logits(model: PreTrainedModel, cache: Cache, autocast: bool) -> torch.Tensor
 @pytest.mark.parametrize(
     ("name", "dtype", "make", "autocast"),
     [
-        ("llama", BF16, on_host, False),
-        ("gemma2", BF16, paris, False),
-        ("gpt_oss", BF16, flat, False),
-        ("llama", BF16, flat, True),
+        *(("llama", BF16, on_host, False), ("gemma2", BF16, paris, False)),
+        *(("gpt_oss", BF16, flat, False), ("llama", BF16, flat, True)),
         # Of latents, what autocast makes is put together.
         ("deepseek_v3", FP32, flat, True),
         ("deepseek_v3", BF16, LatentKVCache, True),

@@ -116,15 +116,11 @@ def test_other_names_and_pages_of_other_sites_are_refused(server: Server) -> Non
     """A page whose name was made to lead here (DNS rebinding), or one that posts here."""
     port = server.host.partition(":")[2]
     for name, value, status in (
-        ("Host", server.host, 200),
-        ("Host", f"localhost:{port}", 200),
-        ("Host", f"evil.example:{port}", 400),
-        ("Host", "localhost.evil.example", 400),
-        ("Host", "", 400),
-        ("Origin", f"http://{server.host}", 200),
+        *(("Host", server.host, 200), ("Host", f"localhost:{port}", 200), ("Host", "", 400)),
+        *(("Host", f"evil.example:{port}", 400), ("Host", "localhost.evil.example", 400)),
+        *(("Origin", f"http://{server.host}", 200), ("Origin", "null", 403)),
         ("Origin", "http://evil.example", 403),
         ("Origin", "http://127.0.0.1.evil.example", 403),
-        ("Origin", "null", 403),
     ):
         assert server.answer("/config", **{name: value}).status == status, value
         assert server.upload(100, **{name: value}) == status, value

@@ -36,12 +36,9 @@ def _als() -> Index:
 
 
 INDEXES: dict[str, Make] = {
-    "flat": FlatIndex,
-    "paris": lambda: ParisIndex(ParisConfig()),
+    **{"flat": FlatIndex, "paris": lambda: ParisIndex(ParisConfig())},
     "paris, nibbles": lambda: ParisIndex(ParisConfig(subspace_dim=4)),
-    "lrqk": _lrqk(),
-    "lrqk, int8": _lrqk(proxy_dtype="int8"),
-    "lrqk, als": _als,
+    **{"lrqk": _lrqk(), "lrqk, int8": _lrqk(proxy_dtype="int8"), "lrqk, als": _als},
     "ctkvr": _ctkvr(),
     "ctkvr, at once": _ctkvr(update=1, update_lists="recalled"),
     "ctkvr, few pending": _ctkvr(pending=6),

@@ -68,11 +68,9 @@ def test_a_forward_that_knows_one_name_gets_that() -> None:
 @pytest.mark.parametrize(
     ("package", "installed", "warns"),
     [
-        ("transformers", "5.17.0", True),
-        ("transformers", "5.18.0", False),
+        *(("transformers", "5.17.0", True), ("transformers", "5.18.0", False)),
         ("transformers", "5.25.0.dev0", True),
-        ("torch", "2.11.0+cu130", False),
-        ("torch", "3.0.0", True),
+        *(("torch", "2.11.0+cu130", False), ("torch", "3.0.0", True)),
     ],
 )
 def test_an_untested_version_is_warned_of_with_the_way_out(

@@ -14,17 +14,13 @@ pytest.importorskip("triton")
 
 # Each pair counts kernels of ours and operations of torch.
 LAUNCHES = {
-    ("paris", "device"): (5, 0),
-    ("paris", "host"): (5, 0),
-    ("paris", "higgs"): (5, 0),
+    **{("paris", store): (5, 0) for store in ("device", "host", "higgs")},
     # This store maps slots, fetches rows, and counts both.
     ("paris", "resident"): (7, 7),
     # Scores, their sum and the choice take five; torch scales the query and makes zeros.
-    ("flat", "device"): (7, 2),
-    ("flat", "host"): (7, 2),
+    **{("flat", store): (7, 2) for store in ("device", "host")},
     # Here the query is kept and projected as well.
-    ("lrqk", "device"): (7, 5),
-    ("lrqk", "host"): (7, 5),
+    **{("lrqk", store): (7, 5) for store in ("device", "host")},
 }
 QUICK = ("paris", "device")
 

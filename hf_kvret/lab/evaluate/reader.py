@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLa
 
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.generate.chunks import fit_chunk, recurs
-from hf_kvret.lab.evaluate.caches import CacheChoice, Stranger
+from hf_kvret.lab.evaluate.caches import CacheChoice
 from hf_kvret.lab.evaluate.failures import CheckFailed
 from hf_kvret.lab.evaluate.usage import Usage, held_blocks, usage_of
 from hf_kvret.lossless.steps import LosslessSteps
@@ -193,8 +193,8 @@ class Reader:
             return twin
         if changes:
             raise TypeError(f"{self.choice.name} is no retrieval cache: it has no {list(changes)}")
-        if isinstance(self.choice, Stranger):
-            return self._fork_stranger(twin)
+        if not self.choice.is_exact:
+            return self._fork_others(twin)
         twin.cache = copy.copy(self.cache)
         twin.cache.layers = [
             copy.copy(layer) if type(layer) in _SHAREABLE_LAYERS else copy.deepcopy(layer)
@@ -202,11 +202,11 @@ class Reader:
         ]
         return twin
 
-    def _fork_stranger(self, twin: Reader) -> Reader:
+    def _fork_others(self, twin: Reader) -> Reader:
         """``twin`` with a deep copy; where there can be none, a reader that reads all again."""
         if self.answers_alone:
             return twin
-        # Classes of others raise what they like.
+        # Classes of others raise what they like; quanto's tensors can't be copied with torch 2.13.
         with suppress(Exception):
             # The model may be in it, and stays one.
             twin.cache = copy.deepcopy(self.cache, {id(self.model): self.model})

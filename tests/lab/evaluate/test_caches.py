@@ -2,10 +2,13 @@
 
 import importlib.util
 import sys
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from transformers import DynamicCache, LlamaConfig, StaticCache
+from transformers.cache_utils import Cache, DynamicLayer
 
 from hf_kvret.lab.evaluate.caches import choose_cache, choose_caches, known_caches
 from hf_kvret.lab.evaluate.failures import CheckFailed
@@ -108,6 +111,21 @@ def test_quantized_rows_take_few_bytes_and_stay_close(
     expected, got = full.feed(text[-1:]), reader.feed(text[-1:])
     assert not torch.equal(got, expected)
     assert torch.cosine_similarity(got, expected).item() > 0.9
+
+
+class Sealed(DynamicLayer):
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise RuntimeError("implement clone()")
+
+
+def test_a_quantized_cache_that_can_not_be_copied_is_read_again(
+    subject: Subject, text: torch.Tensor
+) -> None:
+    """As tensors of quanto with torch 2.13."""
+    choice = replace(choose_cache("quantized"), make=lambda *_: Cache(layers=[Sealed(), Sealed()]))
+    reader = Reader(subject.model, choice, len(text) + 200)
+    reader.prefill(text)
+    check_forks(reader, text)
 
 
 @pytest.mark.parametrize(("name", "left"), PRESSED)
