@@ -149,8 +149,7 @@ def test_a_span_on_one_side_of_the_limit_may_be_cut() -> None:
     for held, chunk_end, end, cut in (
         *((0, 40, LIMIT, True), (0, 40, LIMIT + 1, False)),
         *((0, LIMIT, LIMIT + 1, False), (0, LIMIT + 1, LIMIT + 50, True)),
-        (LIMIT - 1, LIMIT + 30, LIMIT + 50, False),
-        (LIMIT, LIMIT + 30, LIMIT + 50, False),
+        *((LIMIT - 1, LIMIT + 30, LIMIT + 50, False), (LIMIT, LIMIT + 30, LIMIT + 50, False)),
         (LIMIT + 1, LIMIT + 30, LIMIT + 50, True),
     ):
         assert (why_whole(longrope, Span(held, chunk_end, end)) is None) == cut

@@ -28,6 +28,7 @@ from transformers import (
     PreTrainedModel,
     QuantizedCache,
     StaticCache,
+    cache_utils,
 )
 from transformers.cache_utils import Cache
 
@@ -37,8 +38,7 @@ from hf_kvret.lab.evaluate.failures import CheckFailed, out_of_memory
 from hf_kvret.options.config import RetrievalConfig, parse_option, parse_spec
 from hf_kvret.registry import registered_methods
 
-# Hooks of this module stay on a model, and change nothing.
-_SEES_OUTPUTS = "transformers.utils.output_capturing"
+_SEES_OUTPUTS = "transformers.utils.output_capturing"  # its hooks stay, and change nothing
 OPPONENTS = ("full", "static", "offloaded", "quantized", "kvpress")
 
 
@@ -110,12 +110,13 @@ class CacheChoice:
 
 @contextmanager
 def _unchanged(model: PreTrainedModel, changed: list[str]) -> Iterator[None]:
-    """Undo and name what is changed of a model's functions, hooks and parts; then it is an error.
+    """Undo and name changes of a model's functions, hooks, parts and caches; raise for any.
 
     So it is the next time: code may change what it finds where it is imported, thus only once.
     """
     modules = list(model.modules())
     classes = {cls for one in modules for cls in type(one).__mro__[:-1]}
+    classes |= {cls for cls in vars(cache_utils).values() if isinstance(cls, type)}
     dicts = [vars(sys.modules[name]) for name in {cls.__module__ for cls in classes}]
     dicts += [vars(one.config) for one in modules if hasattr(one, "config")]
     for one in modules:

@@ -270,7 +270,6 @@ def _mapped_ranges() -> list[tuple[int, int]]:
         return []
     # The inode of a file on a disk is not 0. Shared and pinned memory have paths as well.
     lines = (line.split(maxsplit=5) for line in _MAPS.read_text().splitlines())
-    files = (one for one in lines if len(one) > 5 and one[4] != "0")
-    files = (one for one in files if not one[5].startswith(_MEMORY))
-    ranges = [one[0].split("-") for one in files if not one[5].endswith("(deleted)")]
+    files = (x for x in lines if len(x) > 5 and x[4] != "0" and not x[5].startswith(_MEMORY))
+    ranges = [x[0].split("-") for x in files if not x[5].endswith("(deleted)")]
     return [(int(first, 16), int(last, 16)) for first, last in ranges]
