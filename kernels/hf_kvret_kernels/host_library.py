@@ -49,7 +49,7 @@ _CODES = struct.Struct("@6P3Pq2i5q4i")
 _RANKING = struct.Struct("@3P6q2i")
 # hfk_product: four addresses, three sizes, and dtype, path, threads and a reserved number.
 _PRODUCT = struct.Struct("@4P3q4i")
-# hfk_paris_encoding: seven addresses, seven sizes, nine strides, two dtypes, path and threads.
+# hfk_paris_encoding: six addresses, seven sizes, seven strides; dtype, path, threads, reserved.
 _PARIS_ENCODING = struct.Struct("@6P14q4i")
 
 

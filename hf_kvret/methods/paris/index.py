@@ -12,7 +12,7 @@ import torch
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.contracts.block import TokenBlock
 from hf_kvret.contracts.index import CapturableIndex, ColdTokens, Index, SearchCost
-from hf_kvret.contracts.state import Tensors, number, tensor, transient
+from hf_kvret.contracts.state import FLOATS, Schema, Tensors, number, tensor, transient
 from hf_kvret.contracts.store import Store
 from hf_kvret.contracts.token_buffer import TokenBuffer, tokens
 from hf_kvret.options.config import RetrievalConfig
@@ -374,6 +374,16 @@ class ParisIndex(CapturableIndex, Index):
         if self._counts is None:
             return {} if self._energy is None else {"energy": self._energy}
         return super().state_dict()
+
+    def check_saved(self, state: Tensors, schema: Schema) -> None:
+        """As for every state; widths follow from other tensors. See ``_with_records``."""
+        super().check_saved(state, schema)
+        if {"sign", "counts"} <= state.keys():
+            magnitudes, weights = 3 * state["sign"].shape[3], state["counts"].shape[2]
+            widths = {"record": magnitudes + weights, "magnitude": magnitudes, "weight": weights}
+            for name in widths.keys() & state.keys():
+                dtype = FLOATS if name == "weight" else torch.uint8
+                schema.check(name, state[name], f"B H N {widths[name]}", dtype)
 
     def load_state_dict(self, state: Tensors, device: torch.device | None = None) -> None:
         """As for every state."""

@@ -524,7 +524,7 @@ def rank(
         return Ranked(ids, scores, best)
     record = codes.record
     # Words of magnitudes are those of four bytes of signs.
-    layout = (*record.stride()[:2], record.storage_offset(), record.data_ptr())
+    layout = (*record.stride()[:3], record.storage_offset(), record.data_ptr())
     in_words = width % 4 == 0 and all(step % 4 == 0 for step in layout)
     words = record.view(torch.int32) if in_words else record
     # The largest power of two that divides the width: chunks of a row are all alike.
