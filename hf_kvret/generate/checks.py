@@ -167,7 +167,8 @@ def _options_in(values: Any) -> set[str]:
 def _misplaced_options(call: Request) -> str:
     """Says which options stand in the generation config itself, which takes any; else empty."""
     config = call.arguments.get("generation_config") or GenerationConfig()
-    names = _options_in(vars(config)) - vars(GenerationConfig()).keys()
+    given = {name: value for name, value in vars(config).items() if value is not None}
+    names = _options_in(given) - vars(GenerationConfig()).keys()
     if not names:
         return ""
     return (
@@ -318,7 +319,9 @@ def refuse_batch(model: PreTrainedModel, generation_config: Any) -> None:
     configs = (generation_config, model.generation_config)
     names = {getattr(config, "cache_implementation", None) for config in configs}
     text = model.config.get_text_config(decoder=True)
-    has_ours = _options_in(getattr(generation_config, "cache_config", None))
+    # The model's own cache_config is a default for calls that name a cache.
+    given = None if generation_config is model.generation_config else generation_config
+    has_ours = _options_in(getattr(given, "cache_config", None))
     if has_ours or names & METHODS.keys() or text._attn_implementation in OUR_NAMES:
         raise ValueError(
             "continuous batching by init_continuous_batching or generate_batch keeps a paged cache "

@@ -327,7 +327,7 @@ class RetrievalConfig:
         readers = {}
         if self.slots != 1 and self.store != "resident":
             readers["slots"] = "store='resident'"
-        # Full rows are coded in so many bits only where a load codes them.
+        # A load may code full rows in so many bits; 4 is the default.
         if self.bits in (2, 3) and self.row_bits == 16:
             readers["bits"] = "store='higgs' or 'higgs-host'"
         return readers

@@ -201,10 +201,12 @@ def weight_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> WeightBytes:
 
 def _idle_bytes(model: PreTrainedModel) -> int:
     """Bytes of the experts that a token does not pass through."""
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
-    counts = [getattr(model.config, name, None) for name in names]
-    actives = [getattr(model.config, x, None) for x in ("num_experts_per_tok", "moe_topk", "moe_k")]
-    count, active = (next(filter(None, some), 0) for some in (counts, actives))
+
+    def first_of(*names: str) -> int:
+        return next((count for name in names if (count := getattr(model.config, name, None))), 0)
+
+    count = first_of("num_experts", "num_local_experts", "n_routed_experts")
+    active = first_of("num_experts_per_tok", "moe_topk", "moe_k")
     if not count or not active:
         return 0
     named = model.named_parameters()

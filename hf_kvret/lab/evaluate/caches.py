@@ -117,8 +117,10 @@ def _unchanged(model: PreTrainedModel, changed: list[str]) -> Iterator[None]:
     modules = list(model.modules())
     classes = {cls for one in modules for cls in type(one).__mro__[:-1]}
     classes |= {cls for cls in vars(cache_utils).values() if isinstance(cls, type)}
-    dicts = [vars(sys.modules[name]) for name in {cls.__module__ for cls in classes}]
-    dicts += [vars(one.config) for one in modules if hasattr(one, "config")]
+    names = {cls.__module__ for cls in classes} & sys.modules.keys()
+    dicts = [vars(sys.modules[name]) for name in names]
+    configs = (getattr(one, "config", None) for one in modules)
+    dicts += [vars(config) for config in configs if isinstance(config, PreTrainedConfig)]
     for one in modules:
         dicts += vars(one), one._modules, one._forward_pre_hooks, one._forward_hooks
     places: list[Any] = [(one, one.__setitem__, one.__delitem__) for one in dicts]

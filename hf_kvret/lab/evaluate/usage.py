@@ -227,9 +227,9 @@ def attention_keys(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
 
 def _block(one: Any) -> _Block | None:
     """The memory of a tensor, an array or bytes; None for what has parts."""
+    is_tensor = isinstance(one, torch.Tensor)
     # Some tensors consist of others, as quantized ones do.
-    is_plain = type(one) is torch.Tensor or not hasattr(one, "__tensor_flatten__")
-    if isinstance(one, torch.Tensor) and is_plain:
+    if is_tensor and (type(one) is torch.Tensor or not hasattr(one, "__tensor_flatten__")):
         storage = one.untyped_storage()
         return _Block(storage.data_ptr(), storage.nbytes(), one.is_cpu)
     if isinstance(one, np.ndarray):

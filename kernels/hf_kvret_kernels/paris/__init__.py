@@ -1,9 +1,9 @@
 """ParisKV's operations: compact codes of keys, and a two-stage search over them.
 
-A key becomes a *sign plane* (one bit a coordinate), a *magnitude plane* (three bits a
-coordinate) and one *weight* a subspace. Stage 1 reads the sign plane alone: candidates are the
-tokens with the highest scores of ``collisions``. Stage 2 estimates their inner products from the
-full codes. ``search`` is both.
+A key becomes *signs* (one bit a coordinate) and a *record*: magnitudes (three bits a coordinate)
+and a weight for each subspace. Stage 1 reads the signs alone: candidates are the tokens with the
+highest scores of ``collisions``. Stage 2 estimates their inner products from signs and records.
+``search`` is both.
 
 Paper: ParisKV, sections 4.1 and 4.2. Dimensions: B batch, H kv heads, Q queries at once, G query
 tables of a kv head (1 after a mean over the group, or the group's size), n tokens, D head dim,

@@ -419,10 +419,9 @@ class Documents(Prompts):
 
 
 # By the beginning of a task's name.
-_FAMILIES: dict[str, type[Prompts]] = {
-    **{"niah": Needles, "vt": Chains, "cwe": CommonWords},
-    **{"fwe": CodedText, "qa": Documents},
-}
+_FAMILIES: dict[str, type[Prompts]] = dict(
+    niah=Needles, vt=Chains, cwe=CommonWords, fwe=CodedText, qa=Documents
+)
 
 
 def generate(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -184,6 +185,10 @@ class Arena(Agreement):
             if logits.is_floating_point()
         )
         return float(torch.cat([divergence(*pair) for pair in pairs]).max())
+
+    def check_cells(self, cells: Sequence[Cell]) -> None:
+        super().check_cells(cells)
+        assert self._references, "full attention is asked before a cache may change the model"
 
     @cached_property
     def _references(self) -> dict[Mode, Outcome | str]:
