@@ -43,7 +43,7 @@ TELLING_MODELS = ("llama", "gemma2", "gpt_oss", "qwen3")
 # Modes that transformers' own cache lacks.
 _ROWS = {"reset_other_batch", "batch_repeat_interleave", "batch_select_indices"}
 IMPOSSIBLE: dict[str, set[str]] = {
-    **{name: {"early_exit"} for name in ("gpt_oss", "gpt_neox", "gpt2", "exaone4")},
+    **{name: {"early_exit"} for name in ("gpt_oss", "gpt_neox", "gpt2", "exaone4", "gemma4")},
     "qwen2_vl": {"early_exit", "guidance"},
     "lfm2": {"early_exit", *_ROWS},
     "qwen3_next": {"assisted", "prompt_lookup", "early_exit", "crop_small", "crop_deep", *_ROWS},
