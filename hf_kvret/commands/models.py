@@ -105,16 +105,17 @@ def add_models_parser(commands: argparse._SubParsersAction[argparse.ArgumentPars
 def _run(model: str) -> int:
     transformers_logging.set_verbosity_error()
     one = find_type(model)
-    facts = [
-        f"type: {one.name}, served{one.changed and f' {one.changed}'}",
-        f"layers: {one.layer_counts}; full ones retrieve",
-        f"rows of a layer: {one.kv_heads} heads, {one.key_dim} numbers of a key",
-        f"bytes a token: {one.token_bytes:,} in bf16",
-        f"CUDA graph: {'replayed' if one.replay else 'steps are not replayed'}",
-        f"prompt: {'may be' if one.chunks else 'is never'} cut by prefill_chunk='auto'",
-    ]
     if one.refusal:
         facts = [f"type: {one.name}", f"refused: {one.refusal}"]
+    else:
+        facts = [
+            f"type: {one.name}, served{one.changed and f' {one.changed}'}",
+            f"layers: {one.layer_counts}; full ones retrieve",
+            f"rows of a layer: {one.kv_heads} heads, {one.key_dim} numbers of a key",
+            f"bytes a token: {one.token_bytes:,} in bf16",
+            f"CUDA graph: {'replayed' if one.replay else 'steps are not replayed'}",
+            f"prompt: {'may be' if one.chunks else 'is never'} cut by prefill_chunk='auto'",
+        ]
     print("\n".join(map(printable, facts)))
     return 0
 

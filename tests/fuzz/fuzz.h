@@ -174,7 +174,7 @@ class PlainAttention {
     std::vector<double> sum_, size_;
 };
 
-// Of a byte of ParisKV's records: five bits of exponent, three of mantissa.
+// What a byte codes as a weight of ParisKV: five bits are its exponent, three its mantissa.
 inline double weight_of(uint8_t code) {
     const int exponent = code >> 3, fraction = code & 7;
     return exponent > 0 ? std::ldexp(8 + fraction, exponent - 18) : std::ldexp(fraction, -17);

@@ -181,7 +181,9 @@ def calibrate(
     nbytes = calibration.tensors_held * width * model.dtype.itemsize * corpus.tokens
     layers_at_once = max(1, _MOST_HELD // nbytes)
     identity = ModelIdentity.of(model, name)
-    tensors, settings, quality = dict[str, torch.Tensor](), dict[str, Any](), []
+    tensors: dict[str, torch.Tensor] = {}
+    settings: dict[str, Any] = {}
+    quality: list[dict[str, Any]] = []
     carried = None
     for first in range(0, len(ropes), layers_at_once):
         some = dict(list(ropes.items())[first : first + layers_at_once])

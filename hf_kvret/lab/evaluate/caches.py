@@ -117,15 +117,16 @@ def _unchanged(model: PreTrainedModel, changed: list[str]) -> Iterator[None]:
     modules = list(model.modules())
     classes = {cls for one in modules for cls in type(one).__mro__[:-1]}
     classes |= {cls for cls in vars(cache_utils).values() if isinstance(cls, type)}
-    names = {cls.__module__ for cls in classes} & sys.modules.keys()
-    dicts = [vars(sys.modules[name]) for name in names]
+    imported = {cls.__module__ for cls in classes} & sys.modules.keys()
+    dicts = [vars(sys.modules[name]) for name in imported]
     configs = (getattr(one, "config", None) for one in modules)
     dicts += [vars(config) for config in configs if isinstance(config, PreTrainedConfig)]
     for one in modules:
         dicts += vars(one), one._modules, one._forward_pre_hooks, one._forward_hooks
     places: list[Any] = [(one, one.__setitem__, one.__delitem__) for one in dicts]
     places += [(vars(cls), partial(setattr, cls), partial(delattr, cls)) for cls in classes]
-    names, before = {x for cls in classes for x in vars(cls)}, [dict(one) for one, *_ in places]
+    in_classes = {name for cls in classes for name in vars(cls)}
+    before = [dict(place) for place, *_ in places]
     try:
         if not changed:
             yield
@@ -134,12 +135,15 @@ def _unchanged(model: PreTrainedModel, changed: list[str]) -> Iterator[None]:
             for name in {**kept, **place}:
                 old, new = kept.get(name), place.get(name)
                 is_code = callable(old) or callable(new) or name == "_attn_implementation_internal"
-                # What is new matters as a hook, or in front of what a class has.
-                counts = name in kept or name in names or isinstance(name, int)
+                # A new name changes nothing, unless a hook has it or it hides a class's own.
+                counts = name in kept or name in in_classes or isinstance(name, int)
                 is_known = getattr(new, "__module__", None) == _SEES_OUTPUTS
                 if is_code and counts and old != new and not is_known:
                     changed.append(name if isinstance(name, str) else "a hook")
-                    put(name, old) if name in kept else delete(name)
+                    if name in kept:
+                        put(name, old)
+                    else:
+                        delete(name)
     if changed:
         remedy = "make it a context manager, which takes that back at its end"
         raise RuntimeError(f"it changes the model for good ({changed[0]}): {remedy}")

@@ -66,6 +66,11 @@ def make(model, kind):
 
 def broken(model):
     raise RuntimeError("made for another transformers")
+
+
+def spoils(model):
+    model.model.layers[0].mlp.forward = lambda x: 0 * x
+    return DynamicCache(config=model.config)
 '''
 
 
@@ -80,7 +85,8 @@ def test_strange_caches_are_found_out(
     exact = "flat:top_k=8:dense_below=0:recent=16:flush=16:lossless=true"
     words = ["--model", tiny_model_dir, "--text", tiny_text, "--context", 340, "--new-tokens", 4]
     words += ["--depths", 50, "--answer-tokens", 2, "--json", file, "--plot", tmp_path / "x.png"]
-    words += ["--caches", ",".join(["full", ours, exact, *strange, f"bad={theirs}:broken"])]
+    fails = f"spoils={theirs}:spoils", f"bad={theirs}:broken"
+    words += ["--caches", ",".join([fails[0], "full", ours, exact, *strange, fails[1]])]
     assert main(["eval", "arena", *map(str, words)]) == 1
     printed = capsys.readouterr().out
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")

@@ -163,7 +163,7 @@ def test_a_model_that_stays_changed_is_put_back_and_ends_the_cell(
     model: Any = copy.deepcopy(subject.model)
     before, choice = modules_state(model), choose_cache(f"mine={mine}:spoils:kind={kind}")
     attention, expected = model.config._attn_implementation, greedy(model, text, 4)
-    # What a package changes where it is imported is not changed again the next time.
+    # A package that patches while it is imported does so once, and its second cell fails, too.
     for _ in range(2):
         words = rf"mine:.*changes the model for good \({kind}.*make it a context manager"
         guard, opened = choice.guard(model), choice.open(model, 80)

