@@ -58,10 +58,9 @@ def attach(model: PreTrainedModel) -> None:
     for cls in classes:
         _look_at(cls, cls.forward)
     record_base(text, text._attn_implementation)
-    if text is model.config:
-        model.set_attn_implementation(ATTENTION_NAME)
-    else:
-        model.set_attn_implementation({text_key(model.config): ATTENTION_NAME})
+    is_whole = text is model.config
+    name = ATTENTION_NAME if is_whole else {text_key(model.config): ATTENTION_NAME}
+    model.set_attn_implementation(name)
     if text._attn_implementation != ATTENTION_NAME:
         restore(model)
         raise ValueError(

@@ -12,10 +12,11 @@ pass with the call, and ``check_custom`` looks at the cache behind a loop of the
 from __future__ import annotations
 
 from dataclasses import fields
+from inspect import signature
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel, QuantizedCache
 
 from hf_kvret.attention.base import OUR_NAMES
 from hf_kvret.cache import RetrievalCache
@@ -62,7 +63,8 @@ def why_not(
     """
     mask = call.mask(prepared_mask)
     cache_len = cache.get_seq_length() if call.keeps is None else call.keeps
-    reasons = [_soft_prompt_obstacle(call), _mask_fault(mask, cache_len), _misplaced_options(call)]
+    reasons = [_soft_prompt_obstacle(call), _mask_fault(mask, cache_len)]
+    reasons.append(_misplaced_options(generation_config))
     if is_callers(call, cache):
         reasons += [_other_layers(call, cache), _missing_tokens(call, cache_len)]
     if generation_config.use_cache is False:
@@ -147,7 +149,8 @@ def check_options_are_read(call: Request, generation_config: Any, cache: Any) ->
     options, name = generation_config.cache_config, generation_config.cache_implementation
     # The model's own is a default for calls that name a cache_implementation. What transformers'
     # caches don't read either is theirs to say, but for options of ours.
-    if not options or not call.sets("cache_config") or (name and not _options_in(options)):
+    theirs = signature(QuantizedCache).parameters.keys() if name == "quantized" else set()
+    if not options or not call.sets("cache_config") or (name and not _options_in(options) - theirs):
         return
     reason = "no cache was asked for" if cache is None else f"the cache is a {type(cache).__name__}"
     reason = f"{name!r} is a cache of transformers" if name else reason
@@ -164,16 +167,15 @@ def _options_in(values: Any) -> set[str]:
     return names & values.keys() if isinstance(values, dict) else set()
 
 
-def _misplaced_options(call: Request) -> str:
+def _misplaced_options(generation_config: Any) -> str:
     """Says which options stand in the generation config itself, which takes any; else empty."""
-    config = call.arguments.get("generation_config") or GenerationConfig()
-    given = {name: value for name, value in vars(config).items() if value is not None}
+    given = {name: value for name, value in vars(generation_config).items() if value is not None}
     names = _options_in(given) - vars(GenerationConfig()).keys()
     if not names:
         return ""
     return (
         f"the generation config has {', '.join(sorted(names))}, which only the cache would read: "
-        "move them into its cache_config"
+        "move them into its cache_config, or model.generation_config's if they stand there"
     )
 
 

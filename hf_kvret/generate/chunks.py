@@ -140,8 +140,7 @@ def chunk_prompt(
             reason = obstacle or reason
         if reason is not None:
             size, level = None, logging.INFO if option == "auto" else logging.WARNING
-            message = "prefill_chunk=%r: the prompt goes in one pass, as %s"
-            _log.log(level, message, option, reason)
+            _log.log(level, "prefill_chunk=%r: the prompt goes in one pass, as %s", option, reason)
         generation_config.prefill_chunk_size = size
     chunk = size or length
     past = cache.get_seq_length()

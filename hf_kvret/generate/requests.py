@@ -74,12 +74,8 @@ class Request:
     def token_prompt(self) -> torch.Tensor | None:
         """``prompt`` of ids or embeddings; None for sounds and others that are no tokens."""
         name, prompt = self.prompt()
-        is_embedded = name == "inputs_embeds"
-        is_text = (
-            prompt is not None
-            and prompt.ndim == 2 + is_embedded
-            and prompt.is_floating_point() == is_embedded
-        )
+        form = (3, True) if name == "inputs_embeds" else (2, False)
+        is_text = prompt is not None and (prompt.ndim, prompt.is_floating_point()) == form
         return prompt if is_text else None
 
     def mask(self, prepared: Any) -> Any:

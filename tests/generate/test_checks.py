@@ -4,6 +4,7 @@ import copy
 import re
 import warnings
 from collections.abc import Callable
+from dataclasses import make_dataclass
 from functools import partial
 from typing import Any
 
@@ -13,8 +14,10 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel, Static
 
 import hf_kvret
 from hf_kvret import FlatKVCache, ParisKVCache, attach
-from hf_kvret.generate.checks import why_not
+from hf_kvret.generate.checks import check_options_are_read, why_not
 from hf_kvret.generate.requests import Request
+from hf_kvret.methods.known import METHODS
+from hf_kvret.options.config import RetrievalConfig
 from hf_kvret.stores import store_names
 from hf_kvret.testing import COVERING_OPTIONS, MODELS, REFUSED
 from hf_kvret.testing.scenario import prompt
@@ -225,11 +228,22 @@ def test_all_reasons_are_given_at_once(model: PreTrainedModel, filled: FlatKVCac
     assert [word in reason for word, reason in zip(words, reasons, strict=True)] == [True] * 3
 
 
-def test_a_models_own_use_cache_is_refused_with_the_way_out(llama: PreTrainedModel) -> None:
-    llama.generation_config.use_cache = False
+def test_a_models_own_settings_are_refused_with_the_way_out(llama: PreTrainedModel) -> None:
+    own: Any = llama.generation_config
+    own.use_cache, own.lossless = False, True
+    words = r"has lossless, .* or model\.generation_config's.*\n.*, so pass use_cache=True"
     for given in ({"past_key_values": new_cache(llama)}, PARIS):
-        with pytest.raises(ValueError, match="generation_config says it, so pass use_cache=True"):
+        with pytest.raises(ValueError, match=words):
             llama.generate(prompt(1, 40), **given, **RUN)
+
+
+def test_a_quantized_cache_keeps_options_that_a_users_method_has_too(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = make_dataclass("Options", [("nbits", int, 4)], bases=(RetrievalConfig,), frozen=True)
+    monkeypatch.setitem(METHODS, "mine", type("Mine", (FlatKVCache,), {"Config": options}))
+    given = {"cache_implementation": "quantized", "cache_config": {"nbits": 4}}
+    check_options_are_read(Request(model, given), GenerationConfig(**given), None)
 
 
 @pytest.mark.parametrize(
