@@ -14,7 +14,6 @@ from transformers import DynamicCache, PreTrainedModel
 
 from hf_kvret import FlatKVCache, ParisKVCache, RetrievalCache
 from hf_kvret.layer.layer import RetrievalLayer
-from hf_kvret.models.compatibility import retrieval_shapes
 from hf_kvret.observe import observers
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
 from hf_kvret.testing.scenario import prompt
@@ -78,21 +77,9 @@ def test_a_cache_is_saved_and_not_pickled(llama: PreTrainedModel) -> None:
         pickle.dumps(FlatKVCache(llama.config))
 
 
-def test_every_layer_knows_its_heads(llama: PreTrainedModel) -> None:
-    """Without them a loaded state is not compared with the model's query heads."""
-    cache = FlatKVCache(llama.config, **COVERING_OPTIONS)
-    assert [layer.layer_info.shape for layer in cache.retrieval_layers] == list(
-        retrieval_shapes(llama.config).values()
-    )
-
-
 @pytest.mark.parametrize(("gpu", "library"), [(False, False), (True, False), (False, True)])
 def test_missing_kernels_are_told_of_once_where_no_other_does_the_work(
-    gpu: bool,
-    library: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    gpu: bool, library: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     """With their cost, and what to install."""
     monkeypatch.delenv(host_library.PATH_VARIABLE, raising=False)

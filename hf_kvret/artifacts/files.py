@@ -49,8 +49,8 @@ def check_no_foreign_artifact(directory: Path, method: str, repository: str = ""
         path = directory / CARD
         if not path.exists():
             return
-    description = read_object(path, "format_version")
-    if description is None or "method" not in description:
+    description, _ = read_object(path, "format_version")
+    if "method" not in description:
         owner = "not of a calibration artifact (but of a model, perhaps)"
     elif description["method"] != method:
         owner = f"of an artifact of {description['method']!r}, not of {method!r}"
@@ -110,11 +110,11 @@ def read_description(directory: Path) -> dict[str, Any]:
             f"no calibration artifact in {directory}: {DESCRIPTION} is missing; give a folder that "
             "CalibrationArtifact.save_pretrained wrote, or the hub id of one"
         )
-    description = read_object(path, "format_version")
-    if description is None:
+    description, fault = read_object(path, "format_version")
+    if fault:
         raise ValueError(
-            f"{path} is no JSON object with a format_version: it is not of a calibration artifact "
-            f"(but of a model, perhaps), or damaged; {_AGAIN}"
+            f"{path} is {fault}; it is damaged, or not of a calibration artifact (but of a model, "
+            f"perhaps): {_AGAIN}"
         )
     version = description["format_version"]
     if version != FORMAT_VERSION:

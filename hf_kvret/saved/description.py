@@ -34,9 +34,9 @@ def read_description(directory: Path) -> dict[str, Any]:
     path = directory / DESCRIPTION
     if not path.is_file():
         raise FileNotFoundError(f"no saved cache in {directory}: {DESCRIPTION} is missing")
-    content = read_object(path, "format_version")
-    if content is None:
-        raise ValueError(f"{path} is corrupt (no JSON object with a format_version): {_AGAIN}")
+    content, fault = read_object(path, "format_version")
+    if fault:
+        raise ValueError(f"{path} is corrupt ({fault}): {_AGAIN}")
     if content["format_version"] != FORMAT_VERSION:
         raise ValueError(
             f"{path} has format version {content['format_version']}, this hf_kvret reads "
@@ -77,7 +77,7 @@ def check_replaceable(directory: Path) -> None:
     path = directory / DESCRIPTION
     if not path.is_file():
         return
-    content = read_object(path, "format_version") or {}
+    content, _ = read_object(path, "format_version")
     if not {"method", "layers"} <= content.keys():
         raise ValueError(
             f"{path} is not of a saved cache, or damaged, and would be replaced: give another "

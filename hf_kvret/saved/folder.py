@@ -203,13 +203,15 @@ def _sync_folder(directory: Path) -> None:
         os.close(descriptor)
 
 
-def read_object(path: Path, key: str) -> dict[str, Any] | None:
-    """The object in a JSON file that has ``key``; None for any other content."""
+def read_object(path: Path, key: str) -> tuple[dict[str, Any], str]:
+    """The object in a JSON file that has ``key``, and ""; of other content {}, and what it is."""
     try:
         content = json.loads(path.read_bytes())
-    except ValueError:
-        return None
-    return content if isinstance(content, dict) and key in content else None
+    except (RecursionError, ValueError) as error:
+        return {}, f"no JSON: {error}"
+    if isinstance(content, dict) and key in content:
+        return content, ""
+    return {}, f"no JSON object with a {key}"
 
 
 def plain_bytes(value: Any) -> bytes:

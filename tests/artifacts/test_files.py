@@ -103,7 +103,7 @@ def _edited(change: Callable[[dict[str, Any]], object], seal: bool) -> Change:
 
 REFUSED: list[tuple[Change, type[Exception], str]] = [
     (_edited(lambda d: d["options"].update(codewords=9), False), ValueError, "was changed"),
-    (_written("{"), ValueError, "is no JSON"),
+    (_written("{"), ValueError, "is no JSON: .* line 1 column 2"),
     (_written('{"model_type": "llama"}'), ValueError, "not of a calibration artifact"),
     (
         _edited(lambda d: d["files"].update(tensors="../x.safetensors"), True),

@@ -138,11 +138,7 @@ def _checked(
 
 def several(parse: Callable[[str], _Value]) -> Callable[[str], tuple[_Value, ...]]:
     """Comma-separated values of one type."""
-
-    def read(text: str) -> tuple[_Value, ...]:
-        return tuple(parse(word.strip()) for word in text.split(","))
-
-    return read
+    return lambda text: tuple(parse(word.strip()) for word in text.split(","))
 
 
 def one_or_both(one: str, other: str) -> Callable[[str], tuple[str, ...]]:

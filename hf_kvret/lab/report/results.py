@@ -11,6 +11,7 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Self
@@ -132,10 +133,12 @@ def read_results(path: Path, name: str | None = None) -> dict[str, Any]:
     """
     if not path.is_file():
         raise FileNotFoundError(f"no file {path}")
-    content = plain(read_object(path, "cells") or {})
+    content, fault = read_object(path, "cells")
+    content = plain(content)
     if content.get("format") != FORMAT:
         raise ValueError(
-            f"{path} is no result file that this version of hf-kvret reads: give another file"
+            f"{path} is no result file that this version of hf-kvret reads "
+            f"({fault or 'another format'}): give another file"
         )
     if name not in (None, content["name"]):
         raise ValueError(
@@ -224,11 +227,8 @@ def _version(name: str) -> str | None:
 
 
 def _processor() -> str:
-    try:
-        with open("/proc/cpuinfo") as file:
-            for line in file:
-                if line.startswith("model name"):
-                    return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
     return platform.processor() or platform.machine()

@@ -202,18 +202,13 @@ class Tune(Measurement):
         return trials.Walker(self.subject, self._cut(), self._new)
 
     def _cut(self) -> list[torch.Tensor]:
+        sizes = self.context, self._new, self.windows
         if self.text is None:
-            return trials.needle_windows(self.context, self._new, self.windows, self.seed)
+            return trials.needle_windows(*sizes, self.seed)
         tokenizer = self.subject.need_tokenizer("tune")
         ids, bos = token_ids(tokenizer, read_text(self.text)), tokenizer.bos_token_id
-        return trials.cut_windows(
-            ids if bos is None else ids[1:],
-            self.context,
-            self._new,
-            self.windows,
-            bos=bos,
-            seed=self.seed,
-        )
+        ids = ids if bos is None else ids[1:]
+        return trials.cut_windows(ids, *sizes, bos=bos, seed=self.seed)
 
     @classmethod
     def table(cls, results: Results) -> str:

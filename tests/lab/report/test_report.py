@@ -54,9 +54,10 @@ def test_another_setup_task_or_file_is_refused_and_nothing_is_lost(tmp_path: Pat
     assert file.read_bytes() == before
     with pytest.raises(FileNotFoundError, match="no file"):
         read_results(tmp_path / "none.json")
-    for content in ("{", "[1]", '{"name": "demo"}', '{"format": 2, "cells": []}'):
+    kinds = {"{": "line 1 column 2", "[1]": "no JSON object with a cells"}
+    for content, words in (kinds | {'{"format": 2, "cells": []}': "another format"}).items():
         file.write_text(content)
-        with pytest.raises(ValueError, match="no result file that this version"):
+        with pytest.raises(ValueError, match=f"no result file that this version .*{words}"):
             Results("eval x", {}, file)
         assert file.read_text() == content
 
