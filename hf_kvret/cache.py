@@ -104,8 +104,7 @@ class RetrievalCache(Cache):
         self.tokens = TokenRecord()
         self.model_state = ModelState()
         self.snapshots = Snapshots()
-        self.from_shelf, self.shelf_note = 0, ""
-        self.went_back = 0
+        self.from_shelf, self.went_back, self.shelf_note = 0, 0, ""
         self.rounds = RoundCounts()
         super().__init__(layers=layers)
         self.stack = LayerStack(layers)
@@ -201,12 +200,12 @@ class RetrievalCache(Cache):
         """Forget all tokens and counts of every layer, and an announced prompt."""
         super().reset()
         self.stack.forget_pass()
+        self.stack.has_read_ahead = False
         self._stores.expect(0, 0)
         for state in self.states.values():
             state.reset()
         self.identity = None
-        self.from_shelf, self.shelf_note = 0, ""
-        self.went_back = 0
+        self.from_shelf, self.went_back, self.shelf_note = 0, 0, ""
         self.rounds = RoundCounts()
 
     def forget_origin(self) -> None:

@@ -29,6 +29,7 @@ class LayerStack:
 
     Attributes:
         lowest: the first one that attends: a pass begins with it.
+        has_read_ahead: LosslessSteps has, so another pass would go on behind tokens of nobody.
     """
 
     def __init__(self, layers: list[Any]) -> None:
@@ -36,10 +37,11 @@ class LayerStack:
         attending = (RetrievalLayer, DynamicLayer)
         self._attending = [layer for layer in layers if isinstance(layer, attending)]
         self.lowest = self._attending[0]
-        ours = [layer for layer in layers if isinstance(layer, RetrievalLayer)]
-        for layer, below in zip(ours[1:], ours, strict=False):
+        self._ours = [layer for layer in layers if isinstance(layer, RetrievalLayer)]
+        for layer, below in zip(self._ours[1:], self._ours, strict=False):
             layer.stand_on(below)
         self._thread = threading.get_ident()
+        self.has_read_ahead = False
         self.forget_pass()
 
     def forget_pass(self) -> None:
@@ -54,6 +56,9 @@ class LayerStack:
         fault = self._attention_fault()
         if fault is not None:
             self._check_thread()
+            if self.has_read_ahead:
+                # States of the model may be ahead already, so that the round is lost.
+                self._ours[0].edited()
             self._refuse_pass(fault)
         self._thread = threading.get_ident()
 
@@ -73,7 +78,7 @@ class LayerStack:
         if fault is not None:
             self._check_thread()
         # From the top: a store may compute rows from those of the layer below.
-        ours = [layer for layer in reversed(self._layers) if isinstance(layer, RetrievalLayer)]
+        ours = self._ours[::-1]
         if any(layer.is_torn for layer in ours):
             raise RuntimeError(
                 f"{fault}, and it broke off while a layer took its tokens in: start with a new "
@@ -111,8 +116,7 @@ class LayerStack:
     def held(self) -> int:
         """Tokens that all layers hold: those of a broken pass don't count."""
         # A pass that broke off in its last layer reached all of them.
-        ours = [layer for layer in self._layers if isinstance(layer, RetrievalLayer)]
-        lengths = [layer.past_len for layer in ours if layer.pending_attention]
+        lengths = [layer.past_len for layer in self._ours if layer.pending_attention]
         return min(lengths + [layer.get_seq_length() for layer in self._attending])
 
     def note_state(self, number: int, state: str) -> None:
@@ -161,10 +165,7 @@ class LayerStack:
 
     def check_pass(self) -> None:
         """RuntimeError where the last forward pass did not reach all layers, or reached ahead."""
-        fault = self.fault()
-        if any(getattr(layer, "round", None) is not None for layer in self._layers):
-            fault = "LosslessSteps has read tokens ahead, which its close() drops"
-        if fault is not None:
+        if (fault := self.fault()) is not None:
             self._refuse_pass(fault)
 
     @staticmethod
@@ -182,6 +183,8 @@ class LayerStack:
         return fault
 
     def _attention_fault(self) -> str | None:
+        if self.has_read_ahead:
+            return "LosslessSteps has read tokens ahead, which its close() drops"
         for number, layer in enumerate(self._layers):
             if isinstance(layer, RetrievalLayer) and layer.pending_attention:
                 return f"layer {number} was given tokens and has not attended yet"

@@ -49,8 +49,9 @@ class LosslessSteps:
                 token = logits[:, -1:].argmax(-1)
                 logits = step(input_ids=token, past_key_values=cache).logits
 
-    Inside of ``with`` the cache holds tokens that were read ahead, so it must not be changed. At
-    its end the cache holds what the caller has read, as if full attention had read it.
+    Inside of ``with`` the cache holds tokens that were read ahead, so it must not be changed, and
+    other passes raise. At its end it holds what the caller has read, as if full attention had read
+    it.
 
     Args:
         model: switched to our attention (``hf_kvret.attach``).
@@ -118,7 +119,7 @@ class LosslessSteps:
             if output is not None:
                 return output
         self.close()
-        if any(layer.round is not None for layer in self._cache.retrieval_layers):
+        if self._cache.stack.has_read_ahead:
             raise RuntimeError("other LosslessSteps have read ahead with this cache: close() them")
         return self._begin(inputs)
 
@@ -136,6 +137,7 @@ class LosslessSteps:
                 "the cache was changed while LosslessSteps had read ahead: call close() before; "
                 "now start with a new cache or cache.reset()"
             )
+        self._cache.stack.has_read_ahead = False
         surplus = len(ended.tokens) - ended.used
         if surplus:
             self._go_back(ended, surplus)
@@ -181,6 +183,7 @@ class LosslessSteps:
             raise
         exact_s = time.perf_counter() - began - draft_s
         self._round = _Round(tokens, inputs, output, self._edits(), draft_s, exact_s)
+        self._cache.stack.has_read_ahead = len(tokens) > 1
         return self._round.output(0)
 
     def _keep_states(self, start: int, records: bool) -> None:

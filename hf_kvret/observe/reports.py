@@ -27,7 +27,8 @@ class MemoryReport:
         shared: calibrated tensors on the device, one copy for all caches of the process.
         store_device: cold rows and page tables on the device.
         store_host: cold rows in host memory.
-        other_layers: sliding, linear and other layers that keep their own cache.
+        other_layers: sliding, linear and other layers that keep their own cache. Transformers keeps
+            all keys of a prompt behind those of a sliding layer until its next token: not counted.
         full_attention: keys and values of the same tokens without retrieval, in all layers.
         snapshots: of layers that can't go back, in host memory.
     """
@@ -72,8 +73,7 @@ def memory_report(
         kv = layer.kv
         if kv is None:
             continue
-        window += kv.window.nbytes()
-        window += kv.positions.nbytes()
+        window += kv.window.nbytes() + kv.positions.nbytes()
         if isinstance(layer, IndexedLayer):
             index += layer.indexer.nbytes()
         if kv.index is not None:
@@ -151,15 +151,11 @@ def dense_reason(layers: list[RetrievalLayer], options: RetrievalConfig, name: s
     active = any(counters_of(layer).steps or layer.cold_len for layer in layers)
     if active or not length or not options.retrieves:
         return None
-    if length < options.dense_len:
-        return (
-            f"{name} retrieved nothing: it attends to all tokens below "
-            f"dense_below={options.dense_len}, and held {length}"
-        )
-    return (
-        f"{name} retrieved nothing: its {length} tokens fit into the window "
-        f"(sink={options.sink}, recent={options.recent}, flush={options.flush})"
-    )
+    why = f"it attends to all tokens below dense_below={options.dense_len}, and held {length}"
+    if length >= options.dense_len:
+        window = f"sink={options.sink}, recent={options.recent}, flush={options.flush}"
+        why = f"its {length} tokens fit into the window ({window})"
+    return f"{name} retrieved nothing: {why}"
 
 
 def _row_bytes(layer: RetrievalLayer) -> int:

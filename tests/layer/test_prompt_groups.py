@@ -152,11 +152,7 @@ def answer(model: PreTrainedModel, text: torch.Tensor, **options: Any) -> Any:
 # begin in; so do the first, which have no choice.
 @pytest.mark.parametrize(("chunk", "stop"), [(None, 2048), (700, 2100)])
 def test_a_needle_is_found_behind_a_prompt_that_retrieved(
-    model: PreTrainedModel,
-    document: tuple[torch.Tensor, torch.Tensor],
-    read: Any,
-    chunk: int | None,
-    stop: int,
+    model: PreTrainedModel, document: Any, read: Any, chunk: int | None, stop: int
 ) -> None:
     text, value = document
     cache, out = read if chunk is None else answer(model, text, prompt=RECIPE, prefill_chunk=chunk)

@@ -216,17 +216,13 @@ def test_stats_count_drafts_and_exact_passes_apart(model: Any) -> None:
     assert "lossless" not in cache.fork(lossless=False).stats()
 
 
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "beams": ({"num_beams": 2}, "beams"),
-    "several_answers": ({"num_return_sequences": 2, "do_sample": True}, "2 sequences"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_calls_that_gain_nothing_are_refused(model: Any, name: str) -> None:
-    arguments, words = REFUSED[name]
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [({"num_beams": 2}, "beams"), ({"num_return_sequences": 2, "do_sample": True}, "2 sequences")],
+)
+def test_calls_that_gain_nothing_are_refused(model: Any, more: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=f"lossless=True: .*{words}.*dynamic"):
-        generate(model, prompt(), **arguments, **lossless())
+        generate(model, prompt(), **more, **lossless())
 
 
 @pytest.mark.parametrize(

@@ -74,6 +74,12 @@ def test_a_cache_that_was_changed_inside_is_refused_and_behind_it_is_not(model: 
             _text(step, cache, token, 1)
     cache, token = _filled(model)
     with LosslessSteps(model, cache, pace=GivenPace(5, None)) as step:
+        first = _text(step, cache, token, 1)
+        for call, words in ((model, "read tokens ahead"), (step, "start with a new cache")):
+            with pytest.raises(RuntimeError, match=words):
+                _text(call, cache, torch.tensor([first]), 1)
+    cache, token = _filled(model)
+    with LosslessSteps(model, cache, pace=GivenPace(5, None)) as step:
         _text(step, cache, token, 3)
         step.close()
         cache.crop(-2)

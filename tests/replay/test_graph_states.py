@@ -259,12 +259,7 @@ def test_what_sees_each_pass_is_not_replayed_while_dense(method: str, tmp_path: 
     [("meta", False, logging.DEBUG), ("meta", True, logging.WARNING), ("cpu", True, logging.DEBUG)],
 )
 def test_a_missing_graph_is_a_warning_only_where_one_is_expected(
-    device: str,
-    cuda: bool,
-    level: int,
-    silent: None,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    device: str, cuda: bool, level: int, silent: None, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     """An offloaded model has its weights on the meta device; hooks of accelerate bring them."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)

@@ -51,12 +51,7 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     ],
 )
 def test_rows_go_to_the_first_memory_with_room(
-    free: Any,
-    caplog: pytest.LogCaptureFixture,
-    device: torch.device,
-    rows: int,
-    store: str,
-    fits: bool,
+    free: Any, caplog: Any, device: torch.device, rows: int, store: str, fits: bool
 ) -> None:
     free(1000 if device == GPU else 1024, 1000)
     assert choose(device, rows, ParisConfig()).store == store
