@@ -12,6 +12,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -31,6 +32,8 @@ from transformers import (
     cache_utils,
 )
 from transformers.cache_utils import Cache
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_kvret.artifacts.shared import ArtifactConfig
 from hf_kvret.cache import RetrievalCache
@@ -38,7 +41,10 @@ from hf_kvret.lab.evaluate.failures import CheckFailed, out_of_memory
 from hf_kvret.options.config import RetrievalConfig, parse_option, parse_spec
 from hf_kvret.registry import registered_methods
 
-_SEES_OUTPUTS = "transformers.utils.output_capturing"  # its hooks stay, and change nothing
+# What these leave stays, and changes nothing by itself.
+_HARMLESS = ("transformers.utils.output_capturing", "kvpress.attention_patch")
+# By the place of a factory and its file's digest, what changed as it was imported, which is once.
+_import_faults: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
 OPPONENTS = ("full", "static", "offloaded", "quantized", "kvpress")
 
 
@@ -112,20 +118,24 @@ class CacheChoice:
 def _unchanged(model: PreTrainedModel, changed: list[str]) -> Iterator[None]:
     """Undo and name changes of a model's functions, hooks, parts and caches; raise for any.
 
-    So it is the next time: code may change what it finds where it is imported, thus only once.
+    Those of transformers' tables and of ``torch.nn.functional`` are a model's, too. So it is the
+    next time: code may change what it finds where it is imported, thus only once.
     """
     modules = list(model.modules())
     classes = {cls for one in modules for cls in type(one).__mro__[:-1]}
     classes |= {cls for cls in vars(cache_utils).values() if isinstance(cls, type)}
-    imported = {cls.__module__ for cls in classes} & sys.modules.keys()
-    dicts = [vars(sys.modules[name]) for name in imported]
+    tables: Any = (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS)
+    dicts = [x for one in tables for x in (one._global_mapping, one._local_mapping)]
+    code = {*classes, *(function for one in tables for function in one.values())}
+    imported = {one.__module__ for one in code} | {"torch.nn.functional"}
+    dicts += [vars(sys.modules[name]) for name in imported & sys.modules.keys()]
     configs = (getattr(one, "config", None) for one in modules)
     dicts += [vars(config) for config in configs if isinstance(config, PreTrainedConfig)]
     for one in modules:
         dicts += vars(one), one._modules, one._forward_pre_hooks, one._forward_hooks
     places: list[Any] = [(one, one.__setitem__, one.__delitem__) for one in dicts]
     places += [(vars(cls), partial(setattr, cls), partial(delattr, cls)) for cls in classes]
-    in_classes = {name for cls in classes for name in vars(cls)}
+    inherited = {name for cls in classes for name in vars(cls)}.union(*tables)
     before = [dict(place) for place, *_ in places]
     try:
         if not changed:
@@ -134,11 +144,12 @@ def _unchanged(model: PreTrainedModel, changed: list[str]) -> Iterator[None]:
         for (place, put, delete), kept in zip(places, before, strict=True):
             for name in {**kept, **place}:
                 old, new = kept.get(name), place.get(name)
-                is_code = callable(old) or callable(new) or name == "_attn_implementation_internal"
-                # A new name changes nothing, unless a hook has it or it hides a class's own.
-                counts = name in kept or name in in_classes or isinstance(name, int)
-                is_known = getattr(new, "__module__", None) == _SEES_OUTPUTS
-                if is_code and counts and old != new and not is_known:
+                is_code = any(callable(x) or hasattr(type(x), "__get__") for x in (old, new))
+                is_code |= name == "_attn_implementation_internal"
+                # A new name changes nothing, unless a hook has it or it hides an inherited one.
+                counts = name in kept or name in inherited or isinstance(name, int)
+                is_harmless = getattr(new, "__module__", None) in _HARMLESS
+                if is_code and counts and old != new and not is_harmless:
                     changed.append(name if isinstance(name, str) else "a hook")
                     if name in kept:
                         put(name, old)
@@ -184,7 +195,7 @@ class Stranger(CacheChoice):
         """The factory's cache; keywords that its ``update`` does not take are dropped."""
         offered = {"config": model.config, "capacity": capacity, "device": model.device}
         with _importable(Path.cwd() if self.file is None else self.file.parent):
-            make = self._load()
+            make = self._load(model)
             known = inspect.signature(make).parameters
             made = make(model, **{x: offered[x] for x in offered if x in known} | {**self.given})
         updates, is_context = hasattr(made, "update"), isinstance(made, AbstractContextManager)
@@ -193,11 +204,13 @@ class Stranger(CacheChoice):
         with made if is_context and not updates else nullcontext(made) as opened:
             yield DynamicCache(config=model.config) if opened is None else _tolerant(opened)
 
-    def _load(self) -> Callable[..., Any]:
+    def _load(self, model: PreTrainedModel) -> Callable[..., Any]:
         place, _, name = self.factory.rpartition(":")
-        if self.file is None:
-            return getattr(importlib.import_module(place), name)
-        return getattr(_run_file(self.file, sha256(self.file.read_bytes()).hexdigest()), name)
+        digest = "" if self.file is None else sha256(self.file.read_bytes()).hexdigest()
+        with _unchanged(model, _import_faults[place, digest]):
+            if self.file is None:
+                return getattr(importlib.import_module(place), name)
+            return getattr(_run_file(self.file, digest), name)
 
 
 def is_stranger(text: str) -> bool:

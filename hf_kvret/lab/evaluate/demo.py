@@ -135,11 +135,8 @@ class Demo(Task):
             turn = reader.fork()
             given = turn.answer(turn.feed(prompt), len(answer))
             right += given == answer.tolist()
-            example = example or {
-                "key": prompt[1:-1].tolist(),
-                "right": answer.tolist(),
-                "given": given,
-            }
+            asked = {"key": prompt[1:-1].tolist(), "right": answer.tolist()}
+            example = example or asked | {"given": given}
             seconds.append(turn.seconds)
             used.add(turn)
         usage, recalls = reader.usage(), list[LayerRecall]()

@@ -302,11 +302,9 @@ def fill_parser(parser: argparse.ArgumentParser, cls: type[Measurement]) -> None
     """Give a parser the options of a measurement, and what runs it."""
     add_options(parser, cls)
     add_options(parser, Outputs)
-    parser.set_defaults(run=lambda parsed: _run(cls, parsed))
-
-
-def _run(cls: type[Measurement], parsed: argparse.Namespace) -> int:
-    return run_measurement(read_options(cls, parsed), read_options(Outputs, parsed))
+    parser.set_defaults(
+        run=lambda parsed: run_measurement(read_options(cls, parsed), read_options(Outputs, parsed))
+    )
 
 
 def script_parser(cls: type[Measurement]) -> argparse.ArgumentParser:

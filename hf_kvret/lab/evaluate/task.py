@@ -54,7 +54,7 @@ class Task(CacheMeasurement):
         return load_subject(self.model, DTYPES[self.dtype], self.device, self.device_map)
 
     def cache_names(self) -> list[str]:
-        if self.caches:
+        if self.caches is not None:
             return super().cache_names()
         home, methods = model_folder(self.model), registered_methods().items()
         learned = (name for name, cls in methods if cls.needs_artifact)

@@ -14,6 +14,7 @@ from itertools import accumulate
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -218,11 +219,9 @@ def attention_keys(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
         keys.append(key)
         return attend(module, query, key, *args, **kwargs)
 
-    ALL_ATTENTION_FUNCTIONS[name] = seen
-    try:
+    # What a cache of others has put there comes back.
+    with patch.dict(ALL_ATTENTION_FUNCTIONS._local_mapping, {name: seen}):
         yield keys
-    finally:
-        del ALL_ATTENTION_FUNCTIONS[name]
 
 
 def _block(one: Any) -> _Block | None:

@@ -115,10 +115,7 @@ def test_prefill_reads_prompts_as_generate_does(
 
 
 def test_turns_read_what_is_new_where_a_cache_goes_back(
-    rows_of: Rows,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    rows_of: Rows, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(passes, "_ANSWER", 4)
     monkeypatch.setattr(passes, "_THOUGHT", 3)

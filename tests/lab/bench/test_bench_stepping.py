@@ -82,9 +82,7 @@ class Graph:
 
 
 def test_a_row_tells_the_kinds_of_its_steps(
-    measure: Callable[..., Results],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    measure: Callable[..., Results], monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.setattr(stepping, "DecodeGraph", Graph)
     caches = f"dense,flat:{SMALL},flat:{SMALL}:graph=false"

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_kvret.cli import main
 from hf_kvret.lab import opponents
@@ -150,13 +151,21 @@ def test_bytes_of_a_step_are_its_peak_and_all_that_it_makes() -> None:
     assert step_bytes(step) == (1000, 3400)
 
 
-def test_keys_are_seen_at_the_attention_function(subject: Subject) -> None:
+def test_keys_are_seen_at_the_attention_function(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with attention_keys(subject.model) as keys, torch.inference_mode():
         subject.model(torch.arange(3, 10)[None], use_cache=False)
     assert [key.shape for key in keys] == [(1, 2, 7, 64)] * 2
     model: Any = subject.model
     model(torch.arange(3, 10)[None], use_cache=False)
     assert len(keys) == 2
+    # What a package has put into the table stays there.
+    table, name = ALL_ATTENTION_FUNCTIONS, model.config._attn_implementation
+    monkeypatch.setitem(table._local_mapping, name, print)
+    with attention_keys(model):
+        assert table[name] is not print
+    assert table[name] is print
 
 
 @pytest.mark.parametrize(

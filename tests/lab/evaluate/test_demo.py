@@ -85,7 +85,7 @@ def test_paris_with_a_host_store_keeps_little_on_the_device() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--caches", "full,parris"], "unknown cache 'parris': choose among full,"),
+        (["--caches", ""], "no cache named: choose among full,"),
         (["--context", "100"], "--context 100: 128 needles take at least 769 tokens"),
         (["--context", "1M"], "1048582 tokens, but the model knows 131072 positions"),
         (["--top-k", "1.5"], "--top-k: 1.5: a count from 1 (256), or a share above 0"),

@@ -6,11 +6,12 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_kvret.cli import main
 from hf_kvret.lab.evaluate.caches import artifact_sha256, choose_cache
@@ -25,7 +26,10 @@ from .runs import greedy
 STRANGERS = '''
 from contextlib import contextmanager
 from functools import partial
+from torch.nn import functional
 from transformers import DynamicCache
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
 pool = {}
@@ -99,6 +103,11 @@ def spoils(model, kind):
         "mlp": lambda: setattr(layer, "mlp", layer.self_attn),
         "apply_rotary_pos_emb": lambda: setattr(code, "apply_rotary_pos_emb", print),
         "get_seq_length": lambda: setattr(DynamicCache, "get_seq_length", lambda *_: 0),
+        "is_sliding": lambda: setattr(DynamicCache, "is_sliding", property(print)),
+        "from_pretrained": lambda: setattr(type(model), "from_pretrained", classmethod(print)),
+        "scaled_dot": lambda: setattr(functional, "scaled_dot_product_attention", print),
+        "sdpa": lambda: ALL_ATTENTION_FUNCTIONS.update(sdpa=print),
+        "eager": lambda: ALL_MASK_ATTENTION_FUNCTIONS.register("eager", print),
         # As kvpress leaves it, and as transformers does.
         None: lambda: setattr(layer.self_attn, "rotary_emb", model.model.rotary_emb),
     }[kind]()
@@ -153,7 +162,10 @@ def test_whatever_ends_ends_a_cell(mine: Path, subject: Subject) -> None:
             Reader(subject.model, choice, 8).prefill(torch.arange(3, 8))
 
 
-SPOILT = "forward,a hook,generate,_attn_implementation,mlp,apply_rotary_pos_emb,get_seq_length"
+SPOILT = (
+    "forward,a hook,generate,_attn_implementation,mlp,apply_rotary_pos_emb,get_seq_length,"
+    "is_sliding,from_pretrained,scaled_dot,sdpa,eager"
+)
 
 
 @pytest.mark.parametrize("kind", SPOILT.split(","))
@@ -174,10 +186,25 @@ def test_a_model_that_stays_changed_is_put_back_and_ends_the_cell(
         assert greedy(model, text, 4) == expected
 
 
-def test_hooks_that_see_outputs_and_new_parts_are_no_change(mine: Path, subject: Subject) -> None:
+def test_a_patch_of_an_import_ends_all_rows_of_its_file(
+    tmp_path: Path, subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = "from torch.nn import functional\nfunctional.silu = print\n"
+    (tmp_path / "patches_torch.py").write_text(f"{code}make = other = lambda model: None\n")
+    monkeypatch.chdir(tmp_path)
+    for made in (".py:make", ".py:make:bits=4", ".py:other", ":make", ":other"):
+        choice = choose_cache(f"mine=patches_torch{made}")
+        with pytest.raises(CheckFailed, match=r"for good \(silu\)"), choice.guard(subject.model):
+            Reader(subject.model, choice, 8).prefill(torch.arange(3, 8))
+
+
+def test_hooks_that_see_outputs_and_new_parts_are_no_change(
+    mine: Path, subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
     choice, model = choose_cache(f"mine={mine}:spoils:kind=none"), copy.deepcopy(subject.model)
+    wraps: Any = FunctionType((lambda *_: 0).__code__, {"__name__": "kvpress.attention_patch"})
     with choice.guard(model), choice.open(model, 80):
-        pass
+        monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "sdpa", wraps)
 
 
 FOREIGN = """
