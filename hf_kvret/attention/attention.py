@@ -21,7 +21,7 @@ from hf_kvret.attention.masks import (
 from hf_kvret.contracts.block import check_dtypes
 from hf_kvret.contracts.index import Scoring
 from hf_kvret.layer.exact_attention import attend_flash, fits, merge
-from hf_kvret.layer.latent import LatentLayer, ModuleHeads
+from hf_kvret.layer.latent import ModuleHeads
 from hf_kvret.layer.layer import HANDLE, RetrievalLayer
 from hf_kvret.layer.queries import AttentionCall, Heads
 from hf_kvret.replay.compiled_layers import NOW, Marker, attend
@@ -104,7 +104,7 @@ def retrieval_attention(
         raise
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     softcap, sink_logits = kwargs.get("softcap"), kwargs.get("s_aux")
-    heads = ModuleHeads(module) if isinstance(layer, LatentLayer) else _PLAIN
+    heads = ModuleHeads(module) if layer.is_latent else _PLAIN
     scoring = Scoring(valid, scale, softcap)
 
     def is_causal() -> bool:
@@ -172,6 +172,8 @@ def _positions(position_ids: torch.Tensor | None, query: torch.Tensor) -> torch.
     if position_ids is None or position_ids.ndim != 2:
         return None
     batch, _, queries, _ = query.shape
+    if position_ids.shape == (batch, queries) and position_ids.device == query.device:
+        return position_ids
     return position_ids[:, -queries:].to(query.device).expand(batch, queries)
 
 

@@ -87,6 +87,7 @@ class ModuleHeads(Heads):
 class LatentLayer(RetrievalLayer):
     """Cache of a layer with latent attention: one KV head, whose value is the start of the key."""
 
+    is_latent = True
     # Rows of the tokens whose attention is pending.
     _new_rows: torch.Tensor | None = None
 

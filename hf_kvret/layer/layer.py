@@ -74,6 +74,7 @@ class RetrievalLayer(CacheLayerMixin):
 
     is_sliding = False
     is_croppable = True
+    is_latent = False
     # Whether it attends to what the model's own indexer chooses.
     follows_model = False
 

@@ -19,6 +19,7 @@ from hf_kvret.layer.cold_sums import ColdSums, ColdTokensWithMean
 from hf_kvret.layer.queries import AttentionCall
 from hf_kvret.layer.window import Window
 from hf_kvret.options.config import RetrievalConfig
+from hf_kvret_kernels.host_step import HostCold
 from hf_kvret_kernels.ids import WrongIdError
 from hf_kvret_kernels.mean_tokens import MeanToken
 
@@ -139,6 +140,8 @@ class LayerKV(State):
     built: bool = number(False)
     _retrievable: torch.Tensor | None = transient()
     _cold: ColdTokens | None = transient()
+    # What the newest step gave to the compiled library.
+    host_cold: HostCold | None = transient()
     # Scale and soft cap that it was made for.
     _cold_key: tuple[float, float | None] | None = transient()
 
@@ -329,7 +332,7 @@ class LayerKV(State):
 
     def _forget_cold(self) -> None:
         """Other tokens are cold, or other options hold."""
-        self._retrievable = self._cold = self._cold_key = None
+        self._retrievable = self._cold = self._cold_key = self.host_cold = None
 
     def set_options(self, config: RetrievalConfig) -> None:
         """Go on with other options; ValueError where they don't fit the tokens held."""

@@ -95,13 +95,14 @@ class LayerCounters(Subscriber):
     def __call__(self, record: StepRecord) -> None:
         """Count a step."""
         query, cold, ids = record.query, record.cold, record.ids
-        queries, count = query.shape[2], cold.valid.shape[1]
+        batch, _, queries, _ = query.shape
+        count = cold.valid.shape[1]
         self.steps += 1
         self.queries += queries
         if ids is None:
-            self.cold_rows += count * len(query) * record.kv.window.keys.shape[1] * queries
+            self.cold_rows += count * batch * record.kv.window.keys.shape[1] * queries
             return
-        searches = len(query) * ids.shape[1] * queries
+        searches = batch * ids.shape[1] * queries
         self.cold_rows += count * searches
         kv = record.kv
         key = kv.config, kv.changes, cold.budget
@@ -171,25 +172,23 @@ def _attend_on_host(
     window = kv.window
     if not query.is_cpu or query.dtype != window.keys.dtype or window.capture is not None:
         return None
-    if PREFERRED.get() is not None or host_step.why_not():
+    library = host_step.library() if PREFERRED.get() is None else None
+    if library is None:
         return None
     host_cold = None
     if cold is not None:
         rows = cold.host_rows
         if rows is None or index is None:
             return None
-        search = _host_search(index, query, cold)
-        host_cold = host_step.HostCold(rows, search, cold.valid, cold.budget)
+        search, host_cold = _host_search(index, query, cold), kv.host_cold
+        if host_cold is None or host_cold.search is not search or host_cold.valid is not cold.valid:
+            host_cold = host_step.HostCold(rows, search, cold.valid, cold.budget)
+            kv.host_cold = host_cold
     try:
+        near = window.on_host(call.scoring.valid)
+        scores = call.scoring.scale, call.scoring.softcap, call.sink_logits
         out, ids = host_step.run_unchecked(
-            query,
-            window.on_host(call.scoring.valid),
-            host_cold,
-            call.scoring.scale,
-            call.scoring.softcap,
-            call.sink_logits,
-            kv.selected,
-            query.dtype,
+            library, query, near, host_cold, scores, kv.selected, query.dtype
         )
     except WrongIdError as error:
         assert index is not None and host_cold is not None, "only an index names tokens"

@@ -108,14 +108,14 @@ class Window(State):
             return
         # A captured step that broke off may have left its token.
         self._new = None
-        first = self.sink + self.length
-        last = first + keys.shape[2]
+        first, count = self.sink + self.length, keys.shape[2]
+        last = first + count
         if last > self.keys.shape[2]:
             self._rehouse(last + max(_STEP, last // 8))
-        self.keys[:, :, first:last] = keys
+        self.keys.narrow(2, first, count).copy_(keys)
         if self._values is not None:
-            self._values[:, :, first:last] = values
-        self.length += keys.shape[2]
+            self._values.narrow(2, first, count).copy_(values)
+        self.length += count
 
     def pop(self, count: int, valid: torch.Tensor | None) -> TokenBlock:
         """Take out the oldest ``count`` recent tokens. ``valid [B, T]`` covers all slots."""

@@ -11,19 +11,18 @@ namespace {
 
 // The points of the members of a bin that limits fall into, in descending order of similarity, with
 // `ahead` keys in the bins before.
-template <int M>
+template <class I, int M>
 void sort_bin(uint8_t bin, const uint8_t *bins, const float *sims, const int32_t *counts,
               int32_t ahead, const int64_t *limits, int64_t tiers, uint8_t *points) {
     constexpr int kCentroids = 1 << M;
-    alignas(64) uint8_t within[kCentroids];
-    for (int c = 0; c < kCentroids; ++c) within[c] = bins[c] == bin;
     int members[kCentroids], count = 0;
-    for (int first = 0; first < kCentroids; first += 8) {
-        uint64_t eight;
-        __builtin_memcpy(&eight, within + first, sizeof eight);
-        for (; eight != 0; eight &= eight - 1) {
+    for (int first = 0; first < kCentroids; first += 64) {
+        uint64_t within = I::at_least64(bins + first, bin);
+        if (bin < 255) within &= ~I::at_least64(bins + first, static_cast<uint8_t>(bin + 1));
+        if (kCentroids < 64) within &= (uint64_t{1} << kCentroids % 64) - 1;
+        for (; within != 0; within &= within - 1) {
             // Numbers rise, so that one goes behind equal ones that are there.
-            const int c = first + __builtin_ctzll(eight) / 8;
+            const int c = first + __builtin_ctzll(within);
             int place = count++;
             for (; place > 0 && sims[members[place - 1]] < sims[c]; --place) {
                 members[place] = members[place - 1];
@@ -45,7 +44,7 @@ void sort_bin(uint8_t bin, const uint8_t *bins, const float *sims, const int32_t
 //
 // Centroids are put into bins by their similarity, which is as good as sorting them, but for the
 // bins that a limit falls into: their members are sorted.
-template <int M>
+template <class I, int M>
 void subspace_points(const float *query, const int32_t *counts, const int64_t *limits,
                      int64_t tiers, uint8_t *points) {
     constexpr int kCentroids = 1 << M;
@@ -63,7 +62,7 @@ void subspace_points(const float *query, const int32_t *counts, const int64_t *l
     }
     // Falls with similarity, also after rounding. Numbers that are not finite stay within the bins.
     const float top = size * 1.000001f, scale = size > 0.0f ? 127.49f / size : 0.0f;
-    alignas(64) uint8_t bins[kCentroids];
+    alignas(64) uint8_t bins[kCentroids < 64 ? 64 : kCentroids] = {};
     for (int c = 0; c < kCentroids; ++c) {
         float bin = (top - sims[c]) * scale;
         bin = bin > 0.0f ? bin : 0.0f;
@@ -84,19 +83,20 @@ void subspace_points(const float *query, const int32_t *counts, const int64_t *l
         if (cuts == 0 || cut[cuts - 1] != own) cut[cuts] = own, keys_ahead[cuts++] = ahead;
     }
     for (int i = 0; i < cuts; ++i) {
-        sort_bin<M>(cut[i], bins, sims, counts, keys_ahead[i], limits, tiers, points);
+        sort_bin<I, M>(cut[i], bins, sims, counts, keys_ahead[i], limits, tiers, points);
     }
 }
 
-inline void sign_points(const float *query, int64_t m, const int32_t *counts,
+template <class I>
+void sign_points(const float *query, int64_t m, const int32_t *counts,
                         const int64_t *limits, int64_t tiers, uint8_t *points) {
     if (m == 8) {
-        subspace_points<8>(query, counts, limits, tiers, points);
+        subspace_points<I, 8>(query, counts, limits, tiers, points);
         return;
     }
     uint8_t low[16], high[16];
-    subspace_points<4>(query, counts, limits, tiers, low);
-    subspace_points<4>(query + 4, counts + 16, limits, tiers, high);
+    subspace_points<I, 4>(query, counts, limits, tiers, low);
+    subspace_points<I, 4>(query + 4, counts + 16, limits, tiers, high);
     for (int c = 0; c < 256; ++c) points[c] = static_cast<uint8_t>(low[c & 15] + high[c >> 4]);
 }
 
@@ -331,7 +331,7 @@ template <class I> void rerank(const Rerank &work) {
     const Kernel name = {Workspace::floats,       Entry<I>::attend_any,                            \
                          Entry<I>::score_any,     SelectEntry<I>::dense_scores_any,                \
                          SelectEntry<I>::proxy_scores_any,                                         \
-                         Entry<I>::exp_all,       sign_points,                                     \
+                         Entry<I>::exp_all,       sign_points<I>,                                    \
                          Scan::packed_bytes,      Scan::pack,                                      \
                          Scan::scan,              candidates<I>,                                   \
                          rerank,                  relevance<I>,                                    \

@@ -473,13 +473,8 @@ def load() -> ctypes.CDLL:
     """
     library = opened(os.environ.get(PATH_VARIABLE))
     if isinstance(library, str):
-        raise missing(library)
+        raise ImportError(f"{library}; backend='naive' uses torch")
     return library
-
-
-def missing(reason: str) -> ImportError:
-    """The error for a library that can't be used, for this reason."""
-    return ImportError(f"{reason}; backend='naive' uses torch")
 
 
 def why_not() -> str:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from hf_kvret_kernels import host_library
+from hf_kvret_kernels.host_library import why_not
 from hf_kvret_kernels.host_step.searches import (
     CodebookSearch,
     FlatSearch,
@@ -39,6 +40,7 @@ __all__ = [
     "ListSearch",
     "ParisSearch",
     "ProxySearch",
+    "library",
     "run_step",
     "why_not",
 ]
@@ -88,7 +90,7 @@ class HostWindow:
 
 @dataclass(eq=False)
 class HostCold:
-    """Cold tokens, some of which each query chooses.
+    """Cold tokens, some of which each query chooses. May be used for step after step.
 
     Attributes:
         rows: their keys and values, in host memory; coded ones by HIGGS.
@@ -103,12 +105,30 @@ class HostCold:
     valid: torch.Tensor
     budget: int
 
+    @functools.cached_property
+    def _packed(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], object]:
+        """Parts of ``hfk_step``: where rows are, sizes, the choice; and what must live for them."""
+        rows, valid, table = self.rows, self.valid, self.rows.table.contiguous()
+        addresses = rows.addresses() if rows.page_address is None else rows.page_address
+        sizes = (
+            *(table.shape[1], rows.page_len, addresses.shape[0], rows.token_count),
+            *(rows.width, rows.value_start),
+        )
+        valid = valid if valid.stride(1) == 1 else valid.contiguous()
+        searched = ctypes.c_char_p(self.search.packed)
+        address = ctypes.cast(searched, ctypes.c_void_p).value or 0
+        return (
+            (table.data_ptr(), addresses.data_ptr(), rows.coding_address),
+            sizes,
+            (valid.data_ptr(), valid.stride(0), valid.shape[1], address),
+            (table, addresses, valid, searched),
+        )
 
-def why_not() -> str:
-    """Why the library can't be used and what helps; empty where it can."""
-    # Asked as ``host_library`` asks: a step runs this, and should run few files.
-    library = host_library.opened(os.environ.get(host_library.PATH_VARIABLE))
-    return library if isinstance(library, str) else ""
+
+def library() -> ctypes.CDLL | None:
+    """The library; None where it can't be used, see ``why_not``."""
+    found = host_library.opened(os.environ.get(host_library.PATH_VARIABLE))
+    return None if isinstance(found, str) else found
 
 
 def run_step(
@@ -151,22 +171,22 @@ def run_step(
     _check_window(query, window)
     if cold is not None:
         _check_cold(query, cold, window)
-    return run_unchecked(query, window, cold, scale, softcap, sink_logits, selected, dtype)
+    scores = scale, softcap, sink_logits
+    return run_unchecked(host_library.load(), query, window, cold, scores, selected, dtype)
 
 
 def run_unchecked(
+    library: ctypes.CDLL,
     query: torch.Tensor,
     window: HostWindow,
     cold: HostCold | None,
-    scale: float,
-    softcap: float | None,
-    sink_logits: torch.Tensor | None,
+    scores: tuple[float, float | None, torch.Tensor | None],
     selected: torch.Tensor | None,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``run_step`` for a caller whose window and rows fit each other by how they were made.
 
-    What an index says is checked here, too.
+    ``scores``: scale, soft cap and sink logits. What an index says is checked here, too.
     """
     query = query.contiguous()
     batch, query_heads, queries, _ = query.shape
@@ -186,11 +206,7 @@ def run_unchecked(
             )
         heads = cold.search.heads or window.keys.shape[1]
         ids = query.new_empty(batch, heads, queries, cold.budget, dtype=torch.int32)
-    library = host_library.opened(os.environ.get(host_library.PATH_VARIABLE))
-    if isinstance(library, str):
-        raise host_library.missing(library)
     threads = min(torch.get_num_threads(), host_library.PROCESSORS)
-    scores = scale, softcap, sink_logits
     step, _keep = _pack_step(query, window, cold, scores, ids, out, selected, threads)
     status = library.hfk_run_step(step)
     if status:
@@ -227,22 +243,13 @@ def _pack_step(
     if sink_logits is not None:
         sink_logits = sink_logits.float().contiguous()
     # Without cold tokens no row is read.
-    table = addresses = valid = searched = None
-    rows_at, row_sizes = (0, 0, 0), (0, 1, 0, 0, key_dim + value_dim, key_dim)
-    chosen, kind, in_files = (0, 0, 0, 0), 0, False
+    rows_at: tuple[int, ...] = 0, 0, 0
+    row_sizes: tuple[int, ...] = 0, 1, 0, 0, key_dim + value_dim, key_dim
+    chosen: tuple[int, ...] = 0, 0, 0, 0
+    kind, in_files = 0, False
     if cold is not None:
-        rows, table = cold.rows, cold.rows.table.contiguous()
-        addresses = rows.addresses() if rows.page_address is None else rows.page_address
-        rows_at = table.data_ptr(), addresses.data_ptr(), rows.coding_address
-        row_sizes = (
-            *(table.shape[1], rows.page_len, addresses.shape[0], rows.token_count),
-            *(rows.width, rows.value_start),
-        )
-        valid = cold.valid if cold.valid.stride(1) == 1 else cold.valid.contiguous()
-        searched = ctypes.c_char_p(cold.search.packed)
-        address = ctypes.cast(searched, ctypes.c_void_p).value or 0
-        chosen = valid.data_ptr(), valid.stride(0), valid.shape[1], address
-        kind, in_files = cold.search.kind, rows.in_files
+        rows_at, row_sizes, chosen, _ = cold._packed
+        kind, in_files = cold.search.kind, cold.rows.in_files
     is_fp32 = out.dtype == torch.float32
     out_at = out.data_ptr()
     step = _STEP.pack(
@@ -267,7 +274,7 @@ def _pack_step(
         0 if is_fp32 else out_at,
         *(kind, 0),
     )
-    return step, (table, addresses, valid, searched, near, sink_logits)
+    return step, (cold, near, sink_logits)
 
 
 def _check_window(query: torch.Tensor, window: HostWindow) -> None:
