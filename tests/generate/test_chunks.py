@@ -11,7 +11,6 @@ from transformers import GenerationConfig, LlamaConfig, PreTrainedConfig, PreTra
 
 from hf_kvret import FlatKVCache, registered_methods
 from hf_kvret.generate import chunks
-from hf_kvret.methods.flat import FlatConfig
 from hf_kvret.models.versions import CHUNKS_COUNT_PAST
 from hf_kvret.stores.placement import free_bytes
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
@@ -232,13 +231,6 @@ def test_a_chunk_is_changed_as_little_as_whole_pages_allow() -> None:
     assert chunks.fit_chunk(8 * 8192 + 32, 8192, 32) == 8192 - 64
     # Four tokens more than a chunk of 33 can't follow it: two of 35.
     assert chunks.fit_chunk(70, 33, 32) == 35
-
-
-@pytest.mark.parametrize("chunk", [0, 32])
-def test_chunks_that_would_retrieve_are_refused(chunk: int) -> None:
-    told = f"prefill_chunk={chunk} with max_draft=32: .* take more than 32, as 1024, or 'auto'"
-    with pytest.raises(ValueError, match=told):
-        FlatConfig(prefill_chunk=chunk)
 
 
 @pytest.mark.gpu

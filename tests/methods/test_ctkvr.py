@@ -130,14 +130,18 @@ def _chosen(
     return slots[0].tolist()
 
 
+def test_queries_of_dropped_tokens_are_forgotten() -> None:
+    sampler = CentroidSampler()
+    for start, count in ((0, 10), (5, 2)):
+        sampler.add(torch.zeros(1, 2, count, 3), start, None, 16)
+    _, slots = sampler.best(16)
+    assert slots[slots >= 0].tolist() == [*range(5), 5, 6]
+
+
 @pytest.mark.parametrize("cuts", [(), (100, 101, 900)])
-def test_the_last_queries_are_chosen_or_some_that_are_spread_evenly(cuts: tuple[int, ...]) -> None:
+def test_the_last_queries_are_chosen_or_some_that_are_spread_or_both(cuts: tuple[int, ...]) -> None:
     assert _chosen(CentroidSampler(), 100, cuts) == list(range(1500, 1600))
     assert _chosen(CentroidSampler(spread=True), 100, cuts) == list(range(0, 1600, 16))
-
-
-@pytest.mark.parametrize("cuts", [(), (100, 101, 900)])
-def test_mixed_queries_are_the_last_and_others_spread_over_the_rest(cuts: tuple[int, ...]) -> None:
     slots = _chosen(MixedSampler(), 100, cuts)
     assert slots[50:] == list(range(1550, 1600)) and max(slots[:50]) < 1550
     gaps = [after - before for before, after in pairwise([0, *slots[:50]])]

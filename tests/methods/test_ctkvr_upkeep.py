@@ -149,6 +149,9 @@ def test_the_newest_centroids_are_those_that_count() -> None:
     run = Run(_at_once(centroids=8))
     for step in range(21):
         run.ask(_query(10 + step))
+        lists = run.index._file.queue.recall(run.index._grouped(_query(3)), _options(nprobe=99))
+        # The lists of all that count, and of no other.
+        assert (lists.unflatten(3, (-1, 25)).amax(-1) >= 0).sum(-1).unique() == 8
     queries, slots = run.centroids
     assert slots[0].tolist() == list(range(PROMPT + 13, PROMPT + 21))
     # The first step selected from the prompt's centroids, which it was one of.

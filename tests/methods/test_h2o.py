@@ -134,6 +134,7 @@ class Simulation(Run):
         super().crop(count)
         for name in ("queries", "keys", "gathered", "evicted"):
             setattr(self, name, getattr(self, name)[:, :, :-count])
+        self.counted = min(self.counted, self.kv.length)
 
     def count(self, end: int) -> None:
         """Add what the queries up to slot ``end`` give to the tokens that are left."""
@@ -211,6 +212,10 @@ def test_queries_of_a_cropped_question_and_of_two_short_ones_count_once() -> Non
     assert cropped.kv.cold_len > cold_len
     cropped.crop(5)
     cropped.check_step(_tokens(30))
+    # Other tokens take the places of some that were selected.
+    cropped.crop(30)
+    cropped.prompt(_tokens(40, 30))
+    cropped.check_step(_tokens(50))
     short = Simulation(flush=8)
     for number, count in enumerate((60, 1, 1, 1, 1, 1, 1, 1, 1, 6, 7)):
         pass_ = short.check_step if count == 1 else short.prompt

@@ -1,7 +1,6 @@
 """Replayed steps after whatever happened to the cache, the model or the call in between."""
 
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -177,11 +176,7 @@ def change_sequences(loop: DecodeLoop) -> torch.Tensor:
     ],
 )
 def test_what_happens_between_steps_is_noticed(
-    act: Callable[[DecodeLoop], torch.Tensor],
-    method: str,
-    options: dict[str, Any],
-    captures: int,
-    replays: int,
+    act: Any, method: str, options: dict[str, Any], captures: int, replays: int
 ) -> None:
     step = compare(act, method, **options)
     assert step.reason is None

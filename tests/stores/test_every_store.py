@@ -233,3 +233,5 @@ def test_an_empty_store_and_a_block_out_of_order_are_refused(name: str) -> None:
     store.append(TokenBlock(*draw(2, 5, case.dims), start=0))
     with pytest.raises(ValueError, match="block starts at slot 6, the store ends at 5"):
         store.append(TokenBlock(*draw(2, 1, case.dims), start=6))
+    store.reset()
+    assert len(store) == 0 and store.row_nbytes(7) == 7, "it may take rows of other dims"

@@ -45,14 +45,6 @@ def test_what_stays_selected_is_a_hit_and_only_new_tokens_are_missed() -> None:
     assert (store.stats()["hits"], store.stats()["misses"]) == (6 * rows, 6 * rows)
 
 
-def test_spare_slots_keep_what_was_used_last() -> None:
-    store, _ = pair = _pair(6)
-    for chosen in (3, 4, 5, 3):
-        _attend_both(pair, same_ids(0, 1, 2, chosen))
-    # 3, 4 and 5 take turns: with six slots the third of them still fits.
-    assert store.stats()["misses"] == 6 * 2 * HEADS
-
-
 def test_heads_of_a_group_that_want_the_same_row_fetch_it_once() -> None:
     store, _ = pair = _pair(1.0)
     _attend_both(pair, same_ids(1, 2, 3, heads=HEADS * GROUP))
@@ -72,11 +64,21 @@ def test_a_crop_makes_its_tokens_misses_again() -> None:
     assert pair[0].stats()["misses"] == 5 * 2 * HEADS
 
 
+def test_slots_of_dropped_tokens_are_taken_first() -> None:
+    store, _ = pair = _pair(4)
+    for chosen in (2, 39, 5, 2):
+        for each in pair if chosen == 5 else ():
+            each.crop(39)
+        _attend_both(pair, same_ids(0, 1, chosen))
+    assert store.stats()["misses"] == 5 * 2 * HEADS
+
+
 def test_a_fork_keeps_the_slots_and_counts_anew() -> None:
     pair = _pair(1.0)
     _attend_both(pair, same_ids(1, 2, 3))
     twin = pair[0].fork()
     assert twin.stats()["misses"] == 0
+    assert pair[0]._buffer.rows is not None and twin._buffer._rows is None, "they stay in memory"
     _attend_both((twin, pair[1]), same_ids(1, 2, 3))
     assert twin.stats()["misses"] == 0 and twin.stats()["hits"] == 3 * 2 * HEADS
     _attend_both((twin, pair[1]), same_ids(7, 8, 9))
