@@ -89,8 +89,8 @@ class CacheChoice:
         yield self.make(model.config, capacity)
 
     def check(self, model: PreTrainedModel) -> None:
-        """ValueError where ``model`` can't have the cache; what needs a prompt is tried later."""
-        cache = None if self.needs_prompt else self.make(model.config, 1)
+        """ValueError where ``model`` can't have the cache; that of others is tried later."""
+        cache = None if self.needs_prompt or self.factory else self.make(model.config, 1)
         if isinstance(cache, RetrievalCache):
             cache.check_model(model)
 

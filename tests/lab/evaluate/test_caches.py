@@ -62,9 +62,9 @@ def test_options_of_a_quantized_cache_reach_transformers() -> None:
 
 
 def test_what_a_quantized_cache_raises_ends_its_cell_alone(subject: Subject) -> None:
+    choose_cache("quantized:unknown=2").check(subject.model)
     for name, kind in (("quantized", CheckFailed), ("full", TypeError)):
-        guard = choose_cache(name).guard(subject.model)
-        with pytest.raises(kind, match="no sliding layers"), guard:
+        with pytest.raises(kind, match="no sliding"), choose_cache(name).guard(subject.model):
             raise TypeError("no sliding layers")
 
 
