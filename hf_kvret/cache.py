@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache
 from hf_kvret.contracts.index import Index
 from hf_kvret.contracts.state import State
 from hf_kvret.contracts.store import FirstRows
-from hf_kvret.layer.hybrid import new_layer
+from hf_kvret.layer.hybrid import forget_states, new_layer
 from hf_kvret.layer.layer import LayerInfo, RetrievalLayer
 from hf_kvret.layer.snapshots import Snapshots
 from hf_kvret.layer.stack import CantGoBackError, LayerStack
@@ -199,6 +199,7 @@ class RetrievalCache(Cache):
     def reset(self) -> None:
         """Forget all tokens and counts of every layer, and an announced prompt."""
         super().reset()
+        forget_states(self.layers)
         self.stack.forget_pass()
         self.stack.has_read_ahead = False
         self._stores.expect(0, 0)

@@ -50,11 +50,6 @@ class HybridLayer(RetrievalLayer):
         self.linear.reorder_cache(beam_idx)
         super().reorder_cache(beam_idx)
 
-    def reset(self) -> None:
-        """Forget all tokens, states and counts."""
-        self.linear.reset()
-        super().reset()
-
     def fork(self) -> Self:
         """An independent copy that shares the cold part; states are copied."""
         twin = super().fork()
@@ -93,6 +88,15 @@ def stop_recording(layers: Sequence[Any], but: Sequence[Any]) -> None:
                 surplus = state.shape[-1] - layer.conv_kernel_size[number]
                 layer.conv_states[number] = torch.nn.functional.pad(state, (-surplus, 0))
         layer.record_past = False
+
+
+def forget_states(layers: Sequence[Any]) -> None:
+    """Have transformers' layers as new ones; their own ``reset`` keeps the number of sequences."""
+    for layer in foreign_layers_of(layers).values():
+        for name, value in vars(layer).items():
+            if isinstance(value, dict):
+                empty = False if name.startswith(("is_", "has_")) else None
+                setattr(layer, name, dict.fromkeys(value, empty))
 
 
 def is_recurrent(layer: Any) -> bool:

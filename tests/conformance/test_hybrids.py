@@ -54,6 +54,16 @@ def test_forks_have_their_own_states_loaded_caches_the_same(filled: Filled, tmp_
     assert not torch.equal(other, expected)
 
 
+def test_a_cache_that_was_reset_is_as_a_new_one(filled: Filled, tmp_path: Path) -> None:
+    model, cache, _ = filled
+    cache.reset()
+    cache.save_pretrained(tmp_path)
+    ids, run = prompt(3, 50), {"max_new_tokens": 3}
+    for one in (cache, FlatKVCache.from_pretrained(tmp_path, model.config)):
+        result = model.generate(ids, past_key_values=one, **run)
+        assert torch.equal(result, model.generate(ids, **run))
+
+
 def test_states_follow_their_rows(filled: Filled) -> None:
     model, cache, mask = filled
     twin = cache.fork()
