@@ -245,6 +245,7 @@ def test_a_shelf_gives_the_part_of_a_hybrid_that_a_prompt_shares(tmp_path: Path)
         ({"output_attentions": True}, "never forms the attention matrix"),
         ({"cache_config": {"top_k": 7}}, "nothing would read it"),
         ({"max_length": 20}, "Input length of input_ids is 40"),
+        ({"num_beams": 3}, "a batch of 1, the new tokens are a batch of 3"),
     ],
 )
 def test_a_call_that_is_refused_cuts_nothing(options: dict[str, Any], words: str) -> None:
@@ -260,8 +261,7 @@ def test_a_call_that_is_refused_cuts_nothing(options: dict[str, Any], words: str
     assert torch.equal(cache.input_ids, held) and cache.went_back == 0
 
 
-def test_a_second_thread_leaves_the_call_of_the_first_alone(tokenizer: Any) -> None:
-    model: Any = ALL_MODELS["llama"].build()
+def test_a_second_thread_leaves_the_call_of_the_first_alone(tokenizer: Any, model: Any) -> None:
     talk = hf_kvret.chat(model, tokenizer, cache_config=COVERING_OPTIONS)
     faults = []
 
@@ -292,8 +292,7 @@ def test_tokens_of_unknown_ids_go_with_a_difference_behind_them() -> None:
     assert torch.equal(answer, model.generate(other, **RUN))
 
 
-def test_bad_chats_are_refused(tokenizer: Any) -> None:
-    model: Any = ALL_MODELS["llama"].build()
+def test_bad_chats_are_refused(tokenizer: Any, model: Any) -> None:
     with pytest.raises(ValueError, match="'pariss': choose one of"):
         hf_kvret.chat(model, tokenizer, "pariss")
     talk = hf_kvret.chat(model, tokenizer)

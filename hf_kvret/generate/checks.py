@@ -24,6 +24,7 @@ from hf_kvret.generate.chunks import is_assisted
 from hf_kvret.generate.from_shelf import SHELF, STEP
 from hf_kvret.generate.provenance import check_origin
 from hf_kvret.generate.requests import Request, current_request, take_cache
+from hf_kvret.layer.layer_kv import other_batch
 from hf_kvret.methods.known import METHODS
 from hf_kvret.models.compatibility import model_layers
 from hf_kvret.models.versions import CACHE_NAME, cache_argument, cache_of
@@ -67,6 +68,7 @@ def why_not(
     reasons.append(_misplaced_options(generation_config))
     if is_callers(call, cache):
         reasons += [_other_layers(call, cache), _missing_tokens(call, cache_len)]
+        reasons.append(_other_rows(call, cache, generation_config))
     if generation_config.use_cache is False:
         # Each pass would append the whole text.
         owner = "the cache" if is_callers(call, cache) else f"cache_implementation={cache.name!r}"
@@ -202,6 +204,15 @@ def _other_layers(call: Request, cache: RetrievalCache) -> str:
         f"past_key_values was made for a model of {count} layers, {type(call.model).__name__} "
         f"has {model_count}: make it with config=model.config"
     )
+
+
+def _other_rows(call: Request, cache: RetrievalCache, generation_config: Any) -> str:
+    """Says that the cache holds another number of sequences than the call has; else empty."""
+    prompt, kv = call.token_prompt(), cache.retrieval_layers[0].kv
+    if kv is None or prompt is None or not cache.get_seq_length():
+        return ""
+    counts = generation_config.num_beams or 1, generation_config.num_return_sequences or 1
+    return other_batch(kv.batch_size, len(prompt) * max(counts))
 
 
 def _missing_tokens(call: Request, cache_len: int) -> str:

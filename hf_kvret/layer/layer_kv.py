@@ -189,11 +189,8 @@ class LayerKV(State):
         keys = self.window.keys
         if not key.dtype == value.dtype == keys.dtype:
             check_dtypes(keys=key, values=value)
-        if keys.shape[0] != key.shape[0]:
-            raise ValueError(
-                f"this cache holds a batch of {len(keys)}, the new tokens are a batch of "
-                f"{len(key)}: use a new cache or reset(), or cache.batch_repeat_interleave(n)"
-            )
+        if fault := other_batch(len(keys), len(key)):
+            raise ValueError(fault)
         old_form = (keys.shape[1], keys.shape[3], self._value_dim, keys.dtype, keys.device)
         new_form = (key.shape[1], key.shape[3], value.shape[3], key.dtype, key.device)
         if old_form != new_form:
@@ -540,6 +537,16 @@ class LayerKV(State):
             self.index.add(block)
         self._forget_cold()
         self.changes += 1
+
+
+def other_batch(held: int, new: int) -> str:
+    """What is wrong with ``new`` sequences where ``held`` are in a cache; empty: nothing."""
+    if held == new:
+        return ""
+    return (
+        f"this cache holds a batch of {held}, the new tokens are a batch of {new}: use a new cache "
+        "or reset(), or cache.batch_repeat_interleave(n)"
+    )
 
 
 def _check_rows(state: Tensors, schema: Schema) -> None:
