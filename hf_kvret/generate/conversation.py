@@ -12,7 +12,6 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.methods.known import METHODS
-from hf_kvret.models.versions import CACHE_NAMES
 from hf_kvret.shelf.questions import answer_options
 
 
@@ -53,12 +52,6 @@ class Chat:
             ValueError: several beams or answers, another cache, or a conversation that the template
                 refuses.
         """
-        config = options.get("generation_config")
-        for name in ("num_beams", "num_return_sequences"):
-            if (options.get(name) or getattr(config, name, None) or 1) > 1:
-                raise ValueError(f"{name}: the cache holds one conversation, ask for one answer")
-        if options.keys() & CACHE_NAMES:
-            raise ValueError("the conversation has a cache of its own: leave past_key_values out")
         if not self._is_free.acquire(blocking=False):
             raise RuntimeError("another thread waits for an answer: ask for one at a time")
         try:

@@ -13,6 +13,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from hf_kvret.cache import RetrievalCache
+from hf_kvret.models.versions import CACHE_NAMES
 from hf_kvret_model_patches.decoders import decoder_of
 
 _log = logging.getLogger(__name__)
@@ -99,15 +100,13 @@ def ask(
     Raises:
         TypeError: another cache.
         ValueError: an empty question, a cache without the ids of one sequence, several beams or
-            answers, a chat template that can't be used, more tokens than the model has learned
-            positions.
+            answers, another cache among the options, a chat template that can't be used, more
+            tokens than the model has learned positions.
     """
     if not isinstance(cache, RetrievalCache):
         raise TypeError(
             f"cache is a {type(cache).__name__}: pass one of hf_kvret, as hf_kvret.ParisKVCache"
         )
-    if max(options.get("num_beams") or 1, options.get("num_return_sequences") or 1) > 1:
-        raise ValueError("the cache holds one sequence: ask for one answer of one beam")
     ids = cache.input_ids
     if ids is None or len(ids) != 1:
         raise ValueError(
@@ -157,10 +156,18 @@ def answer_options(
         options: the caller's.
         usual: what holds where ``options`` don't say; a ``generation_config`` says it all but the
             cache.
+
+    Raises:
+        ValueError: several beams or answers, or another cache.
     """
+    own = options.get("generation_config")
+    for name in ("num_beams", "num_return_sequences"):
+        if (options.get(name) or getattr(own, name, None) or 1) > 1:
+            raise ValueError(f"{name}: the cache holds one text, ask for one answer of one beam")
+    if options.keys() & CACHE_NAMES:
+        raise ValueError("this text has a cache of its own: leave past_key_values out")
     arguments: dict[str, Any] = {"attention_mask": torch.ones_like(prompt), "tokenizer": tokenizer}
     plain, dropped = plain_generation_config(model)
-    own = options.get("generation_config")
     if dropped := [name for name in dropped if getattr(own, name, None) is None]:
         # An argument of the call is the only thing that the model's defaults give way to.
         arguments |= {name: getattr(plain, name) for name in dropped}

@@ -373,8 +373,9 @@ def test_bad_questions_are_refused(reference: Subject, monkeypatch: Patch) -> No
     cache = _cache(model, hf_kvret.document_ids(tokenizer, TEXT[:400]))
     with pytest.raises(ValueError, match="no question"):
         hf_kvret.ask(model, tokenizer, cache, " ")
-    with pytest.raises(ValueError, match="one answer of one beam"):
-        hf_kvret.ask(model, tokenizer, cache, QUESTION, num_beams=2)
+    for options in ({"num_beams": 2}, {"past_key_values": cache}):
+        with pytest.raises(ValueError, match=r"one answer of one beam|has a cache of its own"):
+            hf_kvret.ask(model, tokenizer, cache, QUESTION, **options)
     with pytest.raises(TypeError, match="DynamicCache: pass one of hf_kvret"):
         hf_kvret.ask(model, tokenizer, DynamicCache(config=model.config), QUESTION)  # type: ignore[arg-type]
     monkeypatch.setattr(tokenizer, "chat_template", "{{ messages[0].role }}")
