@@ -42,10 +42,14 @@ def register(*cache_classes: type[RetrievalCache]) -> None:
     register ours again after ``unregister()``. Doing it twice is harmless.
 
     Raises:
+        TypeError: no class of a cache of ours, or one without a name or options.
         ValueError: the name belongs to transformers or to another class.
     """
     classes = cache_classes or BUILT_IN
     for cls in classes:
+        named = isinstance(cls, type) and isinstance(getattr(cls, "name", None), str) and cls.name
+        if not (named and issubclass(cls, RetrievalCache) and hasattr(cls, "Config")):
+            raise TypeError(f"{cls!r}: pass a subclass of RetrievalCache with a name and a Config")
         owner = METHODS.get(cls.name)
         theirs = generation.foreign_names() | mappings.foreign_names() | {"eager"}
         is_taken = cls.name == ATTENTION_NAME or (cls.name in theirs and owner is None)

@@ -208,4 +208,7 @@ def test_a_name_that_is_taken_is_refused_and_nothing_changes(taken: str) -> None
     cls = type("TakenKVCache", (FlatKVCache,), {"name": taken})
     with pytest.raises(ValueError, match=f"the name '{taken}' is taken"):
         hf_kvret.register(cls)
+    for cls in (3, DynamicCache, RetrievalCache, type("Unnamed", (FlatKVCache,), {"name": 3})):
+        with pytest.raises(TypeError, match="pass a subclass of RetrievalCache with a name"):
+            hf_kvret.register(cls)
     assert _state() == before

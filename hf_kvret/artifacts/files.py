@@ -176,7 +176,10 @@ def find_folder(source: str | os.PathLike[str], revision: str | None = None) -> 
             f"no folder {path}, and it is no hub id either (a string, user/name): check the "
             "spelling"
         )
-    return Path(snapshot_download(source, revision=revision, allow_patterns=list(PATTERNS)))
+    try:
+        return Path(snapshot_download(source, revision=revision, allow_patterns=list(PATTERNS)))
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"no folder {path}, and as a hub id: {error}") from error
 
 
 def is_hub_id(text: str) -> bool:

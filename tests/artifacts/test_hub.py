@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -154,3 +155,10 @@ def test_a_name_that_is_no_hub_id_is_refused(hub: Any) -> None:
         with pytest.raises(FileNotFoundError, match=rf"no folder {name}, and it is no hub id"):
             CalibrationArtifact.from_pretrained(name)
     assert not hub.requests
+
+
+def test_a_name_that_nobody_can_be_asked_for_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    unreachable = Mock(side_effect=FileNotFoundError("offline"))
+    monkeypatch.setattr("hf_kvret.artifacts.files.snapshot_download", unreachable)
+    with pytest.raises(FileNotFoundError, match="no folder alice/a, and as a hub id: offline"):
+        CalibrationArtifact.from_pretrained("alice/a")
