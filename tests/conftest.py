@@ -284,6 +284,12 @@ def llama() -> Any:
 
 
 @pytest.fixture
+def model(llama: Any) -> Any:
+    """The same, where a test needs no other."""
+    return llama
+
+
+@pytest.fixture
 def temporaries() -> Callable[[Callable[[], object]], int]:
     """``work -> bytes``: the most that ``work`` allocated on the CPU above what it left.
 

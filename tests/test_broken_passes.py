@@ -198,8 +198,7 @@ def test_a_second_thread_in_the_middle_of_a_pass_is_named() -> None:
     assert {layer.get_seq_length() for layer in cache.retrieval_layers} == {61}
 
 
-def test_a_cache_is_handed_from_thread_to_thread() -> None:
-    model = MODELS["llama"].build()
+def test_a_cache_is_handed_from_thread_to_thread(model: Any) -> None:
     hf_kvret.attach(model)
     caches = [hf_kvret.FlatKVCache(model.config, **COVERING_OPTIONS) for _ in range(2)]
     outputs: list[list[torch.Tensor]] = [[], []]

@@ -109,7 +109,8 @@ def retrieval_attention(
 
     def is_causal() -> bool:
         info = mask_info(attention_mask)
-        return _means_causal(module) and (info is None or info.lets_see_as_causal)
+        sees_all = info is None or info.lets_see_as_causal
+        return sees_all and getattr(module, "is_causal", True)
 
     def prompt() -> torch.Tensor:
         # A layer that reads another's keys may have the newest queries alone.
@@ -118,7 +119,7 @@ def retrieval_attention(
         keys, values = heads.expand_new(key, value)
         part, info = None, mask_info(attention_mask)
         plain = base in ("sdpa", "eager") and info is not None and info.causal
-        plain = plain and _means_causal(module)
+        plain = plain and getattr(module, "is_causal", True)
         if plain and fits(query, keys, values):
             part = attend_flash(query, keys, values, scoring, causal_offset=older)
         elif _base_builds_matrix(base, query, key, attention_mask) or (plain and compiled(query)):
@@ -147,11 +148,6 @@ def retrieval_attention(
     with warming_up(layer, query, call) if query.is_cuda else nullcontext():
         out = layer.attend(query, key, value, call)
     return out.transpose(1, 2).contiguous(), None
-
-
-def _means_causal(module: torch.nn.Module) -> bool:
-    """Whether sdpa is causal for ``module`` where it gets no mask."""
-    return getattr(module, "is_causal", True)
 
 
 def _base_builds_matrix(

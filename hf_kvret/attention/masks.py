@@ -226,7 +226,9 @@ class MaskCarrier(torch.Tensor):
     def __torch_function__(
         cls, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        name = _operation(func)
+        name = getattr(func, "__name__", repr(func))
+        if name == "__get__":
+            name = getattr(func.__self__, "__name__", name)  # type: ignore[attr-defined]
         source = args[0] if args else None
         if name == "__getitem__":
             part = _cut_mask(source, args[1])
@@ -308,12 +310,6 @@ def _restricted(mask: Any, chosen: Any) -> torch.Tensor | None:
     part = mask.detach()
     setattr(part, _INFO, replace(info, chosen=chosen, _base_masks={}))
     return part
-
-
-def _operation(func: Callable) -> str:
-    """Name of a tensor operation; of an attribute access, the attribute's name."""
-    name = getattr(func, "__name__", repr(func))
-    return getattr(func.__self__, "__name__", name) if name == "__get__" else name  # type: ignore[attr-defined]
 
 
 def mask_info(mask: torch.Tensor | None) -> MaskInfo | None:

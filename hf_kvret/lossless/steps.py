@@ -220,7 +220,10 @@ class LosslessSteps:
         The caller's random numbers are as before, too.
         """
         layers, token = self._cache.retrieval_layers, inputs["input_ids"]
-        text, drafts = self._text(token), []
+        text, drafts, before = token, [], self._cache.input_ids
+        if before is not None:
+            # Ids that the cache never saw are left out.
+            text = torch.cat([before[before >= 0][None].to(token), token], dim=1)
         devices = [token.device] if token.is_cuda else []
         for layer in layers:
             layer.begin_drafts()
@@ -237,13 +240,6 @@ class LosslessSteps:
             layer.round.end_drafts()
         self._cache.drop_newest(-len(drafts))
         return [int(one) for one in torch.cat(drafts, dim=1)[0].tolist()]
-
-    def _text(self, token: torch.Tensor) -> torch.Tensor:
-        """``[1, n]`` ids of the text so far, the step's token included; without unknown ones."""
-        ids = self._cache.input_ids
-        if ids is None:
-            return token
-        return torch.cat([ids[ids >= 0][None].to(token), token], dim=1)
 
     def _verify(self, inputs: dict[str, Any], tokens: list[int]) -> Any:
         """The model's output for all ``tokens``, which the cache holds from here on."""

@@ -242,7 +242,8 @@ def layer_shape(config: PreTrainedConfig, layer: int) -> AttentionShape:
     A latent layer holds one row for all heads.
     """
     text = config.get_text_config(decoder=True)
-    text = text.per_layer_config[layer] if _layers_differ(text) else text
+    differ = getattr(text, "is_heterogeneous", False)
+    text = text.per_layer_config[layer] if differ else text
     heads = text.num_attention_heads
     if is_latent(config):
         ropes = getattr(text, "no_rope_layers", None)
@@ -335,17 +336,14 @@ def by_layer(text: PreTrainedConfig, name: str) -> list:
 
     In some configurations (Gemma-4) layers differ, and asking for the value of all raises.
     """
-    layers = text.per_layer_config if _layers_differ(text) else [text]
+    differ = getattr(text, "is_heterogeneous", False)
+    layers = text.per_layer_config if differ else [text]
     return [getattr(layer, name, None) for layer in layers]
 
 
 def one_or_all(values: list) -> Any:
     """The value that all layers have, or the list where they differ."""
     return values[0] if all(value == values[0] for value in values) else values
-
-
-def _layers_differ(text: PreTrainedConfig) -> bool:
-    return getattr(text, "is_heterogeneous", False)
 
 
 def check_options(options: RetrievalConfig, config: PreTrainedConfig, owner: str) -> None:

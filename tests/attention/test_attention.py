@@ -50,11 +50,10 @@ def test_long_prompts_go_in_blocks(name: str, base: str, blocks: list[tuple[int,
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_without_padding_the_fastest_attention_takes_a_prompt(
-    compiled: bool, blocks: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+    compiled: bool, blocks: list[tuple[int, ...]], model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """That is sdpa's own, or on a CPU the compiled library."""
     monkeypatch.setattr(attention, "compiled", lambda query: compiled)
-    model = MODELS["llama"].build()
     hf_kvret.attach(model)
     with torch.no_grad():
         model(prompt(1, 40), past_key_values=FlatKVCache(model.config, **COVERING_OPTIONS))

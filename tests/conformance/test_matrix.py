@@ -135,8 +135,7 @@ def test_replayed_steps_are_the_same(mode: str) -> None:
         check_case(FlatKVCache, "llama", mode, "device", {}, ())
 
 
-def test_a_model_that_served_a_retrieval_cache_gives_the_same_text_without_one() -> None:
-    model = MODELS["llama"].build()
+def test_a_model_that_served_a_retrieval_cache_gives_the_same_text_without_one(model: Any) -> None:
     greedy = {"max_new_tokens": 8, "do_sample": False}
     before = model.generate(prompt(1, 60), **greedy)
     model.generate(

@@ -32,12 +32,7 @@ SHAPE = r"attention_mask is of shape .*the prompt has 2 rows of 120 tokens"
 FORM = "custom 4D masks and others are not supported"
 
 
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return MODELS["llama"].build()
-
-
-@pytest.fixture(scope="module")
+@pytest.fixture
 def filled(model: PreTrainedModel) -> FlatKVCache:
     """A cache that holds 43 tokens; tests take forks of it."""
     cache = new_cache(model)
@@ -332,9 +327,8 @@ def test_a_models_own_cache_config_is_left_alone(llama: PreTrainedModel) -> None
 
 
 def test_attach_warns_once_of_attention_that_another_library_replaced(
-    monkeypatch: pytest.MonkeyPatch,
+    model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = MODELS["llama"].build()
     code = "def forward(self, *args, **kwargs):\n    return whole(self, *args, **kwargs)\n"
     attention = type(model.model.layers[0].self_attn)
     theirs = {"__name__": "tri_tier.patch", "whole": attention.forward}

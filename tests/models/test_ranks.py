@@ -17,15 +17,10 @@ from hf_kvret.lab.calibrate.tiny import tiny_artifact
 from hf_kvret.models.ranks import WHOLE, Part, check_split, is_split, part_of
 from hf_kvret.replay import graph
 from hf_kvret.saved.identity import identity_of
-from hf_kvret.testing import COVERING_OPTIONS, MODELS
+from hf_kvret.testing import COVERING_OPTIONS
 from hf_kvret.testing.scenario import prompt
 
 RUN: dict[str, Any] = {"max_new_tokens": 2, "do_sample": False}
-
-
-@pytest.fixture
-def model() -> PreTrainedModel:
-    return MODELS["llama"].build()
 
 
 @pytest.fixture

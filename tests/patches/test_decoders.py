@@ -40,8 +40,7 @@ def test_it_is_what_get_decoder_gives_where_that_is_a_model(name: str) -> None:
     assert decoder_of(decoder) is decoder
 
 
-def test_a_compiled_decoder_is_seen_through() -> None:
-    model: Any = MODELS["llama"].build()
+def test_a_compiled_decoder_is_seen_through(model: Any) -> None:
     model.model = torch.compile(model.model, backend="eager")
     assert decoder_of(model) is model.model._orig_mod
 

@@ -39,11 +39,6 @@ def bare() -> Iterator[None]:
     hf_kvret.register()
 
 
-@pytest.fixture
-def model() -> Any:
-    return MODELS["llama"].build()
-
-
 def generate(model: Any, ids: torch.Tensor = IDS, **options: Any) -> Any:
     return model.generate(ids, max_new_tokens=4, min_new_tokens=4, do_sample=False, **options)
 

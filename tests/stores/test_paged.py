@@ -11,7 +11,7 @@ import torch
 from hf_kvret import FlatKVCache, TokenBlock
 from hf_kvret.stores import CpuStore, PagedStore, chunks, host_memory, paged
 from hf_kvret.stores.memory import DeviceMemory, HostMemory, PageMemory
-from hf_kvret.testing import COVERING_OPTIONS, MODELS
+from hf_kvret.testing import COVERING_OPTIONS
 from hf_kvret.testing.scenario import prompt
 from hf_kvret_kernels.paged import PagedRows, copy_pages
 
@@ -177,7 +177,7 @@ def test_chunks_are_read_on_a_stream_of_their_users(monkeypatch: pytest.MonkeyPa
     assert log == [77] and writer.waited == users[near].waited == 1 and other.waited == 0
 
 
-def test_a_chunk_of_a_prompt_reads_no_page_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_in_chunks_reads_no_page(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its rows are in the store already, and are attended to as they came."""
     spans: list[tuple[int, int]] = []
 
@@ -186,7 +186,6 @@ def test_a_chunk_of_a_prompt_reads_no_page_of_its_own(monkeypatch: pytest.Monkey
         return copy_pages(rows, first, last)
 
     monkeypatch.setattr(paged, "copy_pages", copy)
-    model = MODELS["llama"].build()
     options = {**COVERING_OPTIONS, "store": "host", "prefill_chunk": 128}
     cache = FlatKVCache(model.config, **options)
     model.generate(prompt(1, 512), past_key_values=cache, max_new_tokens=1)

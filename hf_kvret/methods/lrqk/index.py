@@ -156,14 +156,9 @@ class LRQKIndex(CapturableIndex, Index):
         offset = None
         if cold.softcap is not None:
             # The cap applies to the whole score, including the part of the mean key.
-            offset = self._mean_part(query, cold)
+            mean = self._mean.repeat_interleave(query_heads // self._mean.shape[1], dim=1)
+            offset = (query.float() * mean.unsqueeze(2)).sum(-1) * cold.scale
         return proxies.view(batch, query_heads, count, -1), offset
-
-    def _mean_part(self, query: torch.Tensor, cold: ColdTokens) -> torch.Tensor:
-        """``[B, Hq, Q]`` fp32: what the mean key adds to all scores of a query."""
-        assert self._mean is not None
-        mean = self._mean.repeat_interleave(query.shape[1] // self._mean.shape[1], dim=1)
-        return (query.float() * mean.unsqueeze(2)).sum(-1) * cold.scale
 
     def before_capture(self) -> None:
         self._queries.before_capture()

@@ -11,7 +11,7 @@ from hf_kvret import FlatKVCache, attach
 from hf_kvret.artifacts import CalibrationArtifact
 from hf_kvret.lab.calibrate.command import quality_table, verify
 from hf_kvret.lab.evaluate.bundled import BUNDLED_MODEL
-from hf_kvret.testing import COVERING_OPTIONS, MODELS
+from hf_kvret.testing import COVERING_OPTIONS
 from hf_kvret.testing.scenario import prompt
 
 from ...saved.saved_files import saved_file
@@ -50,9 +50,8 @@ def test_mistakes_say_what_is_wrong(hub: Any, saved: Path, tmp_path: Path, progr
 
 
 @pytest.fixture
-def both(tmp_path: Path) -> Path:
+def both(model: Any, tmp_path: Path) -> Path:
     """A folder with a cache and an artifact."""
-    model = MODELS["llama"].build()
     attach(model)
     cache = FlatKVCache(model.config, **{**COVERING_OPTIONS, "top_k": 4})
     with torch.no_grad():

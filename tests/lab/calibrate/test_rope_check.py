@@ -68,8 +68,7 @@ def test_the_layout_is_found_by_trying(monkeypatch: pytest.MonkeyPatch) -> None:
     assert check_rope(MODELS["llama"].build())[1].layout == "half"
 
 
-def test_a_rotation_of_another_kind_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = MODELS["llama"].build()
+def test_a_rotation_of_another_kind_is_refused(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     home = importlib.import_module(type(model).__module__)
     original = home.apply_rotary_pos_emb
 
@@ -81,8 +80,7 @@ def test_a_rotation_of_another_kind_is_refused(monkeypatch: pytest.MonkeyPatch) 
         check_rope(model)
 
 
-def test_frequencies_of_another_model_are_refused() -> None:
-    model = MODELS["llama"].build()
+def test_frequencies_of_another_model_are_refused(model: Any) -> None:
     model.model.rotary_emb.inv_freq *= 1.02
     with pytest.raises(ValueError, match="its RoPE is not the one of its config"):
         check_rope(model)

@@ -65,8 +65,7 @@ def test_tokens_before_rope_are_those_of_norm_and_projection() -> None:
         )
 
 
-def test_nothing_stays_after_errors() -> None:
-    model = MODELS["llama"].build()
+def test_nothing_stays_after_errors(model: Any) -> None:
     before = hooks(model)
 
     def fail(layer: int, tokens: LayerTokens) -> None:
@@ -93,8 +92,7 @@ def test_models_that_cant_be_seen_are_refused_before_anything_is_patched(name: s
     assert hooks(model) == before
 
 
-def test_a_pass_that_reads_a_cache_is_refused() -> None:
-    model = MODELS["llama"].build()
+def test_a_pass_that_reads_a_cache_is_refused(model: Any) -> None:
     cache = model(PROMPT, use_cache=True).past_key_values
     with (
         pytest.raises(ValueError, match=r"attends to 9 keys with 2 queries: .* use_cache=False"),

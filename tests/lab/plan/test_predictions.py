@@ -72,8 +72,7 @@ def test_latent_rows_are_counted_once(name: str) -> None:
     check(LATENT_MODELS["deepseek_v3"].build(), name, 200)
 
 
-def test_an_artifact_gives_codes_their_size(tmp_path: Path) -> None:
-    model = MODELS["llama"].build()
+def test_an_artifact_gives_codes_their_size(model: PreTrainedModel, tmp_path: Path) -> None:
     folder = tiny_artifact(model, "a2ats", tmp_path / "a2ats")
     check(model, f"a2ats:artifact={folder}" + SHORT, 200)
 
