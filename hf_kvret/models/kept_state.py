@@ -106,7 +106,7 @@ def write_state(model: nn.Module, state: Mapping[str, Any]) -> None:
     """Have ``model`` keep ``state``, which ``read_state`` gave; what that lacks becomes fresh."""
     for one in stateful_attributes(model):
         module = model.get_submodule(one.path)
-        initial = _initial(module, one)
+        initial = getattr(module, one.initial) if one.initial else None
         value = state.get(one.name, initial)
         if value is _value(module, one):
             continue
@@ -119,10 +119,6 @@ def _value(module: nn.Module, one: Attribute) -> Any:
     # Some attributes of single types of layers are first made when they grow.
     if hasattr(module, one.attribute):
         return getattr(module, one.attribute)
-    return _initial(module, one)
-
-
-def _initial(module: nn.Module, one: Attribute) -> Any:
     return getattr(module, one.initial) if one.initial else None
 
 

@@ -223,7 +223,8 @@ class DecodeGraph:
     def _step(self, inputs: dict[str, Any]) -> Any:
         # The window of the lowest layer: all have the same length and sinks.
         frame, window = self._frame, self._layers[0].kv.window
-        if frame is None or frame.layouts != self._layouts() or not frame.fits(inputs):
+        layouts = [step.layout for step in self._layers]
+        if frame is None or frame.layouts != layouts or not frame.fits(inputs):
             self._frame = None
             frame = Frame(inputs, window)
         frame.fill(inputs, window)
@@ -307,10 +308,7 @@ class DecodeGraph:
         return [*self._layers, *self._others]
 
     def _keep(self, frame: Frame) -> None:
-        frame.layouts, self._frame = self._layouts(), frame
-
-    def _layouts(self) -> list[tuple[object, ...]]:
-        return [step.layout for step in self._layers]
+        frame.layouts, self._frame = [step.layout for step in self._layers], frame
 
     def _edits(self) -> int:
         return sum(step.layer.edits for step in self._layers)
