@@ -93,3 +93,13 @@ def check_dtypes(**tensors: torch.Tensor) -> None:
         "another dtype mixes them: leave autocast, and convert the model instead, as with "
         "model.to(torch.bfloat16)"
     )
+
+
+def other_batch(held: int, new: int) -> str:
+    """What is wrong with ``new`` sequences where ``held`` are in a cache; empty: nothing."""
+    if held == new:
+        return ""
+    return (
+        f"this cache holds a batch of {held}, the new tokens are a batch of {new}: use a new cache "
+        "or reset(), or cache.batch_repeat_interleave(n)"
+    )

@@ -20,11 +20,11 @@ from transformers import GenerationConfig, PreTrainedModel, QuantizedCache
 
 from hf_kvret.attention.base import OUR_NAMES
 from hf_kvret.cache import RetrievalCache
+from hf_kvret.contracts.block import other_batch
 from hf_kvret.generate.chunks import is_assisted
 from hf_kvret.generate.from_shelf import SHELF, STEP
 from hf_kvret.generate.provenance import check_origin
 from hf_kvret.generate.requests import Request, current_request, take_cache
-from hf_kvret.layer.layer_kv import other_batch
 from hf_kvret.methods.known import METHODS
 from hf_kvret.models.compatibility import model_layers
 from hf_kvret.models.versions import CACHE_NAME, cache_argument, cache_of

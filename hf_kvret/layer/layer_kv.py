@@ -9,7 +9,7 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 import torch
 
-from hf_kvret.contracts.block import UNKNOWN_POSITION, TokenBlock, check_dtypes
+from hf_kvret.contracts.block import UNKNOWN_POSITION, TokenBlock, check_dtypes, other_batch
 from hf_kvret.contracts.index import ColdTokens, Index, Scoring, SearchCost, blamed_on
 from hf_kvret.contracts.signals import SIGNALS_WAIT
 from hf_kvret.contracts.state import Schema, State, Tensors, listed, number, part, transient
@@ -537,16 +537,6 @@ class LayerKV(State):
             self.index.add(block)
         self._forget_cold()
         self.changes += 1
-
-
-def other_batch(held: int, new: int) -> str:
-    """What is wrong with ``new`` sequences where ``held`` are in a cache; empty: nothing."""
-    if held == new:
-        return ""
-    return (
-        f"this cache holds a batch of {held}, the new tokens are a batch of {new}: use a new cache "
-        "or reset(), or cache.batch_repeat_interleave(n)"
-    )
 
 
 def _check_rows(state: Tensors, schema: Schema) -> None:
