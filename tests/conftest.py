@@ -285,7 +285,6 @@ def llama() -> Any:
 
 @pytest.fixture
 def model(llama: Any) -> Any:
-    """The same, where a test needs no other."""
     return llama
 
 

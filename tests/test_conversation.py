@@ -248,8 +248,10 @@ def test_a_shelf_gives_the_part_of_a_hybrid_that_a_prompt_shares(tmp_path: Path)
         ({"num_beams": 3}, "a batch of 1, the new tokens are a batch of 3"),
     ],
 )
-def test_a_call_that_is_refused_cuts_nothing(options: dict[str, Any], words: str) -> None:
-    model: Any = ALL_MODELS["llama"].build()
+@pytest.mark.parametrize("name", ["llama", "qwen2_vl"])
+def test_a_call_that_is_refused_cuts_nothing(name: str, options: Any, words: str) -> None:
+    # The second prepares by what it holds; transformers finds too late that a text is too long.
+    model: Any = ALL_MODELS["llama" if "max_length" in options else name].build()
     cache = ParisKVCache(model.config, on_divergence="crop", **COVERING_OPTIONS)
     model.generate(prompt(1, 60), past_key_values=cache, **RUN)
     held = cache.input_ids

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.contracts.signals import interruptible
@@ -19,6 +19,7 @@ from hf_kvret.generate.checks import (
     check_one_cache,
     check_options_are_read,
     check_shapes,
+    why_not,
 )
 from hf_kvret.generate.chunks import chunk_prompt
 from hf_kvret.generate.from_shelf import new_cache
@@ -50,6 +51,8 @@ def around_generate(model: PreTrainedModel, arguments: dict[str, Any]) -> Iterat
                 call.keeps = kept_len(call, cache)
                 # The model, or a custom generate, prepares by the cache, so it goes back first.
                 if stateful_attributes(model) or isinstance(arguments.get("custom_generate"), str):
+                    if call.keeps is not None:
+                        check_early(call, cache)
                     go_back(call, cache)
                 past_len = cache.get_seq_length()
             prepare_state(call)
@@ -115,6 +118,21 @@ def prepare_cache(
         attach(model)
     model_kwargs[CACHE_NAME] = cache
     return not is_callers
+
+
+def check_early(call: Request, cache: RetrievalCache) -> None:
+    """ValueError where the caller's ``cache`` can't serve ``call``, as far as its arguments say."""
+    known, own = vars(GenerationConfig()), call.arguments.get("generation_config")
+    given = {name: value for name, value in call.arguments.items() if name in known}
+    generation_config, _ = call.model._prepare_generation_config(own, **given)
+    check_one_cache(cache, generation_config.cache_implementation)
+    generation_config.cache_implementation = None
+    check_options_are_read(call, generation_config, cache)
+    if cache.options.lossless:
+        check_lossless(call, cache, generation_config)
+    if reasons := why_not(call, cache, generation_config, None):
+        raise ValueError("\n".join(reasons))
+    cache.check_model(call.model)
 
 
 def decode_call(

@@ -38,9 +38,8 @@ WHOLE: dict[str, Any] = {"backend": "eager", "fullgraph": True}
 REMEDY = "leave out fullgraph=True: what a retrieval cache does"
 
 
-def test_a_compiled_model_gives_the_same_tokens(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_compiled_model_gives_the_same_tokens(model: Any, caplog: Any) -> None:
     torch.compiler.reset()
-    model = MODELS["llama"].build()
     expected = _tokens(model)
     # Loggers of torch don't propagate, so that caplog sees them only with its own handler.
     compiler = logging.getLogger("torch._dynamo")

@@ -186,12 +186,13 @@ class RowCoder:
         """
         assert self.key_codec is not None
         prediction = self._predicted_keys(below)
-        key_codes = self.key_codec.encode(_residual(keys, prediction))
+        key_codes = self.key_codec.encode(keys if prediction is None else keys - prediction)
         near_keys = self.key_codec.decode(*key_codes, self.dtype, added=prediction)
         if self.value_codec is None:
             return *key_codes, Rows(start, near_keys, near_keys[..., :0])
         prediction = self._predicted_values(near_keys, below)
-        value_codes = self.value_codec.encode(_residual(values.float(), prediction))
+        values = values.float() if prediction is None else values.float() - prediction
+        value_codes = self.value_codec.encode(values)
         near_values = self.value_codec.decode(*value_codes, self.dtype, added=prediction)
         codes, scales = zip(key_codes, value_codes, strict=True)
         return torch.cat(codes, -1), torch.cat(scales, -1), Rows(start, near_keys, near_values)
@@ -233,10 +234,6 @@ def joined(x: torch.Tensor) -> torch.Tensor:
 def split(rows: torch.Tensor, heads: int) -> torch.Tensor:
     """``[B, H, n, D]``, a view of ``[B, n, H * D]``."""
     return rows.unflatten(2, (heads, -1)).transpose(1, 2)
-
-
-def _residual(rows: torch.Tensor, prediction: torch.Tensor | None) -> torch.Tensor:
-    return rows if prediction is None else rows - prediction
 
 
 def _codec(
