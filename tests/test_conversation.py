@@ -144,8 +144,7 @@ def test_an_edit_far_back_reads_what_it_must(tokenizer: Any) -> None:
     options = {**COVERING_OPTIONS, "snapshot_every": 64}
     talk = hf_kvret.chat(model, tokenizer, cache_config=options)
     talk.send(_said(0), **RUN)
-    lengths = talk.cache.snapshots.lengths
-    assert lengths[:2] == [64, 128]
+    assert talk.cache.snapshots.lengths[:2] == [64, 128]
     # Behind the second snapshot, and before the first.
     for cut, kept in ((140, 128), (40, 0)):
         held = talk.cache.get_seq_length()

@@ -69,8 +69,7 @@ def calls_of_a_step(backend: str | None, layers: int = LAYERS) -> Calls:
         model(token, **argument)
         with recording() as calls:
             model(token, **argument)
-    steps = cache.stats()["layers"][0]["steps"]
-    assert steps == 3, "the step retrieves"
+    assert cache.stats()["layers"][0]["steps"] == 3, "the step retrieves"
     return calls
 
 

@@ -158,7 +158,7 @@ def _is_read_in_place(store: Store, query: torch.Tensor) -> bool:
     """Whether the CPU library reads all rows once for all queries, without a copy of them."""
     if not query.is_cpu or query.shape[2] > _FEW or PREFERRED.get() is not None:
         return False
-    return isinstance(store.host_rows(), PagedRows) and not host_step.why_not()
+    return isinstance(store.host_rows(), PagedRows) and host_step.library() is not None
 
 
 def _attend_in_place(

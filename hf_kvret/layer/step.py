@@ -180,10 +180,11 @@ def _attend_on_host(
         rows = cold.host_rows
         if rows is None or index is None:
             return None
-        search, host_cold = _host_search(index, query, cold), kv.host_cold
-        if host_cold is None or host_cold.search is not search or host_cold.valid is not cold.valid:
-            host_cold = host_step.HostCold(rows, search, cold.valid, cold.budget)
-            kv.host_cold = host_cold
+        search, valid, host_cold = _host_search(index, query, cold), cold.valid, kv.host_cold
+        same = host_cold is not None and host_cold.search is search and host_cold.valid is valid
+        # An index may give a search again that it has changed.
+        if host_cold is None or not same or host_cold.packed[0] is not search.packed:
+            host_cold = kv.host_cold = host_step.HostCold(rows, search, valid, cold.budget)
     try:
         near = window.on_host(call.scoring.valid)
         scores = call.scoring.scale, call.scoring.softcap, call.sink_logits
@@ -201,10 +202,9 @@ def _attend_on_host(
 
 def _host_search(index: Index, query: torch.Tensor, cold: ColdTokens) -> host_step.HostSearch:
     """What the library has to know to search; the ids where only the index can."""
-    if "host_search" in index.hooks and "search" not in vars(index):
-        description = index.host_search(query, cold)
-        if description is not None:
-            return description
+    describes = "host_search" in index.hooks and "search" not in vars(index)
+    if describes and (description := index.host_search(query, cold)) is not None:
+        return description
     return host_step.GivenIds(index.search(query, cold))
 
 

@@ -109,7 +109,7 @@ def _select(
     cold = ColdTokens(store, scoring, options.budget(end))
     sinks = torch.arange(options.sink, device=device)
     always = torch.cat([sinks, torch.arange(end, rows.token_count, device=device)])
-    by_library = query.is_cpu and preferred() is None and not host_step.why_not()
+    by_library = query.is_cpu and preferred() is None and host_step.library() is not None
     search = index.host_search(query, cold) if by_library else None
     if search is not None:
         window_rows = _rows_of(rows, always, rows.width).split(rows.key_dim, dim=-1)

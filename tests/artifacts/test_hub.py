@@ -113,8 +113,7 @@ def test_an_upload_comes_back_and_the_next_one_replaces_it(
     assert f'{{"artifact": "{REPO}"}}' in card.text
     hub.add(REPO, {FIXED_NAME: b"of 0.1.0", "artifact-2.safetensors": b"not ours"})
     other.push_to_hub(REPO)
-    loaded = CalibrationArtifact.from_pretrained(REPO)
-    assert loaded.sha256 == other.sha256
+    assert CalibrationArtifact.from_pretrained(REPO).sha256 == other.sha256
     left = set(repository.commits[repository.refs["main"]])
     assert len(left) == 5 and "artifact-2.safetensors" in left and FIXED_NAME not in left
 

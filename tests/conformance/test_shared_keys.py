@@ -16,8 +16,7 @@ from hf_kvret.testing.scenario import prompt, ragged
 
 
 def test_long_prompts_of_models_with_readers_may_come_in_chunks() -> None:
-    cache = FlatKVCache(SHARED_MODELS["gemma4_shared"].config())
-    assert not recurs(cache)
+    assert not recurs(FlatKVCache(SHARED_MODELS["gemma4_shared"].config()))
     assert recurs(FlatKVCache(MODELS["qwen3_next"].config()))
 
 

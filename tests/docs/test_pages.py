@@ -142,8 +142,7 @@ def test_the_first_steps_get_their_answers(namespace: dict[str, Any]) -> None:
     run(FIRST_STEPS, namespace)
     # With full attention the bundled model answers nearly all, by guessing it would answer none.
     assert namespace["right"] >= 0.9 * len(namespace["questions"])
-    layers = namespace["fork"].stats()["layers"]
-    assert all(layer["selected"] > 0 for layer in layers)
+    assert all(layer["selected"] > 0 for layer in namespace["fork"].stats()["layers"])
 
 
 def test_concepts_name_the_counts_and_bytes_of_the_code(

@@ -168,8 +168,7 @@ def test_a_mere_limit_of_new_tokens_decides_nothing(
     options = {**COVERING_OPTIONS, "dense_below": dense, "prefill_chunk": chunk}
     cache = FlatKVCache(llama.config, **options)
     request = {"past_key_values": cache, "do_sample": False, "stopping_criteria": stop_at(483)}
-    out = llama.generate(prompt(1, 480), **request, **{limit: 10**6})
-    assert out.shape[1] == 483
+    assert llama.generate(prompt(1, 480), **request, **{limit: 10**6}).shape[1] == 483
     assert sizes == [(480 + chunks.LEAST_NEW_TOKENS - 8) * 2 * 2 * 2 * 16 * 4]
     assert {layer.final_len for layer in cache.retrieval_layers} == {480 + chunks.LEAST_NEW_TOKENS}
 

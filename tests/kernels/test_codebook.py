@@ -118,8 +118,7 @@ def test_a_row_without_valid_tokens_has_no_relevance(place: Place, heads: int) -
         assert result[0].eq(-INF).all() and result[1].isfinite().all()
     empty = run_at(place, book.lookup_scores, table, codes[..., :0])
     assert empty.shape == (2, 2, 1, 0)
-    none = run_at(place, book.lookup, table[:, :, :0], codes)
-    assert none.shape == (2, heads, 0, 9)
+    assert run_at(place, book.lookup, table[:, :, :0], codes).shape == (2, heads, 0, 9)
 
 
 def merits(x: torch.Tensor, words: torch.Tensor) -> torch.Tensor:

@@ -376,8 +376,7 @@ def test_the_budget_holds_for_scores_that_are_zero(search: str, flush: bool, pat
         for scale in (1.0, -1.0):
             cold = HostCold(rows, result, valid, 5)
             _, ids = run_step(query, near_window(shape, 5), cold, scale=scale)
-            first = valid[0].nonzero()[:5, 0].int()
-            assert torch.equal(ids, first.expand_as(ids))
+            assert torch.equal(ids, valid[0].nonzero()[:5, 0].int().expand_as(ids))
     finally:
         torch.set_flush_denormal(False)
 

@@ -224,8 +224,7 @@ def test_random_walks_keep_every_promise(place: Place, name: str) -> None:
 def test_requests_for_one_token_in_different_blocks_fetch_it_once(place: Place) -> None:
     slots, lru = empty_map(place[1], 5000, 4200), SlowLru()
     ids = torch.arange(4200, dtype=torch.int32, device=place[1]) % 7 + 4990
-    fetched = lru.check(place, slots, ids.view(1, 1, -1))
-    assert (fetched >= 0).sum() == 7
+    assert (lru.check(place, slots, ids.view(1, 1, -1)) >= 0).sum() == 7
     assert (lru.check(place, slots, ids.view(1, 1, -1)) == -1).all()
 
 
@@ -237,8 +236,7 @@ def test_freed_slots_are_taken_before_used_ones(place: Place) -> None:
     freed = int(slots.table[0, 0, 11])
     slots.token[0, 0, freed] = slots.stamp[0, 0, freed] = slots.table[0, 0, 11] = -1
     del lru.last_use[0, 0][11]
-    fetched = lru.check(place, slots, requests(place[1], [12]))
-    assert fetched.item() == freed
+    assert lru.check(place, slots, requests(place[1], [12])).item() == freed
 
 
 @pytest.mark.factor("count", [0, 3])
@@ -246,8 +244,7 @@ def test_no_request_at_all_moves_only_the_clock(place: Place, count: int) -> Non
     slots, lru = empty_map(place[1], 9, 4), SlowLru()
     lru.check(place, slots, requests(place[1], [1, 2]))
     ids = torch.full((1, 1, count), -1, dtype=torch.int32, device=place[1])
-    fetched = lru.check(place, slots, ids)
-    assert (fetched == -1).all()
+    assert (lru.check(place, slots, ids) == -1).all()
 
 
 def test_strided_requests_and_spare_room_beside_the_table(place: Place) -> None:

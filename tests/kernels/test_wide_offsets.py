@@ -101,5 +101,4 @@ def test_scores_of_the_heads_of_a_group(room: torch.Tensor, most: str) -> None:
     apart = torch.as_strided(wide, scores.shape, strides, 1 << 31).copy_(scores)
     want = relevance.best_ids(scores, ids, 5, backend="naive")
     choose = best_ids if most == "best" else split_top_k
-    result = choose(apart, 5, ids, sums)
-    assert torch.equal(result, want)
+    assert torch.equal(choose(apart, 5, ids, sums), want)

@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from hf_kvret import FlatKVCache, ParisKVCache
-from hf_kvret.contracts.index import ColdTokens
+from hf_kvret.contracts.index import ColdTokens, Scoring
 from hf_kvret.layer.layer import RetrievalLayer
 from hf_kvret.methods.flat import FlatIndex
 from hf_kvret_kernels import host_step
+from hf_kvret_kernels.host_step import FlatSearch
 
-from .driver import ERROR, HEADS, METHODS, Driver, step_by_step
+from .driver import ERROR, HEADS, METHODS, SCALE, Driver, step_by_step
 
 pytestmark = pytest.mark.skipif(bool(host_step.why_not()), reason="the library is not compiled")
 
@@ -116,6 +117,18 @@ def test_an_index_that_replaces_its_search_is_asked(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(index, "search", lambda *args: searches.append(1) or own(*args))
     drivers[0].forward(1)
     assert searches == [1]
+
+
+def test_a_description_may_change_from_step_to_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver, kept = Driver(), FlatSearch(torch.empty(0))
+    monkeypatch.setattr(FlatIndex, "host_search", lambda *args: kept)
+    driver.forward(60)
+    for sign in (1, -1, 1):
+        index, cold = driver.kv.index, driver.kv.cold(Scoring(None, SCALE))
+        kept.keys = sign * index._keys.rows
+        driver.forward(1)
+        expected = index.search(sign * driver.query, cold)
+        assert driver.ids is not None and torch.equal(driver.ids.sort()[0], expected.sort()[0])
 
 
 @contextmanager

@@ -159,8 +159,7 @@ def test_a_needle_is_found_behind_a_prompt_that_retrieved(
     assert out.tolist() == value.tolist()
     for layer in cache.retrieval_layers:
         assert layer.kv.retrieved.spans == [(2 * GROUP, stop)]
-    stats = cache.stats()["layers"][0]
-    assert stats["prompt_retrieved"] == stop - 2 * GROUP
+    assert cache.stats()["layers"][0]["prompt_retrieved"] == stop - 2 * GROUP
 
 
 def test_short_prompts_and_large_shares_attend_to_everything(

@@ -19,8 +19,7 @@ def flat_only(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_served_type_is_equal_and_its_rows_are_those_of_the_default(flat_only: None) -> None:
-    result = trial.trial("gpt_bigcode")
-    assert result == trial.Trial("equal", rows=[[1, 64, 64]])
+    assert trial.trial("gpt_bigcode") == trial.Trial("equal", rows=[[1, 64, 64]])
     default = default_type("gpt_bigcode")
     assert (default.kv_heads, default.key_dim) == (1, 64)
 

@@ -70,8 +70,7 @@ def _used() -> int:
     """Bytes that a recorded step takes while its graph is there."""
     recorder, x = CudaRecorder(DEVICE), torch.ones(1024, 1024, device=DEVICE)
     recorder.rehearse(lambda: x @ x)
-    output = recorder.record(lambda: torch.cat([x @ x] * 64))
-    assert output[0].nbytes == 64 * x.nbytes
+    assert recorder.record(lambda: torch.cat([x @ x] * 64))[0].nbytes == 64 * x.nbytes
     return torch.cuda.memory_reserved()
 
 

@@ -62,8 +62,7 @@ def test_a_shard_holds_so_many_bytes_or_one_tensor(tmp_path: Path) -> None:
     )
     groups = [sorted(load_file(path)) for path in paths]
     assert groups == [["0.a", "0.b"], ["0.c"], ["1.huge"], ["1.d"]]
-    read = SavedTensors(paths, checksums)
-    assert sorted(read.with_prefix("0.")) == ["a", "b", "c"]
+    assert sorted(SavedTensors(paths, checksums).with_prefix("0.")) == ["a", "b", "c"]
     assert {path.name for path in tmp_path.glob("[!.]*")} == {"it.json", *(x.name for x in paths)}
 
 

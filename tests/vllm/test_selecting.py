@@ -170,8 +170,7 @@ def test_layers_and_engines_that_it_can_t_serve_are_refused(
 
 @pytest.mark.parametrize("windows", [8, (7, 0)])
 def test_a_sliding_layer_stays_as_it_is(selecting: Any, windows: Any) -> None:
-    layer = attention(selecting, sliding_window=windows)
-    assert not layer.selects
+    assert not attention(selecting, sliding_window=windows).selects
     assert attention(selecting, sliding_window=-1).selects
     assert attention(selecting, sliding_window=(-1, -1)).selects
 

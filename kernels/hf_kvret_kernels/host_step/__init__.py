@@ -88,9 +88,9 @@ class HostWindow:
         return self.keys.data_ptr(), self.values.data_ptr()
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class HostCold:
-    """Cold tokens, some of which each query chooses. May be used for step after step.
+    """Cold tokens, some of which each query chooses. May be used for step after step, as they are.
 
     Attributes:
         rows: their keys and values, in host memory; coded ones by HIGGS.
@@ -105,24 +105,24 @@ class HostCold:
     valid: torch.Tensor
     budget: int
 
+    def __getstate__(self) -> dict[str, object]:
+        """Without addresses, which are good for these tensors alone."""
+        return {name: value for name, value in vars(self).items() if name != "packed"}
+
     @functools.cached_property
-    def _packed(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], object]:
-        """Parts of ``hfk_step``: where rows are, sizes, the choice; and what must live for them."""
+    def packed(self) -> tuple[bytes, tuple[int, ...], tuple[int, ...], tuple[int, ...], object]:
+        """The search; of ``hfk_step`` rows, sizes and choice; and what must live for these."""
         rows, valid, table = self.rows, self.valid, self.rows.table.contiguous()
         addresses = rows.addresses() if rows.page_address is None else rows.page_address
-        sizes = (
-            *(table.shape[1], rows.page_len, addresses.shape[0], rows.token_count),
-            *(rows.width, rows.value_start),
-        )
+        row_sizes = rows.token_count, rows.width, rows.value_start
+        sizes = table.shape[1], rows.page_len, addresses.shape[0], *row_sizes
         valid = valid if valid.stride(1) == 1 else valid.contiguous()
-        searched = ctypes.c_char_p(self.search.packed)
+        packed = self.search.packed
+        searched = ctypes.c_char_p(packed)
         address = ctypes.cast(searched, ctypes.c_void_p).value or 0
-        return (
-            (table.data_ptr(), addresses.data_ptr(), rows.coding_address),
-            sizes,
-            (valid.data_ptr(), valid.stride(0), valid.shape[1], address),
-            (table, addresses, valid, searched),
-        )
+        rows_at = table.data_ptr(), addresses.data_ptr(), rows.coding_address
+        chosen = valid.data_ptr(), valid.stride(0), valid.shape[1], address
+        return packed, rows_at, sizes, chosen, (table, addresses, valid, searched)
 
 
 def library() -> ctypes.CDLL | None:
@@ -243,15 +243,10 @@ def _pack_step(
     if sink_logits is not None:
         sink_logits = sink_logits.float().contiguous()
     # Without cold tokens no row is read.
-    rows_at: tuple[int, ...] = 0, 0, 0
-    row_sizes: tuple[int, ...] = 0, 1, 0, 0, key_dim + value_dim, key_dim
-    chosen: tuple[int, ...] = 0, 0, 0, 0
-    kind, in_files = 0, False
-    if cold is not None:
-        rows_at, row_sizes, chosen, _ = cold._packed
-        kind, in_files = cold.search.kind, cold.rows.in_files
-    is_fp32 = out.dtype == torch.float32
-    out_at = out.data_ptr()
+    none = b"", (0, 0, 0), (0, 1, 0, 0, key_dim + value_dim, key_dim), (0, 0, 0, 0), None
+    _, rows_at, row_sizes, chosen, _ = none if cold is None else cold.packed
+    kind, in_files = (0, False) if cold is None else (cold.search.kind, cold.rows.in_files)
+    is_fp32, out_at = out.dtype == torch.float32, out.data_ptr()
     step = _STEP.pack(
         query.data_ptr(),
         ids.data_ptr(),

@@ -36,8 +36,7 @@ def test_linear_predictors_are_ridge_regression_with_a_free_bias() -> None:
     assert result["weight"].dtype == torch.bfloat16 and result["bias"].dtype == torch.float32
     # bf16 rounds by up to 2^-9 of a number.
     assert torch.allclose(result["weight"].double(), expected, rtol=2**-8, atol=1e-6)
-    mean_error = (y - predict(result, x)).mean(0)
-    assert mean_error.abs().max() < 1e-5
+    assert (y - predict(result, x)).mean(0).abs().max() < 1e-5
 
 
 def test_rounded_predictors_have_no_mean_error_whatever_the_offsets() -> None:

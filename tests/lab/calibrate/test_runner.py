@@ -109,8 +109,7 @@ def test_layers_may_be_on_several_devices(tmp_path: Path) -> None:
     spread = accelerate.dispatch_model(
         model, places, main_device="cpu", offload_dir=str(tmp_path / "weights"), force_hooks=True
     )
-    offloaded = next(spread.model.layers[1].parameters()).device
-    assert offloaded.type == "meta"
+    assert next(spread.model.layers[1].parameters()).device.type == "meta"
     artifact = calibrate(spread, texts, SMALL, tmp_path / "spread", progress=False)
     assert artifact.tensors.keys() == plain.tensors.keys()
     for name, tensor in plain.tensors.items():
