@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import operator
 import os
 import warnings
 from collections.abc import Iterator
@@ -82,6 +83,8 @@ class RetrievalCache(Cache):
     def __init__(
         self, config: PreTrainedConfig, options: RetrievalConfig | None = None, **changes: Any
     ) -> None:
+        if not hasattr(self, "Config"):
+            raise TypeError(f"{type(self).__name__} has no Config: take a method, as ParisKVCache")
         check_config(config)
         options = self.Config.of(options, changes, type(self).__name__)
         layers: list[Any] = model_layers(config)
@@ -292,7 +295,7 @@ class RetrievalCache(Cache):
             RuntimeError: no snapshot lies that far back, or another thread is in the middle of a
                 pass. Nothing was dropped.
         """
-        surplus = self.drop_newest(int(tokens_to_remove))
+        surplus = self.drop_newest(operator.index(tokens_to_remove))
         if surplus:
             message = "crop(%d) went back to a snapshot at %d tokens: read %d tokens more again"
             _log.warning(message, tokens_to_remove, self.get_seq_length(), surplus)

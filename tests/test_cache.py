@@ -72,9 +72,11 @@ def test_the_memory_of_a_dropped_cache_is_free_at_once(llama: PreTrainedModel) -
         gc.enable()
 
 
-def test_a_cache_is_saved_and_not_pickled(llama: PreTrainedModel) -> None:
+def test_a_cache_is_saved_and_not_pickled_and_has_a_method(llama: PreTrainedModel) -> None:
     with pytest.raises(TypeError, match="save_pretrained"):
         pickle.dumps(FlatKVCache(llama.config))
+    with pytest.raises(TypeError, match="take a method, as ParisKVCache"):
+        RetrievalCache(llama.config)
 
 
 @pytest.mark.parametrize(("gpu", "library"), [(False, False), (True, False), (False, True)])

@@ -15,7 +15,7 @@ import logging
 import math
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -430,16 +430,13 @@ def _marks(module: Any) -> Iterator[Any]:
             yield name, value
         elif callable(value):
             yield name, id(value)
-    for hooks in (module._forward_pre_hooks, module._forward_hooks):
-        yield from (id(hook) for hook in hooks.values() if not _is_known(hook))
+    for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+        home = getattr(getattr(hook, "func", hook), "__module__", None) or ""
+        if home.split(".")[0] not in ("hf_kvret", "peft"):
+            yield id(hook)
     for buffer in module._buffers.values():
         if buffer is not None:
             yield buffer.data_ptr(), 0 if buffer.is_inference() else buffer._version
-
-
-def _is_known(hook: Callable[..., Any]) -> bool:
-    home = getattr(getattr(hook, "func", hook), "__module__", None) or ""
-    return home.split(".")[0] in ("hf_kvret", "peft")
 
 
 def check_rows(cache: Any, model: PreTrainedModel, owner: str) -> None:

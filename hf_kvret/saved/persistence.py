@@ -179,9 +179,9 @@ def _empty_cache(
     changes: dict[str, Any],
 ) -> FilledCache:
     """A new cache with the saved options and ``changes``."""
-    if content["method"] != cls.name:
+    if content["method"] != (name := getattr(cls, "name", None)):
         raise ValueError(
-            f"{directory} holds a {content['method']!r} cache, not {cls.name!r}: load it "
+            f"{directory} holds a {content['method']!r} cache, not {name!r}: load it "
             "with the class of that method"
         )
     options, hint = _options_to_load(cls, directory, content["options"], changes)

@@ -94,14 +94,13 @@ def test_gradients_are_refused(llama: PreTrainedModel) -> None:
 
 def test_crops_that_cannot_be_are_refused(llama: PreTrainedModel) -> None:
     cache = _filled(llama)
-    with pytest.raises(ValueError, match=r"crop\(3\): pass the number .* as in crop\(-3\)"):
-        cache.crop(3)
-    with pytest.raises(ValueError, match=r"crop\(-33\): only 32 tokens held"):
-        cache.crop(-33)
-    cache.crop(0)
-    assert cache.get_seq_length() == 32
-    cache.crop(-32)
-    assert cache.get_seq_length() == 0
+    refusals = {3: r"crop\(3\): .* as in crop\(-3\)", -33: r"crop\(-33\): only 32 tokens held"}
+    for count, words in {**refusals, -2.5: "as an integer"}.items():
+        with pytest.raises((TypeError, ValueError), match=words):
+            cache.crop(count)  # type: ignore[arg-type]
+    for count, left in ((0, 32), (-32, 0)):
+        cache.crop(count)
+        assert cache.get_seq_length() == left
 
 
 def _copy_inputs_of_later_layers(model: PreTrainedModel) -> None:
