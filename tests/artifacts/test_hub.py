@@ -107,8 +107,7 @@ def test_an_upload_comes_back_and_the_next_one_replaces_it(
     with pytest.raises(RepositoryNotFoundError, match=REPO):
         CalibrationArtifact.from_pretrained(REPO)
     monkeypatch.setenv("HF_TOKEN", "hf_alice")
-    loaded = CalibrationArtifact.from_pretrained(REPO)
-    assert loaded.sha256 == artifact.sha256
+    assert CalibrationArtifact.from_pretrained(REPO).sha256 == artifact.sha256
     card = ModelCard(repository.commits[commit]["README.md"].decode())
     assert f'{{"artifact": "{REPO}"}}' in card.text
     hub.add(REPO, {FIXED_NAME: b"of 0.1.0", "artifact-2.safetensors": b"not ours"})

@@ -55,8 +55,7 @@ def test_neighbours_in_the_last_bit_are_told_apart(place: Place) -> None:
     """1500 numbers that only the last two digits of eight bits separate, in both signs."""
     bits = 0x40490000 + torch.randperm(1500, generator=generator(10))
     up = bits.int().view(torch.float32)
-    scores = torch.stack([up, -up]).view(1, 2, 1, -1)
-    check_top_k(place, scores, 256)
+    check_top_k(place, torch.stack([up, -up]).view(1, 2, 1, -1), 256)
 
 
 def test_sums_of_many_blocks_add_up(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,8 +113,7 @@ def test_rows_of_what_was_dropped_are_refused(
     llama: PreTrainedModel, change: Callable[[hf_kvret.RetrievalCache], None]
 ) -> None:
     cache = _filled(llama, prompt(2, 30))
-    layer = cache.layers[0]
-    keys = layer.keys
+    keys = cache.layers[0].keys
     change(cache)
     with pytest.raises(RuntimeError, match=r"has dropped some of these 31 keys since"):
         keys.clone()

@@ -137,8 +137,7 @@ def test_forks_and_loaded_indexes_go_on_like_one_that_was_left_alone(make: Make)
 def test_sequences_in_another_order_select_as_before(make: Make) -> None:
     run, still = _after_steps(make), _after_steps(make)
     run.reorder([1, 0, 0])
-    expected = [ids[[1, 0, 0]] for ids in still.go_on()]
-    assert _same(run.go_on(), expected)
+    assert _same(run.go_on(), [ids[[1, 0, 0]] for ids in still.go_on()])
     run.reorder([2])
     assert run.step(50).shape[0] == 1
 

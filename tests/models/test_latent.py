@@ -113,8 +113,7 @@ def test_a_token_is_held_once(model: PreTrainedModel, tmp_path: Path) -> None:
     window, store = layer.kv.window, layer.kv.store
     assert window.row_dim == numbers and window.values.data_ptr() == window.keys.data_ptr()
     assert store.paged_rows().width == numbers
-    tokens = layer.get_seq_length()
-    assert cache.memory().full_attention == 2 * tokens * numbers * 4
+    assert cache.memory().full_attention == 2 * layer.get_seq_length() * numbers * 4
     cache.save_pretrained(tmp_path)
     names = read_saved(tmp_path)[1]
     assert names["layers.0.store.pages"].shape[-1] == numbers and "layers.0.window.keys" in names

@@ -97,8 +97,7 @@ def test_a_cache_filled_by_hand_has_no_identity_and_says_so(
     cache.save_pretrained(tmp_path)
     loaded = type(cache).from_pretrained(tmp_path, llama.config, model=llama)
     assert "does not say which model filled it" in caplog.text
-    other = prompt(1, 60, salt=5)
-    llama.generate(other, past_key_values=loaded, **RUN)
+    llama.generate(prompt(1, 60, salt=5), past_key_values=loaded, **RUN)
     cache.save_pretrained(tmp_path, model=llama)
     assert type(cache).from_pretrained(tmp_path, llama.config).identity == identity_of(llama)
 

@@ -103,8 +103,7 @@ def test_a_saved_cache_names_no_folder_and_loads(llama: PreTrainedModel, tmp_pat
     rows.mkdir()
     place = {"store": "disk", "disk": str(rows)}
     cache = FlatKVCache(llama.config, **SMALL, **place)
-    ids = prompt(1, 150)
-    llama.generate(ids, past_key_values=cache, max_new_tokens=1)
+    llama.generate(prompt(1, 150), past_key_values=cache, max_new_tokens=1)
     cache.save_pretrained(saved, model=llama)
     assert str(rows) not in (saved / "cache.json").read_text()
     longer = torch.cat([cache.input_ids, prompt(1, 9)], dim=1)

@@ -79,8 +79,7 @@ class Engine:
 
     def own_step(self, method: type[RetrievalCache], options: Any, number: int) -> torch.Tensor:
         """``[Hq, D]`` of our own layer, to which the last token came behind the others."""
-        config = MODELS["llama"].config()
-        layer = method(config, options).retrieval_layers[0]
+        layer = method(MODELS["llama"].config(), options).retrieval_layers[0]
         keys, values = self.rows[number, None].split(DIM, dim=-1)
         end = self.lengths[number]
         for start, stop in ((0, end - 1), (end - 1, end)):

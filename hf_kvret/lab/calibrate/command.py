@@ -321,8 +321,7 @@ def make_corpus(options: CalibrateOptions, subject: Subject) -> Corpus:
 def run_inspect(options: InspectOptions) -> int:
     """Print what an artifact is, or what is whole in a folder."""
     if options.verify:
-        path = find_folder(options.artifact, revision=options.revision)
-        print("\n".join(verify(path)))
+        print("\n".join(verify(find_folder(options.artifact, revision=options.revision))))
         return 0
     artifact = CalibrationArtifact.from_pretrained(options.artifact, revision=options.revision)
     print(f"{describe(artifact)}\n\n{quality_table(artifact)}")

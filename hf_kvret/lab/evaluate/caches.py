@@ -43,8 +43,9 @@ from hf_kvret.registry import registered_methods
 
 # What these leave stays, and changes nothing by itself.
 _HARMLESS = ("transformers.utils.output_capturing", "kvpress.attention_patch")
-# By the place of a factory and its file's digest, what changed as it was imported, which is once.
-_import_faults: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
+# By the place of a factory and its file's digest, what changed as it was imported, which is once,
+# and what rows changed whose factory imported more.
+_import_faults: defaultdict[tuple[str, str], list[list[str]]] = defaultdict(lambda: [[]])
 OPPONENTS = ("full", "static", "offloaded", "quantized", "kvpress")
 
 
@@ -194,23 +195,27 @@ class Stranger(CacheChoice):
     def open(self, model: PreTrainedModel, capacity: int) -> Iterator[Any]:
         """The factory's cache; keywords that its ``update`` does not take are dropped."""
         offered = {"config": model.config, "capacity": capacity, "device": model.device}
+        digest = "" if self.file is None else sha256(self.file.read_bytes()).hexdigest()
+        place = str(self.file or self.factory.replace(":", ".").rsplit(".", 2)[0])
+        faults = _import_faults[place, digest]
         with _importable(Path.cwd() if self.file is None else self.file.parent):
-            make = self._load(model)
-            known = inspect.signature(make).parameters
+            with _unchanged(model, next(filter(None, faults), faults[0])):
+                make = self._load(digest)
+            known, count = inspect.signature(make).parameters, len(sys.modules)
             made = make(model, **{x: offered[x] for x in offered if x in known} | {**self.given})
+        if len(sys.modules) > count:
+            faults.append(self.faults)
         updates, is_context = hasattr(made, "update"), isinstance(made, AbstractContextManager)
         if isinstance(made, type) or not (updates or is_context or callable(made)):
             raise TypeError(f"{made!r} is no cache, no context manager and no function")
         with made if is_context and not updates else nullcontext(made) as opened:
             yield DynamicCache(config=model.config) if opened is None else _tolerant(opened)
 
-    def _load(self, model: PreTrainedModel) -> Callable[..., Any]:
-        place, _, name = self.factory.rpartition(":")
-        digest = "" if self.file is None else sha256(self.file.read_bytes()).hexdigest()
-        with _unchanged(model, _import_faults[place, digest]):
-            if self.file is None:
-                return getattr(importlib.import_module(place), name)
-            return getattr(_run_file(self.file, digest), name)
+    def _load(self, digest: str) -> Callable[..., Any]:
+        module, _, name = self.factory.rpartition(":")
+        if self.file is None:
+            return getattr(importlib.import_module(module), name)
+        return getattr(_run_file(self.file, digest), name)
 
 
 def is_stranger(text: str) -> bool:

@@ -60,8 +60,7 @@ class UsageSum:
 
     def row(self, seconds: str = "seconds") -> dict[str, Any]:
         """The numbers as a part of a row; ``seconds`` is the name of the time."""
-        ratio = self.usage.read_ratio
-        return {"read_ratio": ratio, **self.usage.sizes, seconds: self.seconds}
+        return {"read_ratio": self.usage.read_ratio, **self.usage.sizes, seconds: self.seconds}
 
 
 class Reader:

@@ -146,8 +146,7 @@ class Predictor:
             return self._fill(length)
         low, high = self.even_len, self.even_len * 3 // 2
         first, last = self._fill(low), self._fill(high)
-        share = (length - low) / (high - low)
-        return first.plus(last.plus(first, -1), share)
+        return first.plus(last.plus(first, -1), (length - low) / (high - low))
 
     def _fill(self, length: int) -> CacheBytes:
         if length not in self._filled:

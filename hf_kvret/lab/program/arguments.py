@@ -161,8 +161,7 @@ def known_names(known: Iterable[str]) -> Callable[[str], tuple[str, ...]]:
         unknown = [name for name in choices if name not in allowed]
         if unknown or not choices:
             what = f"unknown: {', '.join(unknown)}" if unknown else "none is named"
-            message = f"{what}; choose among {', '.join(allowed)}"
-            raise argparse.ArgumentTypeError(message)
+            raise argparse.ArgumentTypeError(f"{what}; choose among {', '.join(allowed)}")
         if len(set(choices)) < len(choices):
             raise argparse.ArgumentTypeError(f"the same name twice in {text!r}: name each once")
         return tuple(choices)

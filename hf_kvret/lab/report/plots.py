@@ -149,8 +149,7 @@ def plot_heat_maps(
         for (row, column), value in np.ndenumerate(values):
             if not np.isnan(value):
                 # Both ends of the colours are dark.
-                dark = abs(value / 100 - 0.5) > 0.35
-                color = "white" if dark else "black"
+                color = "white" if abs(value / 100 - 0.5) > 0.35 else "black"
                 style = {"ha": "center", "va": "center", "fontsize": 7, "color": color}
                 axis.text(column, row, f"{value:.0f}", **style)
     figure.colorbar(image, ax=axes, shrink=0.85)

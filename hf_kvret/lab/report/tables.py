@@ -22,8 +22,7 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         padded = (cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
         return f"| {' | '.join(padded)} |"
 
-    rule = line(["-" * width for width in widths])
-    return "\n".join([line(header), rule, *map(line, rows)])
+    return "\n".join([line(header), line(["-" * width for width in widths]), *map(line, rows)])
 
 
 def table_of(

@@ -74,8 +74,7 @@ def run_selftest(options: SelfTest) -> int:
     described = describe(device)
     verdicts = run_checks(list(every_check(device, options.only)), device)
     if options.json:
-        content = described | {"checks": [asdict(one) for one in verdicts]}
-        print(json.dumps(content, indent=1))
+        print(json.dumps(described | {"checks": [asdict(one) for one in verdicts]}, indent=1))
     else:
         print(summary(verdicts))
     if options.report is not None:

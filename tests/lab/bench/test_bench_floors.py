@@ -116,8 +116,7 @@ def test_coded_rows_are_read_as_they_are_kept(
 
 @pytest.mark.skipif(not HAS_FP8, reason="transformers before 5.23 has no fp8 cache")
 def test_quantized_caches_read_what_they_hold(model: PreTrainedModel) -> None:
-    choice = choose_bench_cache("quantized:backend=fp8")
-    cache = choice.make(model.config, TOKENS)
+    cache = choose_bench_cache("quantized:backend=fp8").make(model.config, TOKENS)
     feed(model, cache, random_tokens(model, BATCH, TOKENS, seed=0), 0)
     assert layer_kv_bytes(cache.layers[0]) is None
     floor = decode_floor(WEIGHTS, cache, no_usage(device=777), BATCH, Selections(), on_host=False)

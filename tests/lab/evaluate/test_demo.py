@@ -69,8 +69,7 @@ def test_a_long_document_is_answered_as_well_as_by_full_attention(
 
 def test_paris_with_a_host_store_keeps_little_on_the_device() -> None:
     """At 16K tokens, bf16: window and index take at most 30% of full attention's K and V."""
-    model = load_bundled_model(torch.bfloat16)
-    cache = ParisKVCache(model.config, store="host")
+    cache = ParisKVCache(load_bundled_model(torch.bfloat16).config, store="host")
     keys = torch.randn(1, 2, 16_384, 64, dtype=torch.bfloat16)
     for layer in cache.retrieval_layers:
         layer.update(keys, keys)

@@ -46,8 +46,7 @@ def test_what_a_strange_cache_keeps_alive_is_found_out(subject: Subject) -> None
 def test_caches_that_are_known_hold_what_they_say(name: str, subject: Subject) -> None:
     small = ":sink=4:recent=16:flush=16:dense_below=0" if name not in ("full", "static") else ""
     reader = Reader(subject.model, choose_cache(name + small), 600)
-    logits = reader.prefill(torch.randint(3, 400, (500,)))
-    reader.answer(logits, 4)
+    reader.answer(reader.prefill(torch.randint(3, 400, (500,))), 4)
     usage = reader.usage()
     held = held_bytes(reader.cache, subject.model)
     assert sum(held) == pytest.approx(usage.device_bytes + usage.host_bytes, rel=0.05)

@@ -141,8 +141,7 @@ def text() -> torch.Tensor:
 def test_readers_of_strangers_fork_and_answer_as_full_attention(
     made: str, mine: Path, subject: Subject, text: torch.Tensor
 ) -> None:
-    choice = choose_cache(f"mine={mine}:{made}")
-    reader = Reader(subject.model, choice, 80)
+    reader = Reader(subject.model, choose_cache(f"mine={mine}:{made}"), 80)
     reader.prefill(text[:50])
     for question in (text[50:53], text[53:58], text[50:53]):
         turn = reader.fork()
@@ -189,12 +188,20 @@ def test_a_model_that_stays_changed_is_put_back_and_ends_the_cell(
 def test_a_patch_of_an_import_ends_all_rows_of_its_file(
     tmp_path: Path, subject: Subject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    code = "from torch.nn import functional\nfunctional.silu = print\n"
-    (tmp_path / "patches_torch.py").write_text(f"{code}make = other = lambda model: None\n")
     monkeypatch.chdir(tmp_path)
-    for made in (".py:make", ".py:make:bits=4", ".py:other", ":make", ":other"):
-        choice = choose_cache(f"mine=patches_torch{made}")
-        with pytest.raises(CheckFailed, match=r"for good \(silu\)"), choice.guard(subject.model):
+    code = "from torch.nn import functional\nfunctional.gelu = print\n"
+    make = "make = other = lambda model, bits=2: __import__('late') and model.generate\n"
+    Path("patching").mkdir()
+    for name in ("patches", "late", "patching/__init__"):
+        Path(f"{name}.py").write_text(code + make)
+    for name in ("imports", "patching/one", "patching/two"):
+        Path(f"{name}.py").write_text(make)
+    for made in (
+        *("patches.py:make", "./patches.py:make:bits=4", "patches.py:other", "patches:make"),
+        *("patching.one:make", "patching.two:make", "imports.py:make", "imports.py:make:bits=4"),
+    ):
+        choice = choose_cache(f"mine={made}")
+        with pytest.raises(CheckFailed, match=r"for good \(gelu\)"), choice.guard(subject.model):
             Reader(subject.model, choice, 8).prefill(torch.arange(3, 8))
 
 

@@ -186,8 +186,7 @@ def _rounds(equal: list[bool]) -> list[int]:
     """
     accepted, start = [], 0
     while start + _DRAFTS <= len(equal):
-        drafts = [*equal[start : start + _DRAFTS], False]
-        accepted.append(drafts.index(False))
+        accepted.append([*equal[start : start + _DRAFTS], False].index(False))
         # The pass that verifies gives one token more.
         start += accepted[-1] + 1
     return accepted or [equal.index(False) if False in equal else len(equal)]

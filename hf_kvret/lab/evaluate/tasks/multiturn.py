@@ -95,8 +95,7 @@ class MultiTurn(NeedleTask):
                         reader.feed(torch.tensor([token]))
                     pending = [last]
             # Right answers that were fed count neither as rows read nor as time.
-            usage = replace(reader.usage(), rows_read=0, rows_cold=0)
-            used.count(usage, prefill_seconds)
+            used.count(replace(reader.usage(), rows_read=0, rows_cold=0), prefill_seconds)
         return {
             "right": right.mean(axis=0).tolist(),
             "mean": float(right.mean()),
@@ -109,8 +108,7 @@ class MultiTurn(NeedleTask):
         # text's order.
         rng = np.random.default_rng([self.seed, length, sample])
         depths = (100 * rng.random(self.turns)).tolist()
-        start = sample / self.samples
-        return self.wording.document(rng, length, depths, self.turns, start)
+        return self.wording.document(rng, length, depths, self.turns, sample / self.samples)
 
     @classmethod
     def table(cls, results: Results) -> str:
