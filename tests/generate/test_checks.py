@@ -225,8 +225,8 @@ def test_all_reasons_are_given_at_once(model: PreTrainedModel, filled: FlatKVCac
 
 def test_a_models_own_settings_are_refused_with_the_way_out(llama: PreTrainedModel) -> None:
     own: Any = llama.generation_config
-    own.use_cache, own.lossless = False, True
-    words = r"has lossless, .* or model\.generation_config's.*\n.*, so pass use_cache=True"
+    own.use_cache, own.lossless, own.prompt = False, True, None
+    words = r"has lossless, .* or model\.generation_config's; set .* None\n.*so pass use_cache=True"
     for given in ({"past_key_values": new_cache(llama)}, PARIS):
         with pytest.raises(ValueError, match=words):
             llama.generate(prompt(1, 40), **given, **RUN)
