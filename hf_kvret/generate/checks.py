@@ -81,6 +81,9 @@ def why_not(
             "output_attentions=True: a retrieval cache never forms the attention matrix; drop the "
             "argument or use cache_implementation='dynamic'"
         )
+    size = generation_config.prefill_chunk_size
+    if size is not None and size < 1:
+        reasons.append(f"prefill_chunk_size={size}: give at least 1 token, or leave it out")
     if cache_len and is_assisted(call, generation_config):
         reasons.append(
             "assisted decoding of transformers reads the whole prompt again, also the "

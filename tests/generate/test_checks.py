@@ -131,10 +131,8 @@ REFUSALS: list[tuple[Callable[[Any, Any], dict[str, Any]], str]] = [
         lambda m, f: {"past_key_values": f, "input_ids": prompt(1, 43)},
         "input_ids has 43 tokens, past_key_values holds 43: pass the whole",
     ),
-    (
-        lambda m, f: {"past_key_values": f, "bos_token_id": 1},
-        "input_ids has 0 tokens, past_key_values holds 43",
-    ),
+    (lambda m, f: {"past_key_values": f, "bos_token_id": 1}, "input_ids has 0 tokens, past_key"),
+    (lambda m, f: {"past_key_values": f, "prefill_chunk_size": 0}, "prefill_chunk_size=0: give"),
     (
         lambda m, f: {"past_key_values": f, **embedded(m, 6)},
         "inputs_embeds has 6 tokens, past_key_values holds 43",
