@@ -38,7 +38,7 @@ WHOLE: dict[str, Any] = {"backend": "eager", "fullgraph": True}
 REMEDY = "leave out fullgraph=True: what a retrieval cache does"
 
 
-def test_a_compiled_model_gives_the_same_tokens(model: Any, caplog: Any) -> None:
+def test_a_compiled_model_gives_equal_tokens(model: Any, caplog: pytest.LogCaptureFixture) -> None:
     torch.compiler.reset()
     expected = _tokens(model)
     # Loggers of torch don't propagate, so that caplog sees them only with its own handler.

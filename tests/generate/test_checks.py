@@ -324,7 +324,7 @@ def test_a_models_own_cache_config_is_left_alone(llama: PreTrainedModel) -> None
     assert torch.equal(llama.generate(prompt(1, 20), **RUN), expected)
 
 
-def test_attach_warns_once_of_attention_of_others(model: Any, monkeypatch: Any) -> None:
+def test_attach_warns_once_of_others_attention(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     code = "def forward(self, *args, **kwargs):\n    return whole(self, *args, **kwargs)\n"
     attention = type(model.model.layers[0].self_attn)
     theirs = {"__name__": "tri_tier.patch", "whole": attention.forward}

@@ -181,7 +181,7 @@ def test_the_package_is_found_and_a_broken_or_old_one_is_logged(
     logged: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    caplog: Any,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     folder = tmp_path / "flash_attn"
     folder.mkdir()
