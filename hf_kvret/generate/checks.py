@@ -180,7 +180,7 @@ def _misplaced_options(generation_config: Any) -> str:
         return ""
     return (
         f"the generation config has {', '.join(sorted(names))}, which only the cache would read: "
-        "move them into its cache_config, or model.generation_config's; set what is of others None"
+        "move them into its cache_config, or model.generation_config's; set others' keys to None"
     )
 
 
