@@ -200,8 +200,7 @@ class LosslessSteps:
 
     def _count(self) -> int:
         """How many tokens to draft."""
-        layers = self._cache.retrieval_layers
-        options = self._cache.options
+        layers, options = self._cache.retrieval_layers, self._cache.options
         most = options.max_draft if self._limit is None else min(options.max_draft, self._limit())
         # Its rotations may be others for a pass that reaches beyond some length.
         start = self._cache.get_seq_length()
@@ -210,9 +209,7 @@ class LosslessSteps:
         # A step that selects nothing is as exact as any; the first one may follow a loaded cache.
         if not any(selects) or not all(layer.is_ready for layer in layers):
             return 0
-        if why_whole(self._model.config, span) is not None:
-            return 0
-        return self._pace.count(max(0, most))
+        return self._pace.count(max(0, most)) if why_whole(self._model.config, span) is None else 0
 
     def _draft(self, inputs: dict[str, Any], count: int) -> list[int]:
         """Up to ``count`` tokens that retrieval expects behind the step's; the cache is as before.
@@ -299,7 +296,9 @@ class _Round:
         draft_s: float,
         exact_s: float,
     ) -> None:
-        self.tokens, self.inputs, self._output, self.edits = tokens, inputs, output, edits
+        self.tokens, self._output, self.edits = tokens, output, edits
+        # A loop may count on in the same tensors.
+        self.inputs = {x: one.clone() if torch.is_tensor(one) else one for x, one in inputs.items()}
         self.is_inference = torch.is_inference_mode_enabled()
         self.draft_s, self.exact_s = draft_s, exact_s
         self.used = 1

@@ -39,13 +39,15 @@ def _filled(model: Any) -> tuple[ParisKVCache, torch.Tensor]:
     return cache, logits[:, -1:].argmax(-1)
 
 
-def _text(step: Any, cache: Any, token: torch.Tensor, count: int) -> list[int]:
-    """Greedy tokens that ``step`` gives behind ``token``."""
+def _text(step: Any, cache: Any, token: torch.Tensor, count: int, **counted: Any) -> list[int]:
+    """Greedy tokens that ``step`` gives behind ``token``; what is ``counted`` goes up in place."""
     tokens = []
     with torch.inference_mode():
         for _ in range(count):
-            token = step(input_ids=token, **as_argument(cache)).logits[:, -1:].argmax(-1)
+            output = step(input_ids=token, **as_argument(cache), **counted)
+            token = output.logits[:, -1:].argmax(-1)
             tokens.append(int(token))
+            counted = {name: one.add_(1) for name, one in counted.items()}
     return tokens
 
 
@@ -187,11 +189,9 @@ def test_an_output_without_names_is_refused(model: Any) -> None:
 
 def _states(cache: Any) -> list[torch.Tensor]:
     """Convolutional and recurrent states of all layers."""
-    layers = foreign_layers_of(cache.layers).values()
-    both = [
-        (one.conv_states, one.recurrent_states) for one in layers if hasattr(one, "conv_states")
-    ]
-    return [x for pair in both for states in pair for x in states.values() if x is not None]
+    layers = [x for x in foreign_layers_of(cache.layers).values() if hasattr(x, "conv_states")]
+    both = [states for one in layers for states in (one.conv_states, one.recurrent_states)]
+    return [x for states in both for x in states.values() if x is not None]
 
 
 def test_recurrent_states_are_those_of_the_tokens_that_were_read() -> None:
@@ -203,9 +203,9 @@ def test_recurrent_states_are_those_of_the_tokens_that_were_read() -> None:
         recurrent(_prompt(recurrent), **as_argument(full))
     expected = _text(recurrent, full, token, 12)
     with LosslessSteps(recurrent, cache, pace=GivenPace(5, None)) as step:
-        assert _text(step, cache, token, 12) == expected
+        assert _text(step, cache, token, 12, position_ids=torch.tensor([[60]])) == expected
     # It ends outside of inference mode, in the middle of a round.
-    assert cache.rounds.accepted < cache.rounds.drafted
+    assert 0 < cache.rounds.accepted < cache.rounds.drafted
     assert cache.snapshots.pinned is None and cache.get_seq_length() == full.get_seq_length()
     assert cache.fork().rounds.rounds == 0
     for state, other in zip(_states(cache), _states(full), strict=True):
