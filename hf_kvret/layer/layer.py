@@ -422,6 +422,11 @@ class RetrievalLayer(CacheLayerMixin):
         for subscriber in self.subscribers:
             subscriber.reset()
 
+    def offload(self) -> None:
+        """Nothing: the store decides where rows live."""
+
+    prefetch = offload
+
     def fork(self) -> Self:
         """An independent copy that shares the cold part; counts start at 0."""
         options = self._make_index, self.make_store, self.needs_positions, self._value_in_key

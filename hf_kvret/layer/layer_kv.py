@@ -189,8 +189,8 @@ class LayerKV(State):
         keys = self.window.keys
         if not key.dtype == value.dtype == keys.dtype:
             check_dtypes(keys=key, values=value)
-        if fault := other_batch(len(keys), len(key)):
-            raise ValueError(fault)
+        if keys.shape[0] != key.shape[0]:
+            raise ValueError(other_batch(len(keys), len(key)))
         old_form = (keys.shape[1], keys.shape[3], self._value_dim, keys.dtype, keys.device)
         new_form = (key.shape[1], key.shape[3], value.shape[3], key.dtype, key.device)
         if old_form != new_form:
