@@ -140,7 +140,7 @@ class LayerKV(State):
     built: bool = number(False)
     _retrievable: torch.Tensor | None = transient()
     _cold: ColdTokens | None = transient()
-    # What the newest step gave to the compiled library.
+    # The newest step gave this to the compiled library.
     host_cold: HostCold | None = transient()
     # Scale and soft cap that it was made for.
     _cold_key: tuple[float, float | None] | None = transient()

@@ -130,7 +130,7 @@ def _check_layers(config: PreTrainedConfig) -> None:
             f"{name} has layers that read another's keys and choose of them by an indexer of their "
             f"own, for which there is no layer of a cache: {_OWN_CACHE}"
         )
-    if any(type(layer) in _FULL or is_indexed(layer) for layer in layers):
+    if any(map(_is_full, layers)):
         return
     raise ValueError(
         f"{name} has no full-attention layer that a cache could retrieve for (all slide, are "
@@ -293,8 +293,11 @@ def model_layers(config: PreTrainedConfig) -> list:
 
 def retrieval_layers(config: PreTrainedConfig) -> list[int]:
     """Numbers of the layers that retrieve: those whose attention is full."""
-    layers = enumerate(model_layers(config))
-    return [number for number, x in layers if type(x) in _FULL or is_indexed(x)]
+    return [number for number, layer in enumerate(model_layers(config)) if _is_full(layer)]
+
+
+def _is_full(layer: Any) -> bool:
+    return type(layer) in _FULL or is_indexed(layer)
 
 
 def is_indexed(layer: Any) -> bool:

@@ -174,7 +174,7 @@ class PlainAttention {
     std::vector<double> sum_, size_;
 };
 
-// What a byte codes as a weight of ParisKV: five bits are its exponent, three its mantissa.
+// A byte codes a weight of ParisKV: five bits are the exponent, three the mantissa.
 inline double weight_of(uint8_t code) {
     const int exponent = code >> 3, fraction = code & 7;
     return exponent > 0 ? std::ldexp(8 + fraction, exponent - 18) : std::ldexp(fraction, -17);

@@ -41,7 +41,7 @@ from hf_kvret.lab.evaluate.failures import CheckFailed, out_of_memory
 from hf_kvret.options.config import RetrievalConfig, parse_option, parse_spec
 from hf_kvret.registry import registered_methods
 
-# What these leave stays, and changes nothing by itself.
+# Changes by these modules stay: they change nothing by themselves.
 _HARMLESS = ("transformers.utils.output_capturing", "kvpress.attention_patch")
 # By the place of a factory and its file's digest, what changed as it was imported, which is once,
 # and what rows changed whose factory imported more.

@@ -219,7 +219,7 @@ def attention_keys(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
         keys.append(key)
         return attend(module, query, key, *args, **kwargs)
 
-    # What a cache of others has put there comes back.
+    # The name may stand for a function of another library, which comes back.
     with patch.dict(ALL_ATTENTION_FUNCTIONS._local_mapping, {name: seen}):
         yield keys
 

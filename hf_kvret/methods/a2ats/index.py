@@ -99,7 +99,7 @@ class A2ATSIndex(Index):
     def search(self, query: torch.Tensor, cold: ColdTokens) -> torch.Tensor:
         budget, valid = cold.budget, cold.valid
         table, codes = self._scores(query, cold)
-        if self.options.budget_of == "union" and budget < len(cold):
+        if self._unites(cold):
             group = query.shape[1] // codes.shape[1]
             count = max(1, budget // group)
             # Each query head selects alone; the choices of a group are then united.
@@ -113,9 +113,11 @@ class A2ATSIndex(Index):
 
     def host_search(self, query: torch.Tensor, cold: ColdTokens) -> HostSearch | None:
         """See ``Index.host_search``: where a group has one budget."""
-        if self.options.budget_of == "union" and cold.budget < len(cold):
-            return None
-        return CodebookSearch(*self._scores(query, cold))
+        return None if self._unites(cold) else CodebookSearch(*self._scores(query, cold))
+
+    def _unites(self, cold: ColdTokens) -> bool:
+        """Whether heads of a group choose for themselves, and attend to what any has chosen."""
+        return self.options.budget_of == "union" and cold.budget < len(cold)
 
     def _scores(self, query: torch.Tensor, cold: ColdTokens) -> tuple[torch.Tensor, torch.Tensor]:
         """Scores ``[B, Hq, Q, C]`` fp32 of codewords, and codes ``[B, Hkv, n]`` of the tokens."""

@@ -133,7 +133,7 @@ class AquaStore(Store):
     ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
         """As for every store; decodes all tokens, because the layer above needs them all."""
         end, reconstruction = len(self), self._reconstruction
-        if self._coder is None or self._coder.bits == NOT_CODED:
+        if not self._has_codes:
             yield from self._pages.chunks(chunk_len, stop)
             return
         if reconstruction is not None and reconstruction.covers(0, end):
@@ -210,9 +210,14 @@ class AquaStore(Store):
     def value_in_key(self) -> int:
         return 0 if self._coder is None else self._coder.value_in_key
 
+    @property
+    def _has_codes(self) -> bool:
+        """Whether rows are codes; else they are as attention reads them."""
+        return self._coder is not None and self._coder.bits != NOT_CODED
+
     def _dense(self, ids: torch.Tensor) -> tuple[PagedStore, torch.Tensor]:
         """A dense store of the tokens from the lowest to the highest id, and ids relative to it."""
-        if self._coder is None or self._coder.bits == NOT_CODED:
+        if not self._has_codes:
             return self._pages, ids
         check_id_range(ids, len(self))
         tokens = ids[ids >= 0]

@@ -321,7 +321,7 @@ class PaperLRQKIndex(Index):
         self.options = options
         self._queries, self._keys = Moments(), Moments()
         self._proxies = Proxies(options.proxy_dtype)
-        self._recent = RecentProxies(max(options.fit_recent, options.max_draft))
+        self._recent = RecentProxies(self._room(options))
 
     def on_forward(
         self,
@@ -421,7 +421,7 @@ class PaperLRQKIndex(Index):
 
     def set_options(self, options: Any) -> None:
         super().set_options(options)
-        self._recent.room = max(options.fit_recent, options.max_draft)
+        self._recent.room = self._room(options)
 
     def cost(self, n: int, budget: int) -> SearchCost:
         """All proxies, the bases twice (read and written), and the keys of the query's fit."""
@@ -440,3 +440,8 @@ class PaperLRQKIndex(Index):
         if self._query_basis is None or self._key_basis is None:
             return None
         return Bases(self._query_basis, self._key_basis)
+
+    @staticmethod
+    def _room(options: LRQKConfig) -> int:
+        """Number of recent tokens to keep: those of a step, or those it fits its query to."""
+        return max(options.fit_recent, options.max_draft)

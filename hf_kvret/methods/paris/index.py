@@ -264,8 +264,7 @@ class ParisIndex(CapturableIndex, Index):
     def rotate(self, query: torch.Tensor) -> torch.Tensor:
         """``[B, Hq, Q, P]`` fp32 of ``query [B, Hq, Q, D]``, in the coordinates of the codes."""
         assert self._signs is not None, "add comes first"
-        grouped = query.unflatten(1, (self._sign.rows.shape[1], -1))
-        return naive.rotate(grouped, self._signs).flatten(1, 2)
+        return naive.rotate(self._grouped(query), self._signs).flatten(1, 2)
 
     def encode(self, keys: torch.Tensor) -> paris.ParisCodes:
         """Codes of ``keys [B, Hkv, n, D]``."""
@@ -290,7 +289,7 @@ class ParisIndex(CapturableIndex, Index):
     def search(self, query: torch.Tensor, cold: ColdTokens) -> torch.Tensor:
         levels, options, counts = self._levels, self.options, self._counts
         assert counts is not None and levels is not None, "a block was added"
-        length, grouped = len(self._sign), query.unflatten(1, (self._sign.rows.shape[1], -1))
+        length, grouped = len(self._sign), self._grouped(query)
         if options.group_reduce == "mean":
             grouped = grouped.float().mean(dim=2, keepdim=True)
         _, rho = options.ratios(length)
@@ -314,6 +313,10 @@ class ParisIndex(CapturableIndex, Index):
             softcap=cold.softcap,
             offset=offset,
         )
+
+    def _grouped(self, query: torch.Tensor) -> torch.Tensor:
+        """``[B, Hkv, G, Q, D]`` of ``query [B, Hq, Q, D]``."""
+        return query.unflatten(1, (self._sign.rows.shape[1], -1))
 
     def host_search(self, query: torch.Tensor, cold: ColdTokens) -> HostSearch | None:
         options, counts, search = self.options, self._counts, self._host_search

@@ -160,7 +160,7 @@ def test_keys_are_seen_at_the_attention_function(
     model: Any = subject.model
     model(torch.arange(3, 10)[None], use_cache=False)
     assert len(keys) == 2
-    # What a package has put into the table stays there.
+    # A function that a package has put into the table stays there.
     table, name = ALL_ATTENTION_FUNCTIONS, model.config._attn_implementation
     monkeypatch.setitem(table._local_mapping, name, print)
     with attention_keys(model):
