@@ -9,6 +9,7 @@ from typing import Any, Self
 
 import torch
 
+from hf_kvret.contracts.host_memory import empty
 from hf_kvret.contracts.state import Field, PartField, State, Tensors, is_mapped
 
 # Dropped rows at the front that may stay before the others are moved.
@@ -84,7 +85,7 @@ class TokenBuffer(State):
             length = len(self) + count
             # A multiple of 16, so that every head's rows begin where wide loads may.
             capacity = -(-(length + max(self.least_step, length // 16)) // 16) * 16
-            larger = like.new_empty(*like.shape[:2], capacity, *like.shape[3:])
+            larger = empty((*like.shape[:2], capacity, *like.shape[3:]), like.dtype, like.device)
             if memory is not None:
                 larger[:, :, : len(self)] = self.rows
             self._adopt(larger)

@@ -21,10 +21,10 @@ from isal.isal_zlib import crc32
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from hf_kvret.contracts.host_memory import empty, expect_random_reads
 from hf_kvret.contracts.state import Tensors, mark_mapped
 from hf_kvret.contracts.store import PAGES
 from hf_kvret.saved.folder import VERSION_LEN, Replacement
-from hf_kvret.stores.host_memory import empty, expect_random_reads
 
 SHARD_BYTES = 1 << 30
 """A shard holds no more, but for a single tensor that is larger."""

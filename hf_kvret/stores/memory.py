@@ -7,13 +7,16 @@ import math
 import os
 import tempfile
 import threading
+import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 
 import torch
 
+from hf_kvret.contracts import host_memory
+from hf_kvret.contracts.host_memory import empty, expect_random_reads
 from hf_kvret.contracts.state import is_mapped
-from hf_kvret.stores.host_memory import empty, expect_random_reads, pinned
+from hf_kvret.stores.chunks import finish_reading
 
 CPU = torch.device("cpu")
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -231,3 +234,53 @@ def _copy_runs(target: torch.Tensor, rows: torch.Tensor) -> None:
         return
     for run, source in zip(target, rows, strict=True):
         _copy_runs(run, source)
+
+
+def pinned(shape: tuple[int, ...], dtype: torch.dtype, stream: torch.cuda.Stream) -> torch.Tensor:
+    """Pinned memory of this shape, in memory pages of its own; unpinned with the tensor.
+
+    Callers must keep the tensor itself, not just a view of it.
+
+    Args:
+        shape: of the tensor.
+        dtype: of the tensor.
+        stream: that copies to it; unpinning waits for it.
+
+    Raises:
+        MemoryError: there is no such memory, or it can't be pinned.
+    """
+    nbytes = math.prod(shape) * dtype.itemsize
+    # With an end inside of a huge page, registering succeeds and an H200 (driver 580) does not
+    # know the memory all the same.
+    unit = host_memory.HUGE_PAGE if nbytes >= host_memory.LEAST_HUGE else host_memory.MEMORY_PAGE
+    raw = host_memory.mapped(-(-nbytes // unit) * unit, inherited=False)
+    _register(raw, stream.device)
+    chunk = raw[:nbytes].view(dtype).view(shape)
+    # At the end of Python the system unpins.
+    weakref.finalize(chunk, _unpin, chunk.data_ptr(), stream, os.getpid()).atexit = False
+    return chunk
+
+
+def _register(raw: torch.Tensor, device: torch.device) -> None:
+    # Without the context the first GPU would be set up, which may not be in use at all.
+    with torch.cuda.device(device):
+        status = int(torch.cuda.cudart().cudaHostRegister(raw.data_ptr(), raw.nbytes, 0))
+    if status != 0:
+        raise MemoryError(
+            f"cudaHostRegister could not pin {raw.nbytes / 2**30:.1f} GiB of host memory (error "
+            f"{status}): raise the locked-memory limit (ulimit -l), or use store='device'"
+        )
+
+
+def _unpin(address: int, stream: torch.cuda.Stream, process: int) -> None:
+    """Unregister once no copy and no kernel can still be using the memory.
+
+    Not in a child process of the one that registered it: a child has no GPU.
+    """
+    if process != os.getpid():
+        return
+    with torch.cuda.device(stream.device):
+        stream.synchronize()
+        torch.cuda.current_stream(stream.device).synchronize()
+        finish_reading(stream.device)
+        torch.cuda.cudart().cudaHostUnregister(address)

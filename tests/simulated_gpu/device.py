@@ -116,7 +116,7 @@ def _replaced(simulation: Simulation) -> Iterator[None]:
     executor, function = interpreter.GridExecutor, interpreter.InterpretedFunction
     launches = importlib.import_module(".launches", __package__)
     pool = concurrent.futures.ThreadPoolExecutor
-    host_memory = importlib.import_module("hf_kvret.stores.host_memory")
+    memory = importlib.import_module("hf_kvret.stores.memory")
     replaced = [
         *((torch.cuda, name, answer) for name, answer in _answers(simulation).items()),
         *((torch._C, name, _nothing()) for name in _ALLOCATOR),
@@ -125,7 +125,7 @@ def _replaced(simulation: Simulation) -> Iterator[None]:
         (executor, "__call__", launches.checked(executor.__call__)),
         (function, "warmup", launches.warm_up),
         (importlib.import_module("hf_kvret_kernels.paged"), "interpreted", lambda: False),
-        (host_memory, "_unpin", _while_it_lasts(simulation, host_memory._unpin)),
+        (memory, "_unpin", _while_it_lasts(simulation, memory._unpin)),
         (pool, "submit", _followed_submit(simulation, pool.submit)),
     ]
     recorders = importlib.import_module("hf_kvret.replay.recorders")

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_kvret.stores import host_memory, memory
+from hf_kvret.contracts import host_memory, token_buffer
+from hf_kvret.stores import memory
 from hf_kvret.stores.memory import DeviceMemory, HostMemory, PendingCopies
 
 CPU = torch.device("cpu")
@@ -26,8 +27,7 @@ needs_linux = pytest.mark.skipif(
 
 def _mapping(address: int) -> dict[str, str]:
     """What the system says of the mapping that holds ``address``; empty where there is none."""
-    result: dict[str, str] = {}
-    inside = False
+    result, inside = dict[str, str](), False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         name, _, rest = line.partition(" ")
         if not name.endswith(":"):
@@ -53,6 +53,7 @@ def test_a_device_without_room_names_other_stores(monkeypatch: pytest.MonkeyPatc
 
 @needs_linux
 def test_huge_pages_are_asked_for_the_chunk_alone_and_live_as_long_as_a_view() -> None:
+    index = token_buffer.TokenBuffer().reserve(1 << 16, torch.empty(1, 1, 0, 128))
     chunk = HostMemory(CPU).allocate(LARGE, LARGE_DTYPE).fill_(3.0)
     tail = _mapping(chunk.data_ptr() + chunk.nbytes - 1)
     address, nbytes, view = chunk.data_ptr(), chunk.nbytes, chunk[1, 7:9]
@@ -61,6 +62,7 @@ def test_huge_pages_are_asked_for_the_chunk_alone_and_live_as_long_as_a_view() -
     if "VmFlags" not in first:
         pytest.skip("this kernel does not tell what was asked")
     assert "hg" in first["VmFlags"].split() and "hg" not in tail["VmFlags"].split()
+    assert "hg" in _mapping(index.data_ptr())["VmFlags"].split()
     assert int(first["end"]) == address + nbytes // HUGE_PAGE * HUGE_PAGE
     assert view.tolist() == [3.0, 3.0]
     del view
@@ -79,8 +81,7 @@ def test_a_system_without_huge_pages_gives_good_memory(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(mmap, "mmap", Refusing)
     chunk = HostMemory(CPU).allocate(LARGE, LARGE_DTYPE).fill_(2.0)
-    assert calls
-    assert chunk.float().sum().item() == 2.0 * chunk.numel()
+    assert calls and chunk.float().sum().item() == 2.0 * chunk.numel()
 
 
 @pytest.mark.skipif(sys.maxsize < 2**40, reason="sizes beyond the address space are not to be had")

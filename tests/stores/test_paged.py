@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_kvret import FlatKVCache, TokenBlock
-from hf_kvret.stores import CpuStore, PagedStore, chunks, host_memory, paged
+from hf_kvret.stores import CpuStore, PagedStore, chunks, memory, paged
 from hf_kvret.stores.memory import DeviceMemory, HostMemory, PageMemory
 from hf_kvret.testing import COVERING_OPTIONS
 from hf_kvret.testing.scenario import prompt
@@ -173,7 +173,7 @@ def test_chunks_are_read_on_a_stream_of_their_users(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "cudart", Runtime)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     writer = Stream(near)
-    host_memory._unpin(77, writer, os.getpid())  # type: ignore[arg-type]
+    memory._unpin(77, writer, os.getpid())  # type: ignore[arg-type]
     assert log == [77] and writer.waited == users[near].waited == 1 and other.waited == 0
 
 

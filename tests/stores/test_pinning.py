@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from hf_kvret import TokenBlock
-from hf_kvret.stores import PagedStore, host_memory
+from hf_kvret.contracts import host_memory
+from hf_kvret.stores import PagedStore
 from hf_kvret.stores.memory import HostMemory, PageMemory
 
 from ..simulated_gpu.device import Runtime, simulated
@@ -39,7 +40,7 @@ def log(gpu: Simulation, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return register(self, address, size, flags)
 
     # Whole memory pages and pages of rows are the same here.
-    monkeypatch.setattr(host_memory, "_MEMORY_PAGE", PAGE_BYTES)
+    monkeypatch.setattr(host_memory, "MEMORY_PAGE", PAGE_BYTES)
     monkeypatch.setattr(Runtime, "cudaHostRegister", noted)
     return sizes
 
@@ -75,8 +76,8 @@ def test_a_prompt_in_chunks_is_pinned_once(gpu: Simulation, log: list[int]) -> N
 def test_large_chunks_are_registered_to_the_end_of_a_huge_page(
     gpu: Simulation, log: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host_memory, "_LEAST_HUGE", 20 * PAGE_BYTES)
-    monkeypatch.setattr(host_memory, "_HUGE_PAGE", 16 * PAGE_BYTES)
+    monkeypatch.setattr(host_memory, "LEAST_HUGE", 20 * PAGE_BYTES)
+    monkeypatch.setattr(host_memory, "HUGE_PAGE", 16 * PAGE_BYTES)
     stores = [store_of(HostMemory(GPU)) for _ in range(3)]
     for store, tokens in zip(stores, (76, 84, 128), strict=True):
         store.append(block(0, tokens))

@@ -26,7 +26,7 @@ from hf_kvret.replay import DecodeGraph
 from hf_kvret.replay.layer_step import LayerStep
 from hf_kvret.replay.recorders import RECORDERS
 from hf_kvret.stores import STORES
-from hf_kvret.stores.host_memory import pinned
+from hf_kvret.stores.memory import pinned
 from hf_kvret.testing.conformance import (
     COVERING_OPTIONS,
     Case,
