@@ -13,7 +13,6 @@ tables. Takes about ten minutes on one core.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 from pathlib import Path
@@ -105,17 +104,12 @@ def make_grid(bits: int) -> torch.Tensor:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--out", type=Path, default=GRIDS, help="file to write (default: %(default)s)"
-    )
-    out = parser.parse_args().out
     lines = []
     for bits in BITS:
         points = make_grid(bits)
         print(f"{bits} bits: {len(points)} points, error {squared_error(points):.6f} a number")
         lines.append(f'"{bits}": {json.dumps(points.tolist())}')
-    out.write_text("{" + ",\n".join(lines) + "}\n")
+    GRIDS.write_text("{" + ",\n".join(lines) + "}\n")
 
 
 if __name__ == "__main__":

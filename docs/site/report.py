@@ -38,6 +38,7 @@ SCRIPTS = {
     "eval assumptions": "studies/assumptions.py",
     "eval exact-answers": "studies/exact_answers.py",
     "eval literal": "studies/literal.py",
+    "eval paris-stages": "studies/paris_stages.py",
     "bench host-attention": "benchmarks/bench_host_attention.py",
     "bench kernels": "benchmarks/bench_kernels.py",
 }

@@ -10,7 +10,6 @@ call by call. A row is the median over --repeats calls.
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -50,8 +49,6 @@ from hf_kvret_kernels.gather_attention import gather_attention
 from hf_kvret_kernels.paged import PagedRows
 
 WARMUP = 2
-SLOW_SECONDS = 0.5
-SLOW_TURNS = 4
 TORCH_WAYS = ("sdpa", "sdpa-apart", "sdpa-by-head")
 """The ways in torch that compute in the rows' dtype; the quickest is the opponent."""
 TOLERANCES = ATTENTION_ERRORS | {torch.float32: 1e-5}
@@ -59,9 +56,6 @@ TOLERANCES = ATTENTION_ERRORS | {torch.float32: 1e-5}
 
 _NAIVE_TOLERANCE = 1e-5
 _PAGE_BITS = PAGE_LEN.bit_length() - 1
-_RANDOM_BYTES = 1 << 26
-_RANDOM_CALL_BYTES = 1 << 20
-_RANDOM_ROUNDS = 10
 
 Way = Callable[[torch.Tensor, PagedRows, torch.Tensor], torch.Tensor]
 """``(query, rows, ids)`` to ``[B, Hq, 1, D]``, as ``gather_attention`` takes them."""
@@ -172,9 +166,8 @@ def time_ways(
 ) -> dict[str, list[float]]:
     """Seconds of ``repeats`` calls of each way, after ``WARMUP`` that do not count.
 
-    A way that took more than ``SLOW_SECONDS`` in every warm-up call takes part in one of
-    ``SLOW_TURNS`` turns only, or nearly all the time would go to it. Each call gets ids of its own,
-    or a way would find in the processor's caches the rows that its neighbour read.
+    Each call gets ids of its own, or a way would find in the processor's caches the rows that its
+    neighbour read.
     """
     ids = draw()
 
@@ -184,30 +177,8 @@ def time_ways(
         wait_until_calm()
 
     calls = {name: lambda way=way: way(query, rows, ids) for name, way in ways.items()}
-    warm = time_calls(calls, dict.fromkeys(calls, WARMUP), prepare, query.device)
-    few = -(-repeats // SLOW_TURNS)
-    counts = {name: few if min(warm[name]) > SLOW_SECONDS else repeats for name in ways}
-    return time_calls(calls, counts, prepare, query.device)
-
-
-def random_row_bandwidth(rows: PagedRows, generator: torch.Generator) -> float:
-    """Bytes a second that ``index_select`` reads in random rows; the best of ten rounds.
-
-    It writes what it reads into a buffer that stays in the processor's caches.
-    """
-    matrix = rows.chunks[0].view(-1, rows.width)
-    row_bytes = rows.width * rows.dtype.itemsize
-    some = max(1, _RANDOM_CALL_BYTES // row_bytes)
-    calls = max(1, _RANDOM_BYTES // (some * row_bytes))
-    buffer = torch.empty(some, rows.width, dtype=rows.dtype)
-    best = float("inf")
-    for _ in range(_RANDOM_ROUNDS):
-        index = torch.randint(len(matrix), (calls, some), generator=generator)
-        start = time.perf_counter()
-        for one in index:
-            torch.index_select(matrix, 0, one, out=buffer)
-        best = min(best, time.perf_counter() - start)
-    return calls * some * row_bytes / best
+    time_calls(calls, dict.fromkeys(calls, WARMUP), prepare, query.device)
+    return time_calls(calls, dict.fromkeys(calls, repeats), prepare, query.device)
 
 
 _CPU = torch.device("cpu")
@@ -291,8 +262,8 @@ class HostAttention(TimedTogether):
             self._stored.clear()
             draw = Draw(_CPU, self.seed)
             every = make_rows(self._largest(dtype), self._sequences(dtype), draw)
-            self._stored[dtype] = every, draw, random_row_bandwidth(every, draw.generator)
-        every, draw, random_bandwidth = self._stored[dtype]
+            self._stored[dtype] = every, draw
+        every, draw = self._stored[dtype]
         shape = replace(self._largest(dtype), batch=batch, top_k=k)
         rows = PagedRows(every.chunks, every.table[:batch], self.dim)
         query, ids = draw.query(shape), partial(draw.ids, shape, k)
@@ -307,7 +278,6 @@ class HostAttention(TimedTogether):
                 "bytes_per_second": moved / row["seconds"],
                 "of_sequential": moved / row["seconds"] / self._bandwidth,
                 "sequential_bandwidth": self._bandwidth,
-                "random_row_bandwidth": random_bandwidth,
                 "sequences_held": min(batch, len(every.chunks[0]) // shape.pages),
                 "error": errors.get(cell["cache"]),
             }
@@ -323,8 +293,8 @@ class HostAttention(TimedTogether):
         return measure_bandwidth(_CPU).device
 
     @cached_property
-    def _stored(self) -> dict[str, tuple[PagedRows, Draw, float]]:
-        """Of the last dtype: rows for the largest batch, what draws, bandwidth of random rows."""
+    def _stored(self) -> dict[str, tuple[PagedRows, Draw]]:
+        """Of the last dtype: rows for the largest batch, and what draws."""
         return {}
 
     def _sequences(self, dtype: str) -> int:
@@ -349,18 +319,11 @@ class HostAttention(TimedTogether):
 
     @classmethod
     def table(cls, results: Results) -> str:
-        """A line for each dtype, batch and k; ``torch`` is its quickest way there.
-
-        ``torch / cpp`` is of the medians, ``of the least`` of the quickest calls. Where they are
-        far apart, other programs had the processors.
-        """
+        """A line for each dtype, batch and k; ``torch`` is its quickest way there."""
 
         def held(cell: Cell, row: Row) -> str:
             count = row["cpp"]["sequences_held"] if "cpp" in row else cell["batch"]
             return f"{cell['batch']}" + (f" (rows of {count})" if count != cell["batch"] else "")
-
-        def ratio(row: Row, name: str) -> str:
-            return f"{row['torch'][name] / row['cpp'][name]:.2f}"
 
         columns: Columns = {
             "dtype": lambda cell, row: cell["dtype"],
@@ -371,14 +334,13 @@ class HostAttention(TimedTogether):
             "torch ms": lambda cell, row: ms(row["torch"]["seconds"]),
             "quartiles ": lambda cell, row: spread(row["torch"]),
             "torch is": lambda cell, row: row["torch_is"],
-            "torch / cpp": lambda cell, row: ratio(row, "seconds"),
-            "of the least": lambda cell, row: ratio(row, "seconds_least"),
+            "torch / cpp": lambda cell, row: (
+                f"{row['torch']['seconds'] / row['cpp']['seconds']:.2f}"
+            ),
             "naive ms": lambda cell, row: ms(row["naive"]["seconds"]),
             "cpp GB/s": lambda cell, row: _gb(row["cpp"]["bytes_per_second"]),
             "of sequential": lambda cell, row: f"{row['cpp']['of_sequential']:.0%}",
             "sequential GB/s": lambda cell, row: _gb(row["cpp"]["sequential_bandwidth"]),
-            "random rows GB/s": lambda cell, row: _gb(row["cpp"]["random_row_bandwidth"]),
-            "path": lambda cell, row: results.setup["path"],
         }
         setup = results.setup
         said = (

@@ -9,12 +9,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.lab.evaluate.caches import CacheChoice
-from hf_kvret.lab.evaluate.needles import NeedleLanguage
 from hf_kvret.lab.evaluate.reader import check_positions
 from hf_kvret.lab.evaluate.subject import Subject
 from hf_kvret.lab.evaluate.task import Task
@@ -69,9 +67,6 @@ def layers_of(lines: Callable[[CellResults], Lines], title: str, y: str, **bound
     return plot
 
 
-_TOKENS_PER_NEEDLE = 128
-
-
 @dataclass(frozen=True, kw_only=True)
 class Ablation(Task):
     """A method taken apart: each part of the study has variants, measured at each length.
@@ -88,7 +83,7 @@ class Ablation(Task):
     tables: ClassVar[Mapping[str, Table]]
     plots: ClassVar[Mapping[str, Plot]]
 
-    text: Path | None = text_option("default: documents of needles", required=False)
+    text: Path = text_option()
     context: tuple[int, ...] = context_option((4096,), "tokens of a context")
     windows: int = count_option(1, "at most this many contexts of each length")
     parts: tuple[str, ...]
@@ -103,51 +98,31 @@ class Ablation(Task):
         """Tokens that a part has after its context."""
         return self.new_tokens
 
-    def asking(self, part: str, length: int) -> int:
-        """Tokens at the end of a document of needles that are questions and answers."""
-        return self.following(part)
-
     def details(self) -> dict[str, Any]:
-        text = describe_file("--text", self.text) or "documents of needles"
-        return {"text": text, **{name: getattr(self, name) for name in self.described}}
+        described = {name: getattr(self, name) for name in self.described}
+        return {"text": describe_file("--text", self.text), **described}
 
     def cells_of(self, caches: Sequence[str]) -> list[Cell]:
         return [
             {"cache": cache, "part": part, "variant": name, **place}
             for part in self.parts
-            for place in self._places(part)
+            for place in ([{}] if part in self.apart else [{"length": n} for n in self.context])
             for name in self.variants(part)
             for cache in caches
         ]
 
-    def _places(self, part: str) -> list[Cell]:
-        return [{}] if part in self.apart else [{"length": length} for length in self.context]
-
     def check_cells(self, cells: Sequence[Cell]) -> None:
-        self.check_contexts(cells, self.subject)
-        super().check_cells(cells)
-
-    def check_contexts(self, cells: Sequence[Cell], subject: Subject) -> None:
         """ValueError where the text, or the model's positions, are too few for one of ``cells``."""
         places = [(cell.get("part", ""), cell["length"]) for cell in cells if "length" in cell]
         for part, length in dict.fromkeys(places):
-            self.contexts(subject, part, length)
-            check_positions(subject.model, length + self.following(part))
+            self.contexts(self.subject, part, length)
+            check_positions(self.subject.model, length + self.following(part))
+        super().check_cells(cells)
 
     def contexts(self, subject: Subject, part: str, length: int) -> list[torch.Tensor]:
-        """At most ``windows`` contexts ``[length + following(part)]`` int64.
-
-        Of the text, or documents of needles with questions at their end.
-
-        Raises:
-            ValueError: too little text, or none and another language than that of needles.
-        """
-        new = self.following(part)
-        if self.text is not None:
-            return text_windows(subject, self.name, self.text, length + new, self.windows)
-        check_needles(subject)
-        asking, seeds = self.asking(part, length), range(self.seed, self.seed + self.windows)
-        return [needle_tokens(length + new, asking, seed) for seed in seeds]
+        """``windows`` texts ``[length + following(part)]`` int64 at most; ValueError for none."""
+        length += self.following(part)
+        return text_windows(subject, self.name, self.text, length, self.windows)
 
     @classmethod
     def table(cls, results: Results) -> str:
@@ -173,32 +148,6 @@ def parts_option(names: Iterable[str], name: str = "--parts") -> Any:
     usual = tuple(names)
     text = f"default: all of {', '.join(usual)}"
     return option(usual, text, kind=known_names(usual), metavar="NAME,NAME", name=name)
-
-
-def needle_tokens(length: int, asking: int, seed: int) -> torch.Tensor:
-    """``[length]`` int64: a document of needles, then questions with answers, ``asking`` or more.
-
-    ValueError where ``length`` is too short for both.
-    """
-    language, rng = NeedleLanguage(), np.random.default_rng(seed)
-    keys, values = language.pairs(rng, 1)
-    turn = language.questions(keys).shape[1] + values.shape[1]
-    turns = -(-asking // turn)
-    keys, values = language.pairs(rng, max(turns, length // _TOKENS_PER_NEEDLE))
-    document, _ = language.document(rng, length - turns * turn, keys, values)
-    asked = rng.permutation(len(keys))[:turns]
-    questions = np.concatenate([language.questions(keys[asked]), values[asked]], axis=1)
-    return torch.from_numpy(np.concatenate([document, questions.reshape(-1)]))
-
-
-def check_needles(subject: Subject) -> None:
-    """ValueError for a model that does not read the language of needles."""
-    language, vocab_size = NeedleLanguage(), subject.model.config.vocab_size
-    if vocab_size != language.vocab_size:
-        raise ValueError(
-            f"--model {subject.name} has {vocab_size} token ids, the language of needles "
-            f"{language.vocab_size}: give --text FILE, or take --model needle"
-        )
 
 
 def made(name: str, cache_class: type[RetrievalCache], options: RetrievalConfig) -> CacheChoice:

@@ -259,7 +259,7 @@ class Assumptions(Ablation):
     described = ("windows",)
     tables = MappingProxyType(dict.fromkeys(PARTS, _tables))
     plots = MappingProxyType({part: layers_of(_drawn, part, y) for part, (*_, y) in PARTS.items()})
-    smallest = "--model needle --context 300 --windows 2"
+    smallest = f"--text {__file__} --context 300 --windows 2"
 
     caches: str | None = not_here("full")
     store: str = not_here("device")

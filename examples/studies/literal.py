@@ -39,7 +39,6 @@ from hf_kvret.lab.calibrate.study import Corpus, calibrate
 from hf_kvret.lab.calibrate.taps import LayerTokens, before_rope, tap_attention
 from hf_kvret.lab.evaluate.caches import CacheChoice, choose_cache
 from hf_kvret.lab.evaluate.measurement import run_script
-from hf_kvret.lab.evaluate.needles import needle_documents
 from hf_kvret.lab.evaluate.reader import Reader
 from hf_kvret.lab.evaluate.texts import cut, describe_file, read_text, token_ids
 from hf_kvret.lab.program.arguments import file_path, length
@@ -233,8 +232,8 @@ class Literal(Ablation):
         }
     )
     smallest = (
-        "--model needle --context 300 --new-tokens 4 --calibration-tokens 1K --rounds 5 "
-        "--calibration-length 256 --codewords 32 --step 64"
+        f"--text {__file__} --calibration-text {a2ats.__file__} --context 300 --new-tokens 4 "
+        "--calibration-tokens 1K --rounds 5 --calibration-length 256 --codewords 32 --step 64"
     )
 
     caches: str | None = not_here(FULL)
@@ -244,7 +243,7 @@ class Literal(Ablation):
     parts: tuple[str, ...] = parts_option(VARIANTS)
     new_tokens: int = count_option(64, "after a context, that A2ATS is measured on")
     step: int = count_option(32, "tokens a forward pass of the part stream")
-    calibration_text: Path | None = text_option("learn from this", required=False)
+    calibration_text: Path = text_option("learn from this")
     calibration_tokens: int = option(16_384, "the last tenth is held out", kind=length)
     calibration_length: int = option(2048, "most tokens of a sequence", kind=length)
     codewords: int = count_option(a2ats.CODEWORDS, "of a KV head")
@@ -256,16 +255,13 @@ class Literal(Ablation):
 
     def details(self) -> dict[str, Any]:
         text = describe_file("--calibration-text", self.calibration_text)
-        return {**super().details(), "calibration_text": text or "documents of needles"}
+        return {**super().details(), "calibration_text": text}
 
     def variants(self, part: str) -> Sequence[str]:
         return VARIANTS[part]
 
     def following(self, part: str) -> int:
         return 0 if part == "stream" else self.new_tokens
-
-    def asking(self, part: str, length: int) -> int:
-        return length // 4
 
     def run(self, cell: Cell, choice: CacheChoice) -> dict[str, Any]:
         part, variant = cell["part"], cell["variant"]
@@ -286,13 +282,9 @@ class Literal(Ablation):
 
     @cached_property
     def _corpus(self) -> Corpus:
-        count, most = self.calibration_tokens, self.calibration_length
-        if self.calibration_text is None:
-            sequences = list(needle_documents(count, most, self.seed))
-        else:
-            tokenizer = self.subject.need_tokenizer(self.name)
-            ids = token_ids(tokenizer, read_text(self.calibration_text))
-            sequences = cut(ids, most, count, "--calibration-tokens")
+        tokenizer, most = self.subject.need_tokenizer(self.name), self.calibration_length
+        ids = token_ids(tokenizer, read_text(self.calibration_text))
+        sequences = cut(ids, most, self.calibration_tokens, "--calibration-tokens")
         return Corpus(sequences, max(1, len(sequences) // 10), {})
 
     @once  # noqa: B019 - a study lives as long as its process
@@ -304,9 +296,6 @@ class Literal(Ablation):
             learner = AquaCalibration() if method == "aqua" else codebooks
             calibrate(self.subject.model, self._corpus, learner, folder)
         return str(folder), CalibrationArtifact.from_pretrained(folder, method=method)
-
-    def _library_codebooks(self, layer: int) -> list[Codebook]:
-        return codebooks_of(learned_layer(self._artifact("a2ats")[1], layer, _CPU))
 
     @cached_property
     def _codebooks(self) -> dict[int, list[tuple[Codebook, Codebook]]]:
@@ -379,9 +368,10 @@ class Literal(Ablation):
             return losses_of(torch.cat([first, *map(reader.feed, steps)]), truth)
         books: dict[int, list[Codebook | None]] = {}
         if variant != FULL:
-            for n in self._ropes:
-                theirs = [] if variant == EXACT else self._library_codebooks(n)
-                books[n] = [*theirs] or [None] * text.num_key_value_heads
+            books = {n: [None] * text.num_key_value_heads for n in self._ropes}
+        if variant == LITERAL:
+            artifact = self._artifact("a2ats")[1]
+            books = {n: [*codebooks_of(learned_layer(artifact, n, _CPU))] for n in self._ropes}
         before = model.config._attn_implementation
         function = literal_attention(books, self._ropes, length, top_k)
         AttentionInterface.register("literal", function)

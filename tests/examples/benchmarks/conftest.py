@@ -10,7 +10,6 @@ from ..conftest import ROOT
 
 sys.path.insert(0, str(ROOT / "examples" / "benchmarks"))
 
-import bench_host_attention
 import kernel_clock
 
 
@@ -21,4 +20,3 @@ def small_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_clock, "_CPU_FLUSH_BYTES", 1 << 16)
     monkeypatch.setattr(kernel_clock, "_CPU_SIDE", 32)
     monkeypatch.setattr(kernel_clock, "CALM_SECONDS", 0.0)
-    monkeypatch.setattr(bench_host_attention, "_RANDOM_BYTES", 1 << 21)

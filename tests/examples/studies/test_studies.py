@@ -17,6 +17,7 @@ from assumptions import (
     query_cosines,
     similarity,
 )
+from paris_stages import ParisStages
 
 HEADS, DIM = 2, 16
 
@@ -110,10 +111,20 @@ def test_centroids_of_a_prompt_miss_keys_of_another_kind() -> None:
     assert max(errors["ParisKV, prompt keys"], errors["ParisKV, later keys"]) < prompt / 2
 
 
+def test_stages_bound_what_is_selected(smallest: Run, refused: Callable[..., str]) -> None:
+    caches = [f"paris:dense_below=0:recent=16:flush=8:per_selected={n}" for n in (1, 99)]
+    usual, whole = (smallest(ParisStages, "--caches", x)[0][(400,)]["layers"] for x in caches)
+    for some, every in zip(usual, whole, strict=True):
+        assert some["candidates"] < 1 and 0.5 < some["overlap"] <= some["first"]
+        assert every["candidates"] == every["first"] == 1.0
+        assert every["overlap"] == pytest.approx(every["second"])
+    assert "flat searched nothing" in refused(ParisStages, "--smallest", "--caches", "flat")
+
+
 @pytest.mark.slow
 def test_assumptions(smallest: Run, refused: Callable[..., str], tiny_text: Path) -> None:
     rows, table = smallest(Assumptions)
-    assert all(len(row["layers"]) == 3 for row in rows.values()) and len(rows) == 9
+    assert all(len(row["layers"]) == 6 for row in rows.values()) and len(rows) == 9
     before, after = (rows["a2ats", place, 300]["layers"] for place in (BEFORE, AFTER))
     assert all(one["own"] < one["other"] for one in before + after)
     assert "layer -1" not in rows["aqua", "keys", 300]["layers"][0]
