@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from hf_kvret_kernels import paris
+from hf_kvret_kernels import _dispatch, paris
 from hf_kvret_kernels.higgs import CodedRows, HiggsCodec
 from hf_kvret_kernels.merge import Partials
 from hf_kvret_kernels.paged import PagedRows
@@ -232,11 +232,12 @@ def _resident(shape: StepShape) -> None:
     triton.fetch(shape.pages(width, shape.head_dim, _HALF), ids, slots, buffer)
 
 
-def _near(shape: StepShape) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Keys and values of the window, and its mask."""
+def _near(shape: StepShape) -> _dispatch.DenseCall:
+    """Attention to the window, with its mask."""
     sizes = shape.batch, shape.heads, WINDOW_LEN, shape.head_dim
     keys, values = (torch.empty(sizes, dtype=_HALF, device=_META) for _ in range(2))
-    return keys, values, torch.empty(shape.batch, WINDOW_LEN, dtype=torch.bool, device=_META)
+    mask = torch.empty(shape.batch, WINDOW_LEN, dtype=torch.bool, device=_META)
+    return _dispatch.DenseCall(shape.query(), keys, values, shape.scale, None, mask, None)
 
 
 def _pieces(shape: StepShape, count: int, tile_rows: int, waves: int) -> Partials:
@@ -251,20 +252,18 @@ def _pieces(shape: StepShape, count: int, tile_rows: int, waves: int) -> Partial
 def _finish(shape: StepShape, count: int) -> None:
     from hf_kvret_kernels.step_attention import NewToken, triton
 
-    keys, values, mask = _near(shape)
+    call = _near(shape)
     total = torch.empty((), dtype=torch.int64, device=_META)
     others, ids = _pieces(shape, count, 32, 4), shape.ids(count)
-    arguments = shape.query(), keys, values, others, shape.scale
     column = torch.empty(1, dtype=torch.int64, device=_META)
-    new = NewToken(keys[:, :, :1].contiguous(), values[:, :, :1].contiguous(), column)
-    triton.step_attention(*arguments, None, mask, None, None, ids, total, _HALF, new)
+    new = NewToken(call.key[:, :, :1].contiguous(), call.value[:, :, :1].contiguous(), column)
+    triton.step_attention(call, others, None, ids, total, _HALF, new)
 
 
 def _window(shape: StepShape) -> None:
     from hf_kvret_kernels.prompt_attention import triton
 
-    keys, values, mask = _near(shape)
-    triton.prompt_partials(shape.query(), keys, values, shape.scale, None, mask, None)
+    triton.prompt_partials(_near(shape))
 
 
 def _probes(shape: StepShape) -> None:
@@ -273,7 +272,8 @@ def _probes(shape: StepShape) -> None:
     query = shape.query().expand(-1, -1, 16, -1)
     slots = torch.empty(shape.batch, 16, dtype=torch.long, device=_META)
     keys = shape.tokens(shape.head_dim, dtype=_HALF)
-    triton.block_lse(query, keys, slots, shape.scale, PAGE_LEN, None, None)
+    call = _dispatch.DenseCall(query, keys, keys, shape.scale, None, None, None)
+    triton.block_lse(call, slots, PAGE_LEN)
 
 
 def _merge(shape: StepShape) -> None:

@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, Self, cast
 
 import torch
 
@@ -182,42 +182,49 @@ def check_attention_inputs(**tensors: torch.Tensor) -> None:
             )
 
 
-def check_dense_inputs(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    valid: torch.Tensor | None,
-    softcap: float | None,
-) -> None:
-    """Check the arguments of attention to dense keys, as of ``prompt_attention``.
+class DenseCall(NamedTuple):
+    """Arguments of attention to dense keys, as of ``prompt_attention``."""
 
-    Raises:
-        ValueError: shapes, dtypes or devices that do not fit, gradients, a cap that is no cap.
-    """
-    check_attention_inputs(query=query, key=key, value=value)
-    batch, heads, _, width = query.shape
-    if (
-        key.shape[0] != batch
-        or key.shape[3] != width
-        or value.shape[:3] != key.shape[:3]
-        or not key.shape[1]
-        or heads % key.shape[1]
-    ):
-        raise ValueError(
-            f"query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)} do "
-            "not fit: pass [B, Hq, Q, Dk], [B, Hkv, T, Dk] and [B, Hkv, T, Dv], "
-            "Hq a multiple of Hkv"
-        )
-    if valid is not None and (
-        valid.shape != (batch, key.shape[2])
-        or valid.dtype != torch.bool
-        or valid.device != query.device
-    ):
-        raise ValueError(
-            f"valid is {valid.dtype} {tuple(valid.shape)} on {valid.device}: pass bool "
-            f"[{batch}, {key.shape[2]}] on {query.device} (True = token, False = padding)"
-        )
-    check_softcap(softcap)
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    scale: float
+    causal_offset: int | None
+    valid: torch.Tensor | None
+    softcap: float | None
+
+    def check(self) -> Self:
+        """The same call.
+
+        Raises:
+            ValueError: shapes, dtypes or devices that do not fit, gradients, a cap that is no cap.
+        """
+        query, key, value, valid = self.query, self.key, self.value, self.valid
+        check_attention_inputs(query=query, key=key, value=value)
+        batch, heads, _, width = query.shape
+        if (
+            key.shape[0] != batch
+            or key.shape[3] != width
+            or value.shape[:3] != key.shape[:3]
+            or not key.shape[1]
+            or heads % key.shape[1]
+        ):
+            raise ValueError(
+                f"query {tuple(query.shape)}, key {tuple(key.shape)} and value "
+                f"{tuple(value.shape)} do not fit: pass [B, Hq, Q, Dk], [B, Hkv, T, Dk] and "
+                "[B, Hkv, T, Dv], Hq a multiple of Hkv"
+            )
+        if valid is not None and (
+            valid.shape != (batch, key.shape[2])
+            or valid.dtype != torch.bool
+            or valid.device != query.device
+        ):
+            raise ValueError(
+                f"valid is {valid.dtype} {tuple(valid.shape)} on {valid.device}: pass bool "
+                f"[{batch}, {key.shape[2]}] on {query.device} (True = token, False = padding)"
+            )
+        check_softcap(self.softcap)
+        return self
 
 
 class Window(NamedTuple):

@@ -13,7 +13,7 @@ from typing import Literal
 
 import torch
 
-from hf_kvret_kernels._dispatch import preferred
+from hf_kvret_kernels._dispatch import DenseCall, preferred
 from hf_kvret_kernels.paged import HostRows
 
 FILE_NAME = "libhf_kvret_host.so"
@@ -296,68 +296,47 @@ def encode_paris(
     call("hfk_paris_encode", threads, request)
 
 
-def attend_prompt(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scale: float,
-    causal_offset: int | None,
-    valid: torch.Tensor | None,
-    softcap: float | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def attend_prompt(dense: DenseCall) -> tuple[torch.Tensor, torch.Tensor]:
     """See ``prompt_attention``; ``out`` is fp32. The arguments were checked by the caller.
 
     Errors as of ``run``, but for wrong ids.
     """
-    shape = query.shape[:3]
-    out = query.new_empty(*shape, value.shape[3], dtype=torch.float32)
+    query, shape = dense.query, dense.query.shape[:3]
+    out = query.new_empty(*shape, dense.value.shape[3], dtype=torch.float32)
     lse = query.new_empty(shape, dtype=torch.float32)
-    where = None, out, lse, None, 0
-    _run_prompt((query, key, value), where, scale, causal_offset, valid, softcap)
+    _run_prompt(dense, None, out, lse, None, 0)
     return out, lse
 
 
-def sum_blocks(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    positions: torch.Tensor,
-    scale: float,
-    block: int,
-    valid: torch.Tensor | None,
-    softcap: float | None,
-) -> torch.Tensor:
+def sum_blocks(dense: DenseCall, positions: torch.Tensor, block: int) -> torch.Tensor:
     """See ``block_lse``; its caller checked the arguments. Errors as of ``attend_prompt``."""
-    blocks = -(-key.shape[2] // block)
-    lse = query.new_empty(*query.shape[:3], blocks, dtype=torch.float32)
-    if not lse.numel():
-        return lse
-    where = positions.contiguous(), None, None, lse, block
-    _run_prompt((query, key, key), where, scale, None, valid, softcap)
+    blocks = -(-dense.key.shape[2] // block)
+    lse = dense.query.new_empty(*dense.query.shape[:3], blocks, dtype=torch.float32)
+    if lse.numel():
+        _run_prompt(dense, positions.contiguous(), None, None, lse, block)
     return lse
 
 
 def _run_prompt(
-    rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    where: tuple[
-        torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, int
-    ],
-    scale: float,
-    causal_offset: int | None,
-    valid: torch.Tensor | None,
-    softcap: float | None,
+    dense: DenseCall,
+    positions: torch.Tensor | None,
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    block_lse: torch.Tensor | None,
+    block: int,
 ) -> None:
-    """Call ``hfk_prompt_attention``; ``where``: its positions, results, and a block's length."""
-    query, _, value = rows
+    """Call ``hfk_prompt_attention`` with its positions, results, and a block's length."""
+    query, key, value, scale, causal_offset, valid, softcap = dense
     batch, query_heads, queries, key_dim = query.shape
     heads, tokens, value_dim = value.shape[1:]
     # It must live until the call is over, as all others do.
     valid = None if valid is None else valid.contiguous()
     threads = thread_count()
     request = _PROMPT.pack(
-        *map(_address, (*rows, valid, *where[:4])),
-        where[4],
+        *map(_address, (query, key, value, valid, positions, out, lse, block_lse)),
+        block,
         *(batch, query_heads, heads, queries, tokens, key_dim, value_dim),
-        *(stride for tensor in rows for stride in tensor.stride()[:3]),
+        *(stride for tensor in (query, key, value) for stride in tensor.stride()[:3]),
         tokens,
         causal_offset or 0,
         scale,

@@ -106,10 +106,11 @@ def _calls_with_values_in_keys() -> Iterator[partial]:
             yield partial(gather.gather_scores, query, rows, ids, 0.1, 50.0)
             outs, lses = torch.zeros(1, heads, 1, 16, value_dim), torch.zeros(1, heads, 1, 16)
             others = Partials(outs, lses, torch.zeros(1, heads, 1, dtype=torch.int32))
-            arguments = query, keys, values, others, 0.1, None, None, 50.0, sinks, ids, selected
-            yield partial(step.step_attention, *arguments, HALF)
+            call = _dispatch.DenseCall(query, keys, values, 0.1, None, None, 50.0)
+            yield partial(step.step_attention, call, others, sinks, ids, selected, HALF)
         many = torch.zeros(1, 128, 256, dim, dtype=HALF)
-        yield partial(prompt.prompt_partials, many, keys, values, 0.1, 584, None, None)
+        call = _dispatch.DenseCall(many, keys, values, 0.1, 584, None, None)
+        yield partial(prompt.prompt_partials, call)
         for bits in (2, 3):
             codec = HiggsCodec(bits, 32)
             sizes = codec.code_bytes(dim), codec.scale_bytes(dim)

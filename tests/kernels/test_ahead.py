@@ -88,7 +88,7 @@ def _list_instead_of_compiling(names: list[str]) -> None:
 
 def _operations() -> Iterator[tuple[str, int, Any, list[Callable[[], object]]]]:
     """Name, tokens more, windows, and calls with ever more tokens."""
-    from hf_kvret_kernels._dispatch import Window
+    from hf_kvret_kernels._dispatch import DenseCall, Window
     from hf_kvret_kernels.merge import Partials
     from hf_kvret_kernels.paris import ParisCodes
     from hf_kvret_kernels.paris import triton as paris
@@ -125,18 +125,15 @@ def _operations() -> Iterator[tuple[str, int, Any, list[Callable[[], object]]]]:
     mask = torch.ones(2, 800, dtype=torch.bool)
     lengths = (60, *range(130, 800, 67), 800)
     windows = (*((length, False) for length in lengths), (800, True))
-    yield (
-        "windows",
-        0,
-        tuple(Window(*each) for each in windows),
-        [
-            partial(
-                step.step_attention, query, buffer[:, :, :tokens], buffer[:, :, :tokens], others,
-                0.1, None, mask[:, :tokens] if masked else None, None, None, None, None, half,
-            )
-            for tokens, masked in windows
-        ],
-    )  # fmt: skip
+    dense = [
+        DenseCall(
+            *(query, buffer[:, :, :tokens], buffer[:, :, :tokens], 0.1, None),
+            *(mask[:, :tokens] if masked else None, None),
+        )
+        for tokens, masked in windows
+    ]
+    steps = [partial(step.step_attention, call, others, None, None, None, half) for call in dense]
+    yield "windows", 0, tuple(Window(*each) for each in windows), steps
 
 
 def _main() -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_kvret_kernels import host_library
+from hf_kvret_kernels import _dispatch, host_library
 from hf_kvret_kernels.prompt_attention import naive, prompt_attention, torch_flash
 
 from .draws import HALF_ULP, TRITON, Place, attention64, attention_inputs, needs_triton
@@ -142,8 +142,8 @@ def test_splitting_the_keys_changes_nothing(causal_offset: int | None) -> None:
     tensors = attention_inputs(TRITON, queries=2, tokens=300)
     valid = torch.rand(2, 300, device=TRITON[1]) > 0.3
     valid[1, :128] = False
-    arguments = (*tensors, 0.3, causal_offset, valid, None, torch.float32)
-    whole, parts = (triton.prompt_attention(*arguments, splits=splits) for splits in (1, 4))
+    call = _dispatch.DenseCall(*tensors, 0.3, causal_offset, valid, None)
+    whole, parts = (triton.prompt_attention(call, torch.float32, splits) for splits in (1, 4))
     torch.testing.assert_close(parts, whole, rtol=0, atol=FP32_ERROR)
 
 

@@ -1,14 +1,13 @@
 """prompt_attention in the compiled library, on each of its instruction sets."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from hf_kvret_kernels import host_library as library
 from hf_kvret_kernels import prompt_attention as package
-from hf_kvret_kernels._dispatch import prefer
+from hf_kvret_kernels._dispatch import DenseCall, prefer
 from hf_kvret_kernels.prompt_attention import prompt_attention
 
 from .draws import attention_inputs
@@ -62,13 +61,14 @@ def test_numbers_that_are_not_finite_stay_in_their_queries(path: str, dtype: tor
 def test_pairs_of_bf16_go_where_that_is_faster(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if path != BF16:
         pytest.skip("other instruction sets have no pairs")
-    call = *attention_inputs(LIBRARY, queries=40, dtype=torch.bfloat16), 1.0, None, None, None
+    tensors = attention_inputs(LIBRARY, queries=40, dtype=torch.bfloat16)
+    call = DenseCall(*tensors, 1.0, None, None, None)
     out = {}
     for name in (BF16, "avx512"):
         monkeypatch.setenv(library.ISA_VARIABLE, name)
-        out[name] = library.attend_prompt(*call)[0]
+        out[name] = library.attend_prompt(call)[0]
     monkeypatch.delenv(library.ISA_VARIABLE)
-    auto = library.attend_prompt(*call)[0]
+    auto = library.attend_prompt(call)[0]
     amd = "AuthenticAMD" in Path("/proc/cpuinfo").read_text()
     assert [torch.equal(auto, result) for result in out.values()] == [amd, not amd]
 
@@ -77,9 +77,9 @@ def test_auto_takes_the_fastest(path: str, monkeypatch: pytest.MonkeyPatch) -> N
     calls = []
     plain = library.attend_prompt
 
-    def watched(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        calls.append(arguments[0].dtype)
-        return plain(*arguments)
+    def watched(call: DenseCall) -> tuple[torch.Tensor, torch.Tensor]:
+        calls.append(call.query.dtype)
+        return plain(call)
 
     monkeypatch.setattr(library, "attend_prompt", watched)
     fp32, bf16, fp16 = torch.float32, torch.bfloat16, torch.float16

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from hf_kvret_kernels._dispatch import DenseCall
 from hf_kvret_kernels.gather_attention import gather_partials
 from hf_kvret_kernels.merge import Partials, merge_partials
 from hf_kvret_kernels.prompt_attention import prompt_attention
@@ -55,18 +56,18 @@ def check(
     shape = (3, 5, 7 if query.shape[2] else 0)
     ids = torch.randint(-2, 9, shape, device=place[1]).clamp(min=-1)
     selected = torch.tensor(5, device=place[1])
-    call = query, key, value, others
     if splits is None or place[0] != "triton":
         out, lse = step_attention(
-            *call, scale=0.3, causal_offset=causal_offset, valid=valid, softcap=softcap,
-            sink_logits=sinks, ids=ids, selected=selected, out_dtype=torch.float32,
-            backend=place[0],
+            query, key, value, others, scale=0.3, causal_offset=causal_offset, valid=valid,
+            softcap=softcap, sink_logits=sinks, ids=ids, selected=selected,
+            out_dtype=torch.float32, backend=place[0],
         )  # fmt: skip
     else:
         from hf_kvret_kernels.step_attention import triton
 
-        options = causal_offset, valid, softcap, sinks, ids, selected, torch.float32, None, splits
-        out, lse = triton.step_attention(*call, 0.3, *options)
+        call = DenseCall(query, key, value, 0.3, causal_offset, valid, softcap)
+        more = sinks, ids, selected, torch.float32
+        out, lse = triton.step_attention(call, others, *more, splits=splits)
     near = prompt_attention(
         query, key, value, scale=0.3, causal_offset=causal_offset, valid=valid, softcap=softcap,
         out_dtype=torch.float32, backend="naive",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from hf_kvret_kernels import host_library
-from hf_kvret_kernels._dispatch import check_dense_inputs, run
+from hf_kvret_kernels._dispatch import DenseCall, run
 
 __all__ = ["BLOCKS", "block_lse"]
 
@@ -44,7 +44,7 @@ def block_lse(
         ImportError: ``"triton"`` without Triton, or ``"cpp"`` without the library.
         MemoryError: ``"cpp"`` has no room for its work space.
     """
-    check_dense_inputs(query, key, key, valid, softcap)
+    call = DenseCall(query, key, key, scale, None, valid, softcap).check()
     size = len(query), query.shape[2]
     fits = positions.shape == size and positions.device == query.device
     if not fits or positions.dtype != torch.int64 or block not in BLOCKS:
@@ -53,7 +53,6 @@ def block_lse(
             f"block {block}: pass int64 {list(size)} on {query.device}, and one of "
             f"{', '.join(map(str, BLOCKS))}"
         )
-    arguments = query, key, positions, scale, block, valid, softcap
     if host_library.is_asked(backend, query):
-        return host_library.sum_blocks(*arguments)
-    return run(__name__, "block_lse", backend, *arguments)
+        return host_library.sum_blocks(call, positions, block)
+    return run(__name__, "block_lse", backend, call, positions, block, on=query)

@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from hf_kvret_kernels._dispatch import DenseCall
 from hf_kvret_kernels._triton_shared import (
     LOG2_E,
     Columns,
@@ -62,16 +63,9 @@ def _block_lse_kernel(
     tl.store(lse + target, softmax_lse(peak, total), mask=real)
 
 
-def block_lse(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    positions: torch.Tensor,
-    scale: float,
-    block: int,
-    valid: torch.Tensor | None,
-    softcap: float | None,
-) -> torch.Tensor:
+def block_lse(call: DenseCall, positions: torch.Tensor, block: int) -> torch.Tensor:
     """See ``hf_kvret_kernels.block_lse.block_lse``."""
+    query, key, valid = call.query, call.key, call.valid
     batch, heads, tokens, dim = key.shape
     queries, group = query.shape[2], query.shape[1] // heads
     blocks, columns = triton.cdiv(tokens, block), Columns.of(dim)
@@ -90,7 +84,7 @@ def block_lse(
         queries,
         tokens,
         blocks,
-        *score_factors(scale, softcap, LOG2_E),
+        *score_factors(call.scale, call.softcap, LOG2_E),
         G=group,
         DK=dim,
         BLOCK_M=rows,
@@ -101,7 +95,7 @@ def block_lse(
         KEY_ROW=key.stride(2),
         VALID_STRIDE=mask_strides(valid)[1],
         VALID=valid is not None,
-        SOFTCAP=softcap is not None,
+        SOFTCAP=call.softcap is not None,
         DOT_DTYPE=dot_dtype(query.dtype),
         enable_fp_fusion=True,
     )

@@ -5,13 +5,7 @@ from __future__ import annotations
 import torch
 
 from hf_kvret_kernels import host_library
-from hf_kvret_kernels._dispatch import (
-    check_dense_inputs,
-    choose_backend,
-    launching_on,
-    preferred,
-    run,
-)
+from hf_kvret_kernels._dispatch import DenseCall, choose_backend, launching_on, preferred, run
 from hf_kvret_kernels.merge import Partials
 from hf_kvret_kernels.prompt_attention import naive, torch_flash
 
@@ -58,16 +52,15 @@ def prompt_attention(
         ImportError: ``"triton"`` without Triton, or ``"cpp"`` without the library.
         MemoryError: ``"cpp"`` has no room for its work space.
     """
-    check_dense_inputs(query, key, value, valid, softcap)
+    call = DenseCall(query, key, value, scale, causal_offset, valid, softcap).check()
     out_dtype = query.dtype if out_dtype is None else out_dtype
-    arguments = (query, key, value, scale, causal_offset, valid, softcap, out_dtype)
     on_cpu = backend == "auto" and query.is_cpu and preferred() is None
     if on_cpu and not compiled(query) and torch_flash.fits(query, value, valid, softcap):
-        return torch_flash.prompt_attention(*arguments[:6], out_dtype)
+        return torch_flash.prompt_attention(call, out_dtype)
     if host_library.is_asked(backend, query):
-        out, lse = host_library.attend_prompt(*arguments[:-1])
+        out, lse = host_library.attend_prompt(call)
         return out.to(out_dtype), lse
-    return run(__name__, "prompt_attention", backend, *arguments)
+    return run(__name__, "prompt_attention", backend, call, out_dtype, on=query)
 
 
 def compiled(query: torch.Tensor) -> bool:
@@ -95,11 +88,10 @@ def prompt_partials(
 
     Arguments and errors are the same. In torch it is always one chunk.
     """
-    check_dense_inputs(query, key, value, valid, softcap)
-    arguments = (query, key, value, scale, causal_offset, valid, softcap)
+    call = DenseCall(query, key, value, scale, causal_offset, valid, softcap).check()
     if choose_backend(backend, query) == "naive":
-        return Partials.whole(*naive.prompt_attention(*arguments, torch.float32))
+        return Partials.whole(*naive.prompt_attention(call, torch.float32))
     from hf_kvret_kernels.prompt_attention import triton
 
     with launching_on(query):
-        return triton.prompt_partials(*arguments)
+        return triton.prompt_partials(call)

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import torch
 
+from hf_kvret_kernels._dispatch import DenseCall
 from hf_kvret_kernels.soft_cap import soft_cap_
 
 # Scores of one kv head that are worked on at once: with exp they pass through the L2 cache.
@@ -20,17 +21,9 @@ _ROWS = 512
 _KEYS = (256, 4096)
 
 
-def prompt_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scale: float,
-    causal_offset: int | None,
-    valid: torch.Tensor | None,
-    softcap: float | None,
-    out_dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def prompt_attention(call: DenseCall, out_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """See ``hf_kvret_kernels.prompt_attention.prompt_attention``."""
+    query, key, value, scale, causal_offset, valid, softcap = call
     B, Hq, Q, _ = query.shape
     Hkv, T, Dv = value.shape[1:]
     G = Hq // Hkv

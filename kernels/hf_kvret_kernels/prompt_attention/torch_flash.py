@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 
+from hf_kvret_kernels._dispatch import DenseCall
 from hf_kvret_kernels.merge import naive as merge
 
 FEWEST_QUERIES = 16
@@ -35,50 +36,26 @@ def fits(
     )
 
 
-def prompt_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scale: float,
-    causal_offset: int | None,
-    valid: torch.Tensor | None,
-    out_dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def prompt_attention(call: DenseCall, out_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """See ``hf_kvret_kernels.prompt_attention.prompt_attention``; arguments for which ``fits``."""
-    spans = _spans(valid, query.shape[0], key.shape[2])
+    spans = _spans(call.valid, call.query.shape[0], call.key.shape[2])
     if len(set(spans)) == 1:
-        return _attend(query, key, value, scale, causal_offset, *spans[0], out_dtype)
-    pairs = [
-        _attend(
-            query[b : b + 1],
-            key[b : b + 1],
-            value[b : b + 1],
-            scale,
-            causal_offset,
-            *span,
-            out_dtype,
-        )
-        for b, span in enumerate(spans)
-    ]
+        return _attend(call, slice(None), *spans[0], out_dtype)
+    pairs = [_attend(call, slice(b, b + 1), *span, out_dtype) for b, span in enumerate(spans)]
     outs, lses = zip(*pairs, strict=True)
     return torch.cat(outs), torch.cat(lses)
 
 
 def _attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scale: float,
-    causal_offset: int | None,
-    start: int,
-    stop: int,
-    out_dtype: torch.dtype,
+    call: DenseCall, sequences: slice, start: int, stop: int, out_dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention to the keys from ``start`` to ``stop``, which are valid in all sequences.
+    """Attention to the keys from ``start`` to ``stop``, which are valid in all ``sequences``.
 
     Keys that every query sees are one call. Behind them is a triangle: key ``causal_offset + i`` is
     the newest that query i sees.
     """
+    query, key, value = (rows[sequences] for rows in (call.query, call.key, call.value))
+    scale, causal_offset = call.scale, call.causal_offset
     queries = query.shape[2]
     seen_by_all = stop if causal_offset is None else min(stop, max(start, causal_offset))
     parts = [_empty(query)]

@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from hf_kvret_kernels._dispatch import DenseCall
 from hf_kvret_kernels._triton_shared import (
     LOG2_E,
     TL_DTYPES,
@@ -130,17 +131,9 @@ def tile_plan(
     return TilePlan(block_m, row_blocks, splits, split_len, choice)
 
 
-def tile_numbers(
-    plan: TilePlan,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scale: float,
-    causal_offset: int | None,
-    valid: torch.Tensor | None,
-    softcap: float | None,
-) -> tuple[Any, ...]:
+def tile_numbers(plan: TilePlan, call: DenseCall) -> tuple[Any, ...]:
     """What kernels of tiles take from ``strides`` to ``outer``."""
+    query, key, value, scale, causal_offset, valid, softcap = call
     strides = *query.stride()[:3], *key.stride()[:2], *value.stride()[:2], mask_strides(valid)[0]
     return (
         strides,
@@ -153,16 +146,9 @@ def tile_numbers(
     )
 
 
-def tile_constants(
-    plan: TilePlan,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    causal_offset: int | None,
-    valid: torch.Tensor | None,
-    softcap: float | None,
-) -> dict[str, Any]:
+def tile_constants(plan: TilePlan, call: DenseCall) -> dict[str, Any]:
     """What kernels of tiles are compiled for, and how they are launched."""
+    query, key, value, valid = call.query, call.key, call.value, call.valid
     key_dim, value_dim = query.shape[3], value.shape[3]
     keys = Columns.of(key_dim)
     # A chunk that is no longer than a tile needs no pipeline.
@@ -184,9 +170,9 @@ def tile_constants(
         and value_dim == keys.main == keys.block,
         "BLOCK_DV": max(16, triton.next_power_of_2(value_dim)),
         "ONCE": once,
-        "CAUSAL": causal_offset is not None,
+        "CAUSAL": call.causal_offset is not None,
         "VALID": valid is not None,
-        "SOFTCAP": softcap is not None,
+        "SOFTCAP": call.softcap is not None,
         "DTYPE": TL_DTYPES[query.dtype],
         "DOT_DTYPE": dot_dtype(query.dtype),
         "num_warps": plan.choice.warps,
@@ -196,13 +182,7 @@ def tile_constants(
 
 
 def prompt_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scale: float,
-    causal_offset: int | None,
-    valid: torch.Tensor | None,
-    softcap: float | None,
+    call: DenseCall,
     out_dtype: torch.dtype,
     splits: int | None = None,
     choice: PromptChoice | None = None,
@@ -212,21 +192,14 @@ def prompt_attention(
     ``splits`` is the number of chunks the keys are cut into, None for as many as fill the device;
     ``choice`` how to launch, None for the rule.
     """
-    given = query, key, value, scale, causal_offset, valid, softcap
-    partials = prompt_partials(*given, out_dtype, splits, choice)
+    partials = prompt_partials(call, out_dtype, splits, choice)
     if partials.lses.shape[3] == 1:
         return partials.outs.squeeze(3), partials.lses.squeeze(3)
     return merge_partials([partials.outs], [partials.lses], None, out_dtype)
 
 
 def prompt_partials(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scale: float,
-    causal_offset: int | None,
-    valid: torch.Tensor | None,
-    softcap: float | None,
+    call: DenseCall,
     single_dtype: torch.dtype = torch.float32,
     splits: int | None = None,
     choice: PromptChoice | None = None,
@@ -236,6 +209,7 @@ def prompt_partials(
     ``single_dtype`` is that of ``outs`` where there is one chunk; more are fp32. The rest as of
     ``prompt_attention``.
     """
+    query, value = call.query, call.value
     plan = tile_plan(query, value, splits, choice)
     shape = *query.shape[:3], plan.splits
     dtype = single_dtype if plan.splits == 1 else torch.float32
@@ -245,13 +219,13 @@ def prompt_partials(
         grid = plan.row_blocks, value.shape[0] * value.shape[1], plan.splits
         _attend_kernel[grid](
             query,
-            key,
+            call.key,
             value,
-            mask_bytes(valid, query),
+            mask_bytes(call.valid, query),
             outs,
             lses,
-            *tile_numbers(plan, query, key, value, scale, causal_offset, valid, softcap),
-            **tile_constants(plan, query, key, value, causal_offset, valid, softcap),
+            *tile_numbers(plan, call),
+            **tile_constants(plan, call),
         )
     return Partials(outs, lses)
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from hf_kvret_kernels._dispatch import FLOATS, check_dense_inputs, check_no_grad, check_tensor, run
+from hf_kvret_kernels._dispatch import FLOATS, DenseCall, check_no_grad, check_tensor, run
 from hf_kvret_kernels.merge import Partials
 
 __all__ = ["NewToken", "step_attention", "step_unchecked"]
@@ -70,7 +70,7 @@ def step_attention(
         ValueError: shapes, dtypes or devices that do not fit, an unknown backend, gradients.
         ImportError: ``"triton"`` without Triton.
     """
-    check_dense_inputs(query, key, value, valid, softcap)
+    call = DenseCall(query, key, value, scale, causal_offset, valid, softcap).check()
     out_dtype = query.dtype if out_dtype is None else out_dtype
     if out_dtype not in FLOATS:
         raise ValueError(f"out_dtype={out_dtype}: choose one of {FLOATS}")
@@ -83,10 +83,8 @@ def step_attention(
         for name, row, side in (("new.key", new.key, key), ("new.value", new.value, value)):
             check_tensor(name, row, (*side.shape[:2], 1, side.shape[3]), (side.dtype,), side.device)
         check_tensor("new.column", new.column, (1,), (torch.int64,), query.device)
-    return step_unchecked(
-        *(query, key, value, others, scale, causal_offset, valid, softcap),
-        *(sink_logits, ids, selected, out_dtype, new, backend),
-    )
+    more = sink_logits, ids, selected, out_dtype, new
+    return run(__name__, "step_attention", backend, call, others, *more, on=query)
 
 
 def step_unchecked(
@@ -106,9 +104,9 @@ def step_unchecked(
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``step_attention`` for a caller whose tensors fit each other by how they were made."""
-    arguments = (query, key, value, others, scale, causal_offset, valid, softcap)
-    more = (sink_logits, ids, selected, out_dtype, new)
-    return run(__name__, "step_attention", backend, *arguments, *more)
+    call = DenseCall(query, key, value, scale, causal_offset, valid, softcap)
+    more = sink_logits, ids, selected, out_dtype, new
+    return run(__name__, "step_attention", backend, call, others, *more, on=query)
 
 
 def _check_others(others: Partials, query: torch.Tensor, value: torch.Tensor) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from hf_kvret_kernels._dispatch import DenseCall
 from hf_kvret_kernels.merge import Partials
 from hf_kvret_kernels.merge.naive import merge_partials
 from hf_kvret_kernels.prompt_attention.naive import prompt_attention
@@ -12,14 +13,8 @@ from hf_kvret_kernels.step_attention import NewToken
 
 
 def step_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    call: DenseCall,
     others: Partials,
-    scale: float,
-    causal_offset: int | None,
-    valid: torch.Tensor | None,
-    softcap: float | None,
     sink_logits: torch.Tensor | None,
     ids: torch.Tensor | None,
     selected: torch.Tensor | None,
@@ -28,11 +23,9 @@ def step_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See ``hf_kvret_kernels.step_attention.step_attention``."""
     if new is not None:
-        key.index_copy_(2, new.column, new.key)
-        value.index_copy_(2, new.column, new.value)
+        call.key.index_copy_(2, new.column, new.key)
+        call.value.index_copy_(2, new.column, new.value)
     if ids is not None and selected is not None:
         count_ids(ids, selected)
-    out, lse = prompt_attention(
-        query, key, value, scale, causal_offset, valid, softcap, torch.float32
-    )
+    out, lse = prompt_attention(call, torch.float32)
     return merge_partials([out, others.outs], [lse, others.lses], sink_logits, out_dtype)

@@ -199,14 +199,8 @@ def _count(ids, ids_ptr, selected_ptr, first, count, step, IDS: tl.constexpr):
 
 
 def step_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    call: dispatch.DenseCall,
     others: Partials,
-    scale: float,
-    causal_offset: int | None,
-    valid: torch.Tensor | None,
-    softcap: float | None,
     sink_logits: torch.Tensor | None,
     ids: torch.Tensor | None,
     selected: torch.Tensor | None,
@@ -218,6 +212,7 @@ def step_attention(
 
     ``splits`` is the number of chunks the keys are cut into, None for as many as fill the device.
     """
+    query, key, value, valid = call.query, call.key, call.value, call.valid
     shape, device, value_dim = query.shape[:3], query.device, value.shape[3]
     out = torch.empty(*shape, value_dim, dtype=out_dtype, device=device)
     lse = torch.empty(shape, dtype=torch.float32, device=device)
@@ -248,8 +243,8 @@ def step_attention(
         layout: _Layout, valid: torch.Tensor | None, row: tuple[Any, ...] | None
     ) -> tuple[Any, dict[str, Any]]:
         """Arguments and constants of the kernel; ``row`` are a new token's tensors."""
-        plan = layout.plan
-        numbers = tile_numbers(plan, query, key, value, scale, causal_offset, valid, softcap)
+        own = call._replace(valid=valid)
+        numbers = tile_numbers(layout.plan, own)
         shares = layout.other_splits, layout.share, id_count
         constants = {
             "HAS_SINKS": sink_logits is not None,
@@ -259,7 +254,7 @@ def step_attention(
             "IDS": _IDS,
             "NEW_SIDES": 0 if row is None else 1 if in_key else 2,
         }
-        constants |= tile_constants(plan, query, key, value, causal_offset, valid, softcap)
+        constants |= tile_constants(layout.plan, own)
         row = (query, query, query) if row is None else row
         given = query, key, value, mask_bytes(valid, query), *buffers, *results, *row
         return (*given, *numbers, *shares), constants
