@@ -146,22 +146,22 @@ def _wide_paris(shape: StepShape, heads: int, group: int, head_dim: int) -> None
 
 
 def _lrqk(shape: StepShape) -> None:
-    from hf_kvret_kernels.proxy import triton as proxy
+    from hf_kvret_kernels.proxy import ProxyCall, triton
 
     query = torch.empty(shape.batch, shape.query_heads, 1, LRQK_RANK, device=_META)
     proxies, valid = shape.tokens(LRQK_RANK, dtype=_HALF), shape.valid()
-    proxy.top_indices(query, proxies, shape.heads, LRQK_K, valid, None, None)
+    triton.top_indices(ProxyCall(query, proxies, shape.heads, valid, None, None), LRQK_K)
 
 
 def _a2ats(shape: StepShape) -> None:
     from hf_kvret_kernels.codebook.triton import best_shares, code_counts, lookup
-    from hf_kvret_kernels.proxy import triton as proxy
+    from hf_kvret_kernels.proxy import ProxyCall, triton
     from hf_kvret_kernels.top_k.triton import top_k
 
     words = torch.empty(shape.heads, CODEWORDS, shape.head_dim, dtype=_HALF, device=_META)
     rows = words.expand(shape.batch, -1, -1, -1)
     query, hq = shape.query().float(), shape.query_heads
-    table = proxy.relevance(query, rows, hq, None, None, None)
+    table = triton.relevance(ProxyCall(query, rows, hq, None, None, None))
     codes, valid = shape.tokens(dtype=torch.int16), shape.valid()
     counts = code_counts(codes, CODEWORDS, valid)
     shares = best_shares(table, counts)

@@ -92,15 +92,21 @@ def launching_on(tensor: torch.Tensor) -> AbstractContextManager[object]:
 
 
 def run(
-    package: str, name: str, backend: str, *arguments: Any, on: torch.Tensor | None = None
+    package: str,
+    name: str,
+    backend: str,
+    *arguments: Any,
+    on: torch.Tensor | None = None,
+    triton: str = "triton",
 ) -> Any:
-    """What the function ``name`` of ``package.naive`` or ``package.triton`` returns.
+    """What the function ``name`` of ``package.naive``, or of its module ``triton``, returns.
 
     Which module it is says ``choose_backend``, whose errors there are. Triton is imported when it
     is needed, and launches on the device of ``on``, the first argument where it is not given.
     """
     on = arguments[0] if on is None else on
-    module = importlib.import_module(f"{package}.{choose_backend(backend, on)}")
+    module_name = triton if choose_backend(backend, on) == "triton" else "naive"
+    module = importlib.import_module(f"{package}.{module_name}")
     with launching_on(on):
         return getattr(module, name)(*arguments)
 

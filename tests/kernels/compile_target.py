@@ -48,7 +48,7 @@ def _more_calls() -> Iterator[partial]:
     from hf_kvret_kernels.paged import PagedRows
     from hf_kvret_kernels.paged_triton import gather_rows
     from hf_kvret_kernels.paris import random_signs, triton_encode
-    from hf_kvret_kernels.proxy import ROW_DTYPES
+    from hf_kvret_kernels.proxy import ROW_DTYPES, ProxyCall
     from hf_kvret_kernels.proxy import triton as proxy
     from hf_kvret_kernels.relevance import triton as relevance
 
@@ -57,8 +57,8 @@ def _more_calls() -> Iterator[partial]:
         for rank, queries, heads, softcap in ((32, 1, 8, None), (200, 9, 2, 50.0)):
             query, proxies = torch.zeros(1, 8, queries, rank), torch.zeros(1, 2, 501, rank)
             offset = None if softcap is None else torch.zeros(1, 8, queries)
-            arguments = query, proxies.to(dtype), heads, valid, offset, softcap
-            yield partial(proxy.relevance, *arguments)
+            call = ProxyCall(query, proxies.to(dtype), heads, valid, offset, softcap)
+            yield partial(proxy.relevance, call)
     # Programs share the codewords of few tokens.
     for x_dtype, dtype, dim in ((HALF, HALF, 128), (FULL, FULL, 256), (FULL, HALF, 576)):
         words, x = torch.zeros(2, 4000, dim, dtype=dtype), torch.zeros(1, 2, 1, dim, dtype=x_dtype)

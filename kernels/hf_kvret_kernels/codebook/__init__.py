@@ -23,7 +23,6 @@ from hf_kvret_kernels._dispatch import (
 )
 from hf_kvret_kernels.codebook import naive
 from hf_kvret_kernels.codebook.naive import half_norms
-from hf_kvret_kernels.proxy import MOST_RANK
 
 __all__ = [
     "MOST_CODEWORDS",
@@ -111,18 +110,7 @@ def score_table(
         raise ValueError(f"codebook has {heads} heads: must divide the {query.shape[1]} of query")
     check_softcap(softcap)
     scaled = query.float() * scale
-    if choose_backend(backend, query) == "naive":
-        return naive.score_table(scaled, codebook, softcap)
-    if codebook.shape[2] > MOST_RANK:
-        from hf_kvret_kernels.codebook import triton
-
-        with launching_on(query):
-            return triton.score_table(scaled, codebook, softcap)
-    from hf_kvret_kernels.proxy import triton as proxy
-
-    rows = codebook.contiguous().expand(len(query), -1, -1, -1)
-    with launching_on(query):
-        return proxy.relevance(scaled, rows, query.shape[1], None, None, softcap)
+    return run(__name__, "score_table", backend, scaled, codebook, softcap)
 
 
 def lookup(
@@ -148,9 +136,7 @@ def lookup(
         ValueError: shapes, dtypes or devices that do not fit.
         WrongIdError: a ValueError, with ``"naive"``: a code of no codeword.
     """
-    _check_table(table)
-    _check_codes(codes, table)
-    _check_valid(valid, codes)
+    _check_look_up(table, codes, valid)
     return run(__name__, "lookup", backend, table, codes, valid)
 
 
@@ -182,9 +168,7 @@ def lookup_scores(
         ValueError: shapes, dtypes or devices that do not fit.
         WrongIdError: a ValueError, with ``"naive"``: a code of no codeword.
     """
-    _check_table(table)
-    _check_codes(codes, table)
-    _check_valid(valid, codes)
+    _check_look_up(table, codes, valid)
     if counts is not None:
         shape = (*codes.shape[:2], table.shape[3])
         check_tensor("counts", counts, shape, (torch.int32,), table.device)
@@ -232,18 +216,16 @@ def _check_codebook(codebook: torch.Tensor, heads: int, dim: int, device: torch.
         raise ValueError(f"head dim D is {dim}: pass vectors of 1 to {MOST_DIM} numbers")
 
 
-def _check_table(table: torch.Tensor) -> None:
+def _check_look_up(table: torch.Tensor, codes: torch.Tensor, valid: torch.Tensor | None) -> None:
     check_tensor("table", table, (None,) * 4, (torch.float32,))
     if not 1 <= table.shape[3] <= MOST_CODEWORDS:
         raise ValueError(f"table has C={table.shape[3]} codewords: pass 1 to {MOST_CODEWORDS}")
-
-
-def _check_codes(codes: torch.Tensor, table: torch.Tensor) -> None:
     check_tensor("codes", codes, (len(table), None, None), (torch.int16,), table.device)
     if not codes.shape[1] or table.shape[1] % codes.shape[1]:
         raise ValueError(
             f"codes have {codes.shape[1]} heads: must divide the {table.shape[1]} query heads"
         )
+    _check_valid(valid, codes)
 
 
 def _check_valid(valid: torch.Tensor | None, codes: torch.Tensor) -> None:

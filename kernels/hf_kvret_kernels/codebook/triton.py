@@ -32,6 +32,8 @@ from hf_kvret_kernels._triton_shared import (
     score_factors,
     split_plan,
 )
+from hf_kvret_kernels.proxy import MOST_RANK, ProxyCall
+from hf_kvret_kernels.proxy import triton as proxy
 from hf_kvret_kernels.relevance.triton import write_best_shares
 
 # Numbers of a tile of 16 bits, most tokens or codewords of one; in fp32, columns multiplied
@@ -182,6 +184,9 @@ _COLUMNS = 32
 def score_table(query: torch.Tensor, codebook: torch.Tensor, softcap: float | None) -> torch.Tensor:
     """See ``hf_kvret_kernels.codebook.score_table``; of a query in fp32 that is scaled already."""
     B, Hq, Q, D = query.shape
+    if D <= MOST_RANK:
+        rows = codebook.contiguous().expand(B, -1, -1, -1)
+        return proxy.relevance(ProxyCall(query, rows, Hq, None, None, softcap))
     H, C, _ = codebook.shape
     table = query.new_empty(B, Hq, Q, C)
     if table.numel() == 0:

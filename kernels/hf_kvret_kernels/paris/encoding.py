@@ -8,13 +8,7 @@ from itertools import pairwise
 import torch
 
 from hf_kvret_kernels import host_library
-from hf_kvret_kernels._dispatch import (
-    FLOATS,
-    check_no_grad,
-    check_tensor,
-    choose_backend,
-    launching_on,
-)
+from hf_kvret_kernels._dispatch import FLOATS, check_no_grad, check_tensor, run
 from hf_kvret_kernels.paris import naive
 from hf_kvret_kernels.paris.codes import (
     LEVELS,
@@ -66,12 +60,7 @@ def rotate(x: torch.Tensor, signs: torch.Tensor, *, backend: str = "auto") -> to
         ValueError: a shape, dtype or device that does not fit, or gradients are asked for.
     """
     check_signs(x, signs)
-    if choose_backend(backend, x) == "naive":
-        return naive.rotate(x, signs)
-    from hf_kvret_kernels.paris import triton_encode
-
-    with launching_on(x):
-        return triton_encode.rotate(x, signs)
+    return run(__package__, "rotate", backend, x, signs, triton="triton_encode")
 
 
 def encode(
@@ -131,13 +120,9 @@ def encode(
     if host_library.is_asked(backend, keys):
         planes = out.sign, out.record
         host_library.encode_paris(keys, signs, levels, m, mean, planes, rotation_stride(dim))
-    elif choose_backend(backend, keys) == "naive":
-        naive.encode(keys, signs, levels, m, mean, out)
     else:
-        from hf_kvret_kernels.paris import triton_encode
-
-        with launching_on(keys):
-            triton_encode.encode(keys, signs, levels, m, mean, out)
+        arguments = keys, signs, levels, m, mean, out
+        run(__package__, "encode", backend, *arguments, triton="triton_encode")
     return out
 
 

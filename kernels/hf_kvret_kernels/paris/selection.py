@@ -13,6 +13,7 @@ from hf_kvret_kernels._dispatch import (
     check_tensor,
     choose_backend,
     launching_on,
+    run,
 )
 from hf_kvret_kernels.paris import naive
 from hf_kvret_kernels.paris.codes import (
@@ -148,12 +149,7 @@ def count_centroids(
     """
     _check_sign(sign, m)
     check_valid(valid, (sign.shape[0], sign.shape[2]), sign.device)
-    if choose_backend(backend, sign) == "naive":
-        return naive.count_centroids(sign, m, valid)
-    from hf_kvret_kernels.paris import triton_encode
-
-    with launching_on(sign):
-        return triton_encode.count_centroids(sign, m, valid)
+    return run(__package__, "count_centroids", backend, sign, m, valid, triton="triton_encode")
 
 
 @functools.cache

@@ -7,6 +7,8 @@ KV head, or for each query head), H selecting heads, Q queries at once, n tokens
 
 from __future__ import annotations
 
+from typing import NamedTuple, Self
+
 import torch
 
 from hf_kvret_kernels._dispatch import check_no_grad, check_softcap, check_tensor, run
@@ -16,6 +18,44 @@ __all__ = ["MOST_RANK", "ROW_DTYPES", "relevance", "top_indices"]
 # A program of the Triton kernel holds whole rows of proxies.
 MOST_RANK = 256
 ROW_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.int8)
+
+
+class ProxyCall(NamedTuple):
+    """Arguments of ``relevance``."""
+
+    query: torch.Tensor
+    rows: torch.Tensor
+    heads: int
+    valid: torch.Tensor | None
+    offset: torch.Tensor | None
+    softcap: float | None
+
+    def check(self) -> Self:
+        """The same call; ValueError unless its arguments fit."""
+        query, rows, heads, valid, offset, softcap = self
+        check_no_grad(query=query)
+        check_tensor("query", query, (None,) * 4, (torch.float32,))
+        batch, query_heads, _, rank = query.shape
+        check_tensor("rows", rows, (batch, None, None, rank), ROW_DTYPES, query.device)
+        if not 1 <= rank <= MOST_RANK:
+            raise ValueError(f"rank r is {rank}: pass proxies of 1 to {MOST_RANK} numbers")
+        one_token, one_column = rows.shape[2] <= 1, rank == 1
+        if (rows.stride(2) != rank and not one_token) or (rows.stride(3) != 1 and not one_column):
+            raise ValueError(
+                f"rows has strides {rows.stride()}: tokens must be contiguous, pass "
+                "rows.contiguous()"
+            )
+        for name, count in (("rows' sets", rows.shape[1]), ("heads", heads)):
+            if count < 1 or query_heads % count:
+                raise ValueError(f"{name} are {count}: must divide the {query_heads} query heads")
+        if valid is not None:
+            check_tensor("valid", valid, (batch, rows.shape[2]), (torch.bool,), query.device)
+        if offset is not None:
+            check_tensor("offset", offset, query.shape[:3], (torch.float32,), query.device)
+            if not offset.is_contiguous():
+                raise ValueError(f"offset has strides {offset.stride()}: pass offset.contiguous()")
+        check_softcap(softcap)
+        return self
 
 
 def relevance(
@@ -49,8 +89,8 @@ def relevance(
     Raises:
         ValueError: shapes, dtypes or devices that do not fit.
     """
-    _check(query, rows, heads, valid, offset, softcap)
-    return run(__name__, "relevance", backend, query, rows, heads, valid, offset, softcap)
+    call = ProxyCall(query, rows, heads, valid, offset, softcap).check()
+    return run(__name__, "relevance", backend, call, on=query)
 
 
 def top_indices(
@@ -77,39 +117,7 @@ def top_indices(
     Raises:
         ValueError: as ``relevance``, and a count out of range.
     """
-    _check(query, rows, heads, valid, offset, softcap)
+    call = ProxyCall(query, rows, heads, valid, offset, softcap).check()
     if not 1 <= count <= rows.shape[2]:
         raise ValueError(f"count={count}: 1 to {rows.shape[2]} of {rows.shape[2]} tokens")
-    return run(__name__, "top_indices", backend, query, rows, heads, count, valid, offset, softcap)
-
-
-def _check(
-    query: torch.Tensor,
-    rows: torch.Tensor,
-    heads: int,
-    valid: torch.Tensor | None,
-    offset: torch.Tensor | None,
-    softcap: float | None,
-) -> None:
-    """ValueError unless they fit, see ``relevance``."""
-    check_no_grad(query=query)
-    check_tensor("query", query, (None,) * 4, (torch.float32,))
-    batch, query_heads, _, rank = query.shape
-    check_tensor("rows", rows, (batch, None, None, rank), ROW_DTYPES, query.device)
-    if not 1 <= rank <= MOST_RANK:
-        raise ValueError(f"rank r is {rank}: pass proxies of 1 to {MOST_RANK} numbers")
-    one_token, one_column = rows.shape[2] <= 1, rank == 1
-    if (rows.stride(2) != rank and not one_token) or (rows.stride(3) != 1 and not one_column):
-        raise ValueError(
-            f"rows has strides {rows.stride()}: tokens must be contiguous, pass rows.contiguous()"
-        )
-    for name, count in (("rows' sets", rows.shape[1]), ("heads", heads)):
-        if count < 1 or query_heads % count:
-            raise ValueError(f"{name} are {count}: must divide the {query_heads} query heads")
-    if valid is not None:
-        check_tensor("valid", valid, (batch, rows.shape[2]), (torch.bool,), query.device)
-    if offset is not None:
-        check_tensor("offset", offset, query.shape[:3], (torch.float32,), query.device)
-        if not offset.is_contiguous():
-            raise ValueError(f"offset has strides {offset.stride()}: pass offset.contiguous()")
-    check_softcap(softcap)
+    return run(__name__, "top_indices", backend, call, count, on=query)

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import torch
 
+from hf_kvret_kernels.proxy import ProxyCall
 from hf_kvret_kernels.relevance.naive import group_relevance
 from hf_kvret_kernels.soft_cap import soft_cap_
 from hf_kvret_kernels.top_k.naive import top_k
 
 
-def relevance(
-    query: torch.Tensor,
-    rows: torch.Tensor,
-    heads: int,
-    valid: torch.Tensor | None,
-    offset: torch.Tensor | None,
-    softcap: float | None,
-) -> torch.Tensor:
+def relevance(call: ProxyCall) -> torch.Tensor:
     """See ``hf_kvret_kernels.proxy.relevance``."""
+    query, rows, heads, valid, offset, softcap = call
     B, Hq, Q, r = query.shape
     F, n = rows.shape[1:3]
     q = query.reshape(B, F, Hq // F * Q, r)
@@ -30,14 +25,6 @@ def relevance(
     return scores if heads == Hq else group_relevance(scores, heads)
 
 
-def top_indices(
-    query: torch.Tensor,
-    rows: torch.Tensor,
-    heads: int,
-    count: int,
-    valid: torch.Tensor | None,
-    offset: torch.Tensor | None,
-    softcap: float | None,
-) -> torch.Tensor:
+def top_indices(call: ProxyCall, count: int) -> torch.Tensor:
     """See ``hf_kvret_kernels.proxy.top_indices``."""
-    return top_k(relevance(query, rows, heads, valid, offset, softcap), count)
+    return top_k(relevance(call), count)

@@ -24,6 +24,7 @@ from hf_kvret_kernels._triton_shared import (
     score_factors,
     sum_up,
 )
+from hf_kvret_kernels.proxy import ProxyCall
 from hf_kvret_kernels.relevance.triton import write_best_shares
 from hf_kvret_kernels.top_k.triton import split_top_k, top_k, warm_up
 
@@ -51,56 +52,35 @@ _COPIES = {torch.bfloat16: (4, 16), torch.int8: (4, 16), torch.float16: (2, 19)}
 _CHANGING = ("length", "chunks", "readers", "rows_stride_b", "rows_stride_f", "valid_stride_b")
 
 
-def relevance(
-    query: torch.Tensor,
-    rows: torch.Tensor,
-    heads: int,
-    valid: torch.Tensor | None,
-    offset: torch.Tensor | None,
-    softcap: float | None,
-) -> torch.Tensor:
+def relevance(call: ProxyCall) -> torch.Tensor:
     """See ``hf_kvret_kernels.proxy.relevance``."""
-    scores, lse = _scores(query, rows, heads, valid, offset, softcap)
+    scores, lse = _scores(call)
     if lse is None:
         return scores
     batch, query_heads, queries, length = scores.shape
-    best = query.new_empty(batch, heads, queries, length)
+    best = scores.new_empty(batch, call.heads, queries, length)
     if best.numel():
-        group = query_heads // heads
+        group = query_heads // call.heads
         write_best_shares(scores, lse, best, queries, group, 1, scores.stride(2))
     return best
 
 
-def top_indices(
-    query: torch.Tensor,
-    rows: torch.Tensor,
-    heads: int,
-    count: int,
-    valid: torch.Tensor | None,
-    offset: torch.Tensor | None,
-    softcap: float | None,
-) -> torch.Tensor:
+def top_indices(call: ProxyCall, count: int) -> torch.Tensor:
     """See ``hf_kvret_kernels.proxy.top_indices``."""
-    scores, lse = _scores(query, rows, heads, valid, offset, softcap)
+    scores, lse = _scores(call)
     if lse is None:
         return top_k(scores, count)
-    scores, sums = (one.unflatten(1, (heads, -1)).transpose(2, 3) for one in (scores, lse))
+    scores, sums = (one.unflatten(1, (call.heads, -1)).transpose(2, 3) for one in (scores, lse))
     warm_up(scores, count, sums=sums, most_chunks=1, at_once=False)
     return split_top_k(scores, count, sums=sums)
 
 
-def _scores(
-    query: torch.Tensor,
-    rows: torch.Tensor,
-    heads: int,
-    valid: torch.Tensor | None,
-    offset: torch.Tensor | None,
-    softcap: float | None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _scores(call: ProxyCall) -> tuple[torch.Tensor, torch.Tensor | None]:
     """``(scores [B, Hq, Q, n], lse [B, Hq, Q, 1])`` fp32; None where every head selects alone.
 
     Rows of scores are a multiple of ``_WIDE`` numbers apart.
     """
+    query, rows, heads, valid, offset, softcap = call
     batch, query_heads, queries, rank = query.shape
     sets, length = rows.shape[1:3]
     is_grouped = heads < query_heads
