@@ -319,6 +319,12 @@ def sum_up(sums_ptr, chunks, CHUNKS: tl.constexpr, CACHE: tl.constexpr = ""):
 CHANGING_STRIDES = ("stride_ids_b", "stride_ids_h", "stride_ids_q", "stride_table_b")
 
 
+def selection_numbers(ids: torch.Tensor, rows: Any) -> tuple[int, ...]:
+    """What kernels of chosen ``PagedRows`` take from ``stride_ids_b`` to ``tokens``."""
+    _, *sizes = ids.shape
+    return *ids.stride(), *rows.table.stride(), *sizes, rows.token_count
+
+
 @triton.jit
 def selection_index(index, heads, queries):
     """``(batch row, selecting head, query)`` of selection ``index`` of ``[B, H, Q]``."""

@@ -16,6 +16,7 @@ from hf_kvret_kernels._triton_shared import (
     load_ids,
     row_pointers,
     selection_index,
+    selection_numbers,
     side_pointers,
 )
 
@@ -81,12 +82,7 @@ def gather_rows(rows: Any, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
         rows.addresses(),
         keys,
         values,
-        *ids.stride(),
-        *rows.table.stride(),
-        heads,
-        queries,
-        count,
-        rows.token_count,
+        *selection_numbers(ids, rows),
         SHARE=heads // rows.heads,
         PAGE_LEN=rows.page_len,
         DK=rows.key_dim,

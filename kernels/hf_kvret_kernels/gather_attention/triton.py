@@ -9,6 +9,8 @@ attended to are merged by whoever needs them merged. For scores no value is read
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -27,6 +29,7 @@ from hf_kvret_kernels._triton_shared import (
     partial_buffers,
     row_pointers,
     score_factors,
+    selection_numbers,
     softmax_step,
     split_plan,
     tile_heads,
@@ -143,8 +146,6 @@ def gather_partials(
     partials = Partials(*partial_buffers(query, splits, rows.value_dim))
     if not programs:
         return partials
-    inner, outer = score_factors(scale, softcap, LOG2_E)
-    keys = Columns.of(rows.key_dim)
     _attend_kernel[(programs, splits)](
         query,
         ids,
@@ -154,38 +155,43 @@ def gather_partials(
         partials.lses,
         partials.tickets,
         *query.stride()[:3],
-        *ids.stride(),
-        *rows.table.stride(),
-        heads,
-        queries,
-        count,
-        rows.token_count,
+        *selection_numbers(ids, rows),
         split_len,
-        inner,
-        outer,
-        G=group,
-        SHARE=heads // rows.heads,
-        PAGE_LEN=rows.page_len,
-        DK=rows.key_dim,
+        *score_factors(scale, softcap, LOG2_E),
         DV=rows.value_dim,
-        WIDTH=rows.width,
         VALUE_START=rows.value_start,
-        BLOCK_G=tile,
-        TILES=tiles,
         BLOCK_K=block_k,
-        MAIN=keys.main,
-        BLOCK_DK=keys.block,
-        REST=keys.rest,
         BLOCK_DV=max(16, triton.next_power_of_2(rows.value_dim)),
-        ALIGN=rows.alignment_bytes(),
-        SOFTCAP=softcap is not None,
-        DTYPE=TL_DTYPES[rows.dtype],
-        DOT_DTYPE=dot_dtype(rows.dtype),
-        num_warps=4,
         num_stages=3,
-        enable_fp_fusion=True,
+        **_constants(query, rows, ids, tile, softcap),
     )
     return partials
+
+
+def _constants(
+    query: torch.Tensor, rows: PagedRows, ids: torch.Tensor, tile: int, softcap: float | None
+) -> dict[str, Any]:
+    """What both kernels are compiled for; a program takes ``tile`` query heads."""
+    heads, keys = ids.shape[1], Columns.of(rows.key_dim)
+    group = query.shape[1] // heads
+    return {
+        "G": group,
+        "SHARE": heads // rows.heads,
+        "PAGE_LEN": rows.page_len,
+        "DK": rows.key_dim,
+        "WIDTH": rows.width,
+        "BLOCK_G": tile,
+        "TILES": triton.cdiv(group, tile),
+        "MAIN": keys.main,
+        "BLOCK_DK": keys.block,
+        "REST": keys.rest,
+        "ALIGN": rows.alignment_bytes(),
+        "SOFTCAP": softcap is not None,
+        "DTYPE": TL_DTYPES[rows.dtype],
+        "DOT_DTYPE": dot_dtype(rows.dtype),
+        "num_warps": 4,
+        "enable_fp_fusion": True,
+    }
 
 
 def tile_keys(key_dim: int, value_dim: int, dtype: torch.dtype) -> int:
@@ -253,7 +259,6 @@ def gather_scores(
     group = query_heads // heads
     tile = tile_heads(group, rows.key_dim)
     tiles = triton.cdiv(group, tile)
-    keys = Columns.of(rows.key_dim)
     columns = max(16, triton.next_power_of_2(rows.key_dim))
     block_k = max(16, min(_MOST_KEYS, _TILE_BYTES // (columns * query.element_size())))
     blocks = triton.cdiv(count, block_k)
@@ -264,30 +269,10 @@ def gather_scores(
         rows.addresses(),
         scores,
         *query.stride()[:3],
-        *ids.stride(),
-        *rows.table.stride(),
-        heads,
-        queries,
-        count,
-        rows.token_count,
+        *selection_numbers(ids, rows),
         blocks,
         *score_factors(scale, softcap),
-        G=group,
-        SHARE=heads // rows.heads,
-        PAGE_LEN=rows.page_len,
-        DK=rows.key_dim,
-        WIDTH=rows.width,
-        BLOCK_G=tile,
-        TILES=tiles,
         BLOCK_K=block_k,
-        MAIN=keys.main,
-        BLOCK_DK=keys.block,
-        REST=keys.rest,
-        ALIGN=rows.alignment_bytes(),
-        SOFTCAP=softcap is not None,
-        DTYPE=TL_DTYPES[rows.dtype],
-        DOT_DTYPE=dot_dtype(rows.dtype),
-        num_warps=4,
-        enable_fp_fusion=True,
+        **_constants(query, rows, ids, tile, softcap),
     )
     return scores

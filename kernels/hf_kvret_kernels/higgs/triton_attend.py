@@ -26,6 +26,7 @@ from hf_kvret_kernels._triton_shared import (
     load_rows,
     partial_buffers,
     score_factors,
+    selection_numbers,
     side_pointers,
     softmax_step,
     split_plan,
@@ -207,7 +208,6 @@ def gather_partials(
     partials = Partials(*partial_buffers(query, splits, value_dim))
     if not programs:
         return partials
-    inner, outer = score_factors(scale, softcap, LOG2_E)
     per_word, planes = WORDS[codec.code_bits]
     code_align, scale_align = rows.side_alignments()
     one_group = block_key == block_value == 1
@@ -226,15 +226,9 @@ def gather_partials(
         partials.lses,
         partials.tickets,
         *query.stride()[:3],
-        *ids.stride(),
-        *rows.table.stride(),
-        heads,
-        queries,
-        count,
-        rows.token_count,
+        *selection_numbers(ids, rows),
         split_len,
-        inner,
-        outer,
+        *score_factors(scale, softcap, LOG2_E),
         group**-0.5,
         G=shared,
         SHARE=heads // rows.heads,
