@@ -26,7 +26,7 @@ from hf_kvret.generate.from_shelf import new_cache
 from hf_kvret.generate.lossless import check_lossless, steps_of
 from hf_kvret.generate.model_state import end_use, keep_prepared, prepare_state
 from hf_kvret.generate.provenance import go_back, kept_len
-from hf_kvret.generate.requests import Request, current_request, request
+from hf_kvret.generate.requests import Request, current_request, request, retrieves
 from hf_kvret.layer.hybrid import recording, stop_recording
 from hf_kvret.methods.known import METHODS
 from hf_kvret.models.kept_state import stateful_attributes
@@ -42,7 +42,7 @@ def around_generate(model: PreTrainedModel, arguments: dict[str, Any]) -> Iterat
     """Context of a call of ``generate``."""
     with interruptible(signal.SIGINT), request(model, arguments) as call:
         cache, past_len = cache_argument(arguments), 0
-        call.retrieves = _retrieves(call)
+        call.retrieves = retrieves(call)
         try:
             if call.retrieves:
                 past_len = 0 if cache is None else cache.get_seq_length()
@@ -67,16 +67,6 @@ def around_generate(model: PreTrainedModel, arguments: dict[str, Any]) -> Iterat
                 call.steps.close()
             if cache is not None:
                 stop_recording(cache.layers, but=call.recording)
-
-
-def _retrieves(call: Request) -> bool:
-    """Whether ``call`` asks for a retrieval cache, as far as its own arguments and names tell."""
-    cache = cache_argument(call.arguments)
-    if cache is not None:
-        return isinstance(cache, RetrievalCache)
-    names = [call.arguments.get("cache_implementation"), call.configured("cache_implementation")]
-    names += [getattr(call.model.generation_config, "cache_implementation", None)]
-    return next(filter(None, names), None) in METHODS and not call.configured("is_assistant")
 
 
 def prepare_cache(

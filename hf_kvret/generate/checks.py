@@ -21,10 +21,10 @@ from transformers import GenerationConfig, PreTrainedModel, QuantizedCache
 from hf_kvret.attention.base import OUR_NAMES
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.contracts.block import other_batch
-from hf_kvret.generate.chunks import is_assisted
+from hf_kvret.generate.chunks import DRAFTS, is_assisted
 from hf_kvret.generate.from_shelf import SHELF, STEP
 from hf_kvret.generate.provenance import check_origin
-from hf_kvret.generate.requests import Request, current_request, take_cache
+from hf_kvret.generate.requests import Request, current_request, retrieves, take_cache
 from hf_kvret.methods.known import METHODS
 from hf_kvret.models.compatibility import model_layers
 from hf_kvret.models.versions import CACHE_NAME, cache_argument, cache_of
@@ -72,9 +72,8 @@ def why_not(
     if generation_config.use_cache is False:
         # Each pass would append the whole text.
         owner = "the cache" if is_callers(call, cache) else f"cache_implementation={cache.name!r}"
-        is_set = call.sets("use_cache")
         models = "the model's generation_config says it, so pass use_cache=True"
-        remedy = "drop one" if is_set else models
+        remedy = "drop one" if call.sets("use_cache") else models
         reasons.append(f"use_cache=False contradicts {owner}: {remedy}")
     if generation_config.output_attentions:
         reasons.append(
@@ -87,8 +86,8 @@ def why_not(
     if cache_len and is_assisted(call, generation_config):
         reasons.append(
             "assisted decoding of transformers reads the whole prompt again, also the "
-            f"{cache_len} tokens that past_key_values holds: leave out assistant_model and "
-            "prompt_lookup_num_tokens for this call, or begin anew with cache.reset()"
+            f"{cache_len} tokens that past_key_values holds: leave out assistant_model, "
+            f"{', '.join(DRAFTS)} for this call, or begin anew with cache.reset()"
         )
     return [reason for reason in reasons if reason]
 
@@ -329,19 +328,16 @@ def check_custom(call: Request, past_len: int) -> None:
         )
 
 
-def refuse_batch(model: PreTrainedModel, generation_config: Any) -> None:
+def refuse_batch(model: PreTrainedModel, arguments: dict[str, Any]) -> None:
     """ValueError for continuous batching, which has a paged cache of its own and can't use ours."""
-    # As in `generate`, what the caller's config leaves open is the model's.
-    configs = (generation_config, model.generation_config)
-    names = {getattr(config, "cache_implementation", None) for config in configs}
+    call = Request(model, arguments)
     text = model.config.get_text_config(decoder=True)
-    # The model's own cache_config is a default for calls that name a cache.
-    given = None if generation_config is model.generation_config else generation_config
-    has_ours = _options_in(getattr(given, "cache_config", None))
-    if has_ours or names & METHODS.keys() or text._attn_implementation in OUR_NAMES:
+    options = (arguments.get("cache_config"), call.configured("cache_config"))
+    is_ours = retrieves(call) or text._attn_implementation in OUR_NAMES
+    if is_ours or any(map(_options_in, options)):
         raise ValueError(
             "continuous batching by init_continuous_batching or generate_batch keeps a paged cache "
             "of its own, which retrieval does not serve: call hf_kvret.restore(model) first and "
-            "leave cache_implementation and cache_config out, or use generate (of transformers "
+            "leave out the cache, its name and cache_config, or use generate (of transformers "
             "serve: leave out --continuous-batching)"
         )

@@ -38,8 +38,8 @@ _STEP = 64
 # Arguments that can be cut to the tokens of a chunk. With any other, a call goes in one pass.
 _PLAIN = {"attention_mask", "position_ids", *CACHE_NAMES, "use_cache", "logits_to_keep"}
 
-# Options that make a call draft tokens.
-_DRAFTS = ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
+DRAFTS = ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
+"""Options that make a call draft tokens."""
 
 # Hidden states, MLP and attention of a token, in hidden states: 23 in Llama 3.1 8B, 37 in a Qwen3
 # of 30B with experts. Multi-head latent attention takes up to twice as much.
@@ -195,7 +195,7 @@ def _why_whole(
 
 def is_assisted(call: Request, generation_config: Any) -> bool:
     """Whether ``call`` uses assisted decoding, which reads a prompt in one pass."""
-    settings = (getattr(generation_config, name, None) for name in _DRAFTS)
+    settings = (getattr(generation_config, name, None) for name in DRAFTS)
     is_set = any(one is not None and one is not False for one in settings)
     return is_set or call.arguments.get("assistant_model") is not None
 

@@ -12,6 +12,8 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_kvret.cache import RetrievalCache
+from hf_kvret.methods.known import METHODS
+from hf_kvret.models.versions import cache_argument
 
 
 @dataclass(eq=False)
@@ -96,6 +98,16 @@ class Request:
         config = self.arguments.get("generation_config")
         own = getattr(self.model, "generation_config", None)
         return None if config is None or config is own else getattr(config, name, None)
+
+
+def retrieves(call: Request) -> bool:
+    """Whether ``call`` asks for a retrieval cache, as far as its own arguments and names tell."""
+    cache = cache_argument(call.arguments)
+    if cache is not None:
+        return isinstance(cache, RetrievalCache)
+    names = [call.arguments.get("cache_implementation"), call.configured("cache_implementation")]
+    names += [getattr(call.model.generation_config, "cache_implementation", None)]
+    return next(filter(None, names), None) in METHODS and not call.configured("is_assistant")
 
 
 # All running calls, in any thread; the newest last.

@@ -47,7 +47,7 @@ class Hooks:
         around: ``(model, arguments)``, the arguments by name; gives the context of the whole call.
         prepare_cache: ``(model, generation_config, model_kwargs)``; True where it has put a cache
             into ``model_kwargs`` and transformers has nothing left to do.
-        check_batch: ``(model, generation_config)``, before continuous batching; it may raise.
+        check_batch: ``(model, arguments)``, before continuous batching; it may raise.
         before_pass: ``(model, input_ids, keywords)``; it may change the keywords that inputs are
             prepared from.
         after_pass: ``(model, output)``.
@@ -60,7 +60,7 @@ class Hooks:
         lambda model, arguments: nullcontext()
     )
     prepare_cache: Callable[[Any, Any, dict[str, Any]], bool] = lambda *arguments: False
-    check_batch: Callable[[Any, Any], None] = lambda *arguments: None
+    check_batch: Callable[[Any, dict[str, Any]], None] = lambda *arguments: None
     before_pass: Callable[[Any, Any, dict[str, Any]], None] = lambda *arguments: None
     after_pass: Callable[[Any, Any], None] = lambda *arguments: None
     choose_call: Callable[[Any, Any, dict[str, Any]], Function | None] = lambda *arguments: None
@@ -102,14 +102,14 @@ def apply(names: tuple[str, ...], hooks: Hooks) -> None:
             return None
         return inner(model, generation_config, model_kwargs, *args, **kw)
 
-    def make_manager(inner: Function, model: Any, *args: Any, **kwargs: Any) -> Any:
+    def check_batch(inner: Function, model: Any, *args: Any, **kwargs: Any) -> Any:
         signature = signature_with(inner, "generation_config")
         values = signature.bind_partial(model, *args, **kwargs).arguments
-        hooks.check_batch(model, values.get("generation_config"))
+        hooks.check_batch(model, {**values, **values.get("kwargs", {})})
         return inner(model, *args, **kwargs)
 
     def start_manager(inner: Function, manager: Any, *args: Any, **kwargs: Any) -> Any:
-        hooks.check_batch(manager.model, manager.generation_config)
+        hooks.check_batch(manager.model, {"generation_config": manager.generation_config})
         return inner(manager, *args, **kwargs)
 
     def prepare_inputs(
@@ -129,8 +129,10 @@ def apply(names: tuple[str, ...], hooks: Hooks) -> None:
 
     _patches.apply(GenerationMixin, "generate", generate)
     _patches.apply(GenerationMixin, "_prepare_cache_for_generation", prepare_cache)
-    # All ways to continuous batching make a manager by the first, and let it work by the second.
-    _patches.apply(GenerationMixin, "init_continuous_batching", make_manager)
+    # All ways to continuous batching make a manager by the second, and let it work by the third;
+    # the first drops keywords that it does not know.
+    _patches.apply(GenerationMixin, "generate_batch", check_batch)
+    _patches.apply(GenerationMixin, "init_continuous_batching", check_batch)
     _patches.apply(ContinuousBatchingManager, "start", start_manager)
     _patches.apply(GenerationMixin, "prepare_inputs_for_generation", prepare_inputs)
     _patches.apply(GenerationMixin, "_update_model_kwargs_for_generation", update_kwargs)
