@@ -15,7 +15,7 @@ report = site_tool("report")
 load_measurement = report.load_measurement
 ROOT = Path(__file__).parents[3]
 RESULTS = ROOT / "docs" / "results"
-PAGES = {"eval assumptions": "assumptions"}
+PAGES = {"eval assumptions": "assumptions", "eval paris-stages": "paris_stages"}
 
 
 @pytest.mark.parametrize("title", report.SCRIPTS)
