@@ -112,8 +112,7 @@ class ColdSums(State):
     def mean_nbytes(self) -> int:
         """Bytes of the mean as it is, which a step reads."""
         mean = self._mean
-        tensors = () if mean is None else (mean.keys, mean.values, mean.covariances)
-        return sum(x.nbytes for x in tensors)
+        return 0 if mean is None else mean.moments.nbytes + mean.values.nbytes
 
     def mean(self) -> MeanToken:
         """The mean of what was added, which is a token or more."""
@@ -121,10 +120,10 @@ class ColdSums(State):
             assert self._sums is not None and self._counts is not None, "nothing was added"
             assert self._products is not None, "they come with the sums"
             means, products = (_mean(x, self._counts).float() for x in (self._sums, self._products))
-            sides = self._key, self._value
-            covariances = torch.cat([products[..., side] for side in sides], dim=-1)
-            keys, values = (means[..., side] for side in sides)
-            self._mean = MeanToken(keys, values, covariances, self._counts)
+            covariances = (products[..., side].mT for side in (self._key, self._value))
+            moments = torch.cat([means[..., self._key], *covariances], dim=2)
+            values = means[..., self._value].contiguous()
+            self._mean = MeanToken(moments, values, self._counts.contiguous())
         return self._mean
 
 
@@ -133,10 +132,6 @@ class ColdTokensWithMean(ColdTokens):
     """Cold tokens of which those that a query does not select count by their moments."""
 
     mean: MeanToken
-
-    @property
-    def host_rows(self) -> None:
-        """None: the compiled library knows no mean."""
 
     def begin(self, query: torch.Tensor, ids: torch.Tensor) -> Callable[[], AttentionResult]:
         finish = super().begin(query, ids)
@@ -167,7 +162,7 @@ def attend_unselected(
     counts = mean.counts[:, None, None]
     share = (ids >= 0).sum(-1, keepdim=True) / counts.clamp(min=1)
     # A head of a group may select for itself.
-    share = share.clamp_(max=1.0).unflatten(1, (mean.keys.shape[1], -1))
+    share = share.clamp_(max=1.0).unflatten(1, (mean.values.shape[1], -1))
     spread = variance.sqrt()
     bound = -torch.special.ndtri(share) - spread
     below = torch.special.log_ndtr(bound)

@@ -21,6 +21,7 @@ import torch
 from hf_kvret.contracts.block import TokenBlock
 from hf_kvret.contracts.index import CapturableIndex, ColdTokens, Index, SearchCost, blamed_on
 from hf_kvret.contracts.store import AttentionResult
+from hf_kvret.layer.cold_sums import ColdTokensWithMean
 from hf_kvret.layer.exact_attention import attend_cold, merge
 from hf_kvret.layer.layer_kv import LayerKV
 from hf_kvret.layer.queries import AttentionCall
@@ -184,7 +185,8 @@ def _attend_on_host(
         same = host_cold is not None and host_cold.search is search and host_cold.valid is valid
         # An index may give a search again that it has changed.
         if host_cold is None or not same or host_cold.packed[0] is not search.packed:
-            host_cold = kv.host_cold = host_step.HostCold(rows, search, valid, cold.budget)
+            mean = cold.mean if isinstance(cold, ColdTokensWithMean) else None
+            host_cold = kv.host_cold = host_step.HostCold(rows, search, valid, cold.budget, mean)
     try:
         near = window.on_host(call.scoring.valid)
         scores = call.scoring.scale, call.scoring.softcap, call.sink_logits

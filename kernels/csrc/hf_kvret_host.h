@@ -13,7 +13,7 @@
 #define HFK_API extern "C" __attribute__((visibility("default")))
 
 // Raised with every change of hfk_request or of a function's meaning; the caller compares.
-#define HFK_VERSION 17
+#define HFK_VERSION 18
 
 // HFK_INT8 is for the rows of hfk_proxy alone.
 enum hfk_dtype { HFK_FLOAT32 = 0, HFK_FLOAT16 = 1, HFK_BFLOAT16 = 2, HFK_INT8 = 3 };
@@ -221,6 +221,15 @@ struct hfk_window {
     int64_t value_row;      // elements from one value to the next, at least value_dim
 };
 
+// What the ids of a step leave out: all cold tokens of a KV head by their moments, of which the ids
+// are taken for the largest. See layer/cold_sums.py for the meaning.
+struct hfk_rest {
+    const float *moments;   // [batch, kv_heads, 1 + key_dim + value_dim, key_dim]: the mean key, and
+                            // the covariances of keys and of values with keys
+    const float *values;    // [batch, kv_heads, value_dim]: the mean value
+    const int64_t *counts;  // [batch]: of the tokens
+};
+
 // A decode step of a layer: a search for the cold tokens of each query, and attention over these
 // and the window.
 struct hfk_step {
@@ -230,6 +239,7 @@ struct hfk_step {
     int64_t valid_stride;         // elements from one batch row of `valid` to the next
     int64_t tokens;               // cold tokens, all of which the search knows
     const void *search;           // the struct of `search_kind`
+    const struct hfk_rest *rest;  // joins the softmax; or null
     const float *sink_logits;     // [query_heads]: a token without value joins the softmax; or null
     int64_t *selected;            // the number of ids that are no holes is added; or null
     void *result;                 // as attention.out, of the request's dtype, and in its place;

@@ -4,6 +4,7 @@
 
 #include "job.h"
 #include "numbers.h"
+#include "rest.h"
 #include "search.h"
 
 namespace {
@@ -41,7 +42,8 @@ class Step {
         : step_(step), request_(step.attention), kernel_(kernel), search_(search),
           spans_(request_.batch * request_.id_heads * request_.queries),
           threads_(std::clamp(request_.threads, 1, kMostThreads)),
-          work_bytes_(search == nullptr ? 0 : search->bytes()),
+          work_bytes_(std::max(search == nullptr ? 0 : search->bytes(),
+                               Rest(step, kernel).bytes())),
           scratch_bytes_((kernel.scratch_floats(request_) * 4 + 63) / 64 * 64) {}
 
     int32_t run() {
@@ -90,6 +92,19 @@ class Step {
             return;
         }
         self.attend(index, reinterpret_cast<float *>(work + self.work_bytes_));
+        self.add_rest(index, work);
+    }
+
+    static void rest(void *step, int64_t index, int) {
+        Step &self = *static_cast<Step *>(step);
+        self.add_rest(index, self.work_ + index * self.work_bytes_);
+    }
+
+    void add_rest(int64_t index, char *work) {
+        if (step_.rest == nullptr) return;
+        const int64_t row = first_row(selection(index));
+        Rest(step_, kernel_).add(selection(index), ids(index), work,
+                                 request_.out + row * request_.value_dim, lse_.data() + row);
     }
 
     // False as of `Search::run`, and then without ids.
@@ -110,9 +125,7 @@ class Step {
         const Span span = {own.batch,      own.head, own.query, ids(index), 0,
                            request_.count, 0,        step_.window.length};
         if (misses_rows_) ask_for_rows(request_, span);
-        const int64_t heads = request_.query_heads / request_.id_heads;
-        const int64_t row =
-            (own.batch * request_.query_heads + own.head * heads) * request_.queries + own.query;
+        const int64_t row = first_row(own);
         const bool found = kernel_.attend(
             request_, window(), span, scratch, request_.out + row * request_.value_dim,
             request_.queries * request_.value_dim, lse_.data() + row, request_.queries);
@@ -121,8 +134,8 @@ class Step {
 
     // Stage by stage, each cut into chunks.
     void run_in_chunks() {
+        if (work_bytes_ > 0) work_ = arena.take(spans_ * work_bytes_ + threads_ * scratch_bytes_);
         if (search_ != nullptr) {
-            work_ = arena.take(spans_ * work_bytes_ + threads_ * scratch_bytes_);
             for (stage_ = 0; stage_ < search_->stages(); ++stage_) {
                 chunks_ = search_->is_split(stage_)
                               ? (kItemsPerThread * threads_ + spans_ - 1) / spans_ : 1;
@@ -133,6 +146,7 @@ class Step {
         hfk_request request = request_;
         request.lse = lse_.data();
         if (Job(request, kernel_, true, window()).run() == HFK_BAD_ID) note_astray();
+        if (step_.rest != nullptr) Pool::instance().run(spans_, threads_, &Step::rest, this);
     }
 
     static void chunk(void *step, int64_t item, int slot) {
@@ -168,6 +182,12 @@ class Step {
             *step_.selected += chosen;
         }
         if (request_.lse != nullptr) std::copy(lse_.begin(), lse_.end(), request_.lse);
+    }
+
+    // Of the first query head of a selection, in `out` and `lse`.
+    int64_t first_row(const Selection &own) const {
+        const int64_t heads = request_.query_heads / request_.id_heads;
+        return (own.batch * request_.query_heads + own.head * heads) * request_.queries + own.query;
     }
 
     Selection selection(int64_t index) const {

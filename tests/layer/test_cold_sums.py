@@ -19,11 +19,12 @@ from hf_kvret_kernels import host_step
 from hf_kvret_kernels._dispatch import prefer
 from hf_kvret_kernels.mean_tokens import MeanToken
 
+from ..kernels.draws import library_threads
 from .driver import CONFIG, ERROR, GROUP, HEADS, METHODS, SCALE, Driver, step_by_step
 
 STORES = ("device", "host", "cpu", "resident", "higgs")
 # Triton's interpreter is slow; its kernels have small tests of their own.
-PLACES = ["library", "torch", pytest.param("triton", marks=pytest.mark.slow)]
+PLACES = ["library", "threads", "torch", pytest.param("triton", marks=pytest.mark.slow)]
 
 
 def expected(driver: Driver) -> torch.Tensor:
@@ -79,11 +80,12 @@ def check(driver: Driver, out: torch.Tensor) -> None:
 
 @contextmanager
 def on(place: str) -> Iterator[None]:
-    """``"library"``, ``"torch"`` or ``"triton"`` does the steps."""
-    if place == "library":
+    """The library does the steps, on one thread or on many, torch, or Triton."""
+    if place in ("library", "threads"):
         if host_step.why_not():
             pytest.skip("the library is not compiled")
-        yield
+        with library_threads(16 if place == "threads" else 1):
+            yield
         return
     with step_by_step(), prefer("naive" if place == "torch" else "triton"):
         yield
@@ -111,7 +113,8 @@ def test_it_does_with_every_method_and_store(method: str, store: str) -> None:
 
 def test_equal_scores_count_for_each_token_that_is_left_out() -> None:
     keys, values = torch.linspace(0, 1, 96).view(2, 1, 2, 1, 24).unbind()
-    mean = MeanToken(keys, values, torch.zeros(1, 2, 24, 48), torch.tensor([[9]]))
+    moments = torch.cat([keys, torch.zeros(1, 2, 48, 24)], dim=2)
+    mean = MeanToken(moments, values, torch.tensor([[9]]))
     ids = torch.arange(5).expand(1, 8, 1, 5)
     out, lse = attend_unselected(mean, torch.ones(1, 8, 1, 24), ids, Scoring(None, 0.3))
     expected = 4 * (keys.sum(-1) * 0.3).exp().repeat_interleave(4, dim=1)
@@ -132,8 +135,8 @@ def test_means_of_many_rows_are_rounded_once() -> None:
     assert mean.counts.tolist() == [[total]]
     both = torch.cov(torch.cat([keys, -keys], dim=-1)[0, 0].double().mT, correction=0)
     # Products are fp32.
-    torch.testing.assert_close(mean.covariances[0, 0].double(), both[:dim], rtol=1e-5, atol=1e-5)
-    for rows, sign in ((mean.keys, 1), (mean.values, -1)):
+    torch.testing.assert_close(mean.moments[0, 0, 1:].double(), both[:, :dim], rtol=1e-5, atol=1e-5)
+    for rows, sign in ((mean.moments, 1), (mean.values, -1)):
         # One rounding to fp32; sums of 64 rows are fp32 too.
         exact = sign * keys[0, 0].double().mean(0)
         torch.testing.assert_close(rows[0, 0, 0].double(), exact, rtol=3e-7, atol=0.0)
@@ -178,7 +181,7 @@ def test_loaded_sums_are_not_made_of_the_rows_again(
     reload(driver, tmp_path)
     loaded = driver.kv.sums
     assert loaded.end == saved.end == driver.kv.cold_len > 0
-    for name in ("keys", "values", "covariances", "counts"):
+    for name in ("moments", "values", "counts"):
         assert torch.equal(getattr(loaded.mean(), name), getattr(saved.mean(), name))
     monkeypatch.setattr(ColdSums, "add", lambda *_: pytest.fail("rows were added again"))
     check(driver, driver.forward(1))

@@ -107,9 +107,6 @@ def test_a_child_process_finds_zeros_and_may_free_them() -> None:
     assert chunk.sum() == size
 
 
-# At most so many bytes are on their way to the host: older copies are waited for, in order.
-
-
 @dataclass
 class _Copy:
     """The event of a copy, which ends when it is waited for, or is set to."""

@@ -27,6 +27,7 @@ from hf_kvret_kernels.host_step.searches import (
     ParisSearch,
     ProxySearch,
 )
+from hf_kvret_kernels.mean_tokens import MeanToken
 from hf_kvret_kernels.paged import HostRows
 
 __all__ = [
@@ -46,9 +47,9 @@ __all__ = [
 ]
 
 # hfk_step of csrc/hf_kvret_host.h: hfk_request as of ``host_library.pack_request``; window; valid,
-# its stride and the cold tokens; addresses of search, sinks, the count of selected tokens and the
-# result; kind of the search, a reserved number.
-_STEP = struct.Struct("@7P14q2d4i3P4qP2q4P2i")
+# its stride and the cold tokens; addresses of search, rest, sinks, the count of selected tokens and
+# the result; kind of the search, a reserved number.
+_STEP = struct.Struct("@7P14q2d4i3P4qP2q5P2i")
 
 
 @dataclass(eq=False)
@@ -98,12 +99,14 @@ class HostCold:
             ``valid`` and ``budget`` are not looked at.
         valid: ``[B, n]`` bool, False for tokens that are never chosen.
         budget: how many of them a query chooses, at least 1.
+        rest: what stands for those that it does not choose; None: nothing.
     """
 
     rows: HostRows
     search: HostSearch
     valid: torch.Tensor
     budget: int
+    rest: MeanToken | None = None
 
     def __getstate__(self) -> dict[str, object]:
         """Without addresses, which are good for these tensors alone."""
@@ -118,11 +121,12 @@ class HostCold:
         sizes = table.shape[1], rows.page_len, addresses.shape[0], *row_sizes
         valid = valid if valid.stride(1) == 1 else valid.contiguous()
         packed = self.search.packed
-        searched = ctypes.c_char_p(packed)
-        address = ctypes.cast(searched, ctypes.c_void_p).value or 0
+        rest = None if self.rest is None else self.rest.packed
+        structs = [ctypes.c_char_p(packed), ctypes.c_char_p(rest)]
+        described = (ctypes.cast(one, ctypes.c_void_p).value or 0 for one in structs)
         rows_at = table.data_ptr(), addresses.data_ptr(), rows.coding_address
-        chosen = valid.data_ptr(), valid.stride(0), valid.shape[1], address
-        return packed, rows_at, sizes, chosen, (table, addresses, valid, searched)
+        chosen = valid.data_ptr(), valid.stride(0), valid.shape[1], *described
+        return packed, rows_at, sizes, chosen, (table, addresses, valid, structs)
 
 
 def library() -> ctypes.CDLL | None:
@@ -243,7 +247,7 @@ def _pack_step(
     if sink_logits is not None:
         sink_logits = sink_logits.float().contiguous()
     # Without cold tokens no row is read.
-    none = b"", (0, 0, 0), (0, 1, 0, 0, key_dim + value_dim, key_dim), (0, 0, 0, 0), None
+    none = b"", (0, 0, 0), (0, 1, 0, 0, key_dim + value_dim, key_dim), (0,) * 5, None
     _, rows_at, row_sizes, chosen, _ = none if cold is None else cold.packed
     kind, in_files = (0, False) if cold is None else (cold.search.kind, cold.rows.in_files)
     is_fp32, out_at = out.dtype == torch.float32, out.data_ptr()
@@ -335,6 +339,12 @@ def _check_cold(query: torch.Tensor, cold: HostCold, window: HostWindow) -> None
             f"valid is {valid.dtype} {tuple(valid.shape)}, the page table "
             f"{tuple(rows.table.shape)}"
             f": pass a bool mask and a table for a batch of {batch}"
+        )
+    heads = window.keys.shape[1]
+    if cold.rest and cold.rest.moments.shape != (batch, heads, 1 + key_dim + value_dim, key_dim):
+        raise ValueError(
+            f"moments are {tuple(cold.rest.moments.shape)}: pass those of {heads} KV heads of "
+            f"{key_dim} + {value_dim} dims, for a batch of {batch}"
         )
 
 
