@@ -105,10 +105,13 @@ def attend_now(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> t
     return NOW.attend(query, key, value)
 
 
-attend = torch.library.custom_op("hf_kvret::attend", attend_now, mutates_args=())
+# Defined as such, an operation takes half the time of a ``custom_op`` to call.
+torch.library.define("hf_kvret::attend", "(Tensor query, Tensor key, Tensor value) -> Tensor")
+torch.library.impl("hf_kvret::attend", "CompositeExplicitAutograd", attend_now)
+attend = torch.ops.hf_kvret.attend.default
 
 
-@attend.register_fake
+@torch.library.register_fake("hf_kvret::attend")
 def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     batch, heads, queries, _ = query.shape
     return query.new_empty(batch, queries, heads, value.shape[-1])
