@@ -58,8 +58,7 @@ def attach(model: PreTrainedModel) -> None:
     for cls in classes:
         _look_at(cls, cls.forward)
     record_base(text, text._attn_implementation)
-    is_whole = text is model.config
-    name = ATTENTION_NAME if is_whole else {text_key(model.config): ATTENTION_NAME}
+    name = ATTENTION_NAME if text is model.config else {text_key(model.config): ATTENTION_NAME}
     model.set_attn_implementation(name)
     if text._attn_implementation != ATTENTION_NAME:
         restore(model)

@@ -23,7 +23,7 @@ from hf_kvret.generate.checks import (
 )
 from hf_kvret.generate.chunks import chunk_prompt
 from hf_kvret.generate.from_shelf import new_cache
-from hf_kvret.generate.lossless import check_lossless, steps_of
+from hf_kvret.generate.lossless import steps_of
 from hf_kvret.generate.model_state import end_use, keep_prepared, prepare_state
 from hf_kvret.generate.provenance import go_back, kept_len
 from hf_kvret.generate.requests import Request, current_request, request, retrieves
@@ -99,8 +99,6 @@ def prepare_cache(
         check_options_are_read(call, generation_config, cache)
     if not isinstance(cache, RetrievalCache):
         return False
-    if cache.options.lossless:
-        check_lossless(call, cache, generation_config)
     check_call(call, cache, generation_config, mask)
     call.pass_start, call.recording = cache.get_seq_length(), recording(cache.layers)
     chunk_prompt(call, cache, generation_config, model_kwargs)
@@ -118,8 +116,6 @@ def check_early(call: Request, cache: RetrievalCache) -> None:
     check_one_cache(cache, generation_config.cache_implementation)
     generation_config.cache_implementation = None
     check_options_are_read(call, generation_config, cache)
-    if cache.options.lossless:
-        check_lossless(call, cache, generation_config)
     if reasons := why_not(call, cache, generation_config, None):
         raise ValueError("\n".join(reasons))
     cache.check_model(call.model)

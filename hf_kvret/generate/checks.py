@@ -23,6 +23,7 @@ from hf_kvret.cache import RetrievalCache
 from hf_kvret.contracts.block import other_batch
 from hf_kvret.generate.chunks import DRAFTS, is_assisted
 from hf_kvret.generate.from_shelf import SHELF, STEP
+from hf_kvret.generate.lossless import lossless_obstacle
 from hf_kvret.generate.provenance import check_origin
 from hf_kvret.generate.requests import Request, current_request, retrieves, take_cache
 from hf_kvret.methods.known import METHODS
@@ -64,8 +65,8 @@ def why_not(
     """
     mask = call.mask(prepared_mask)
     cache_len = cache.get_seq_length() if call.keeps is None else call.keeps
-    reasons = [_soft_prompt_obstacle(call), _mask_fault(mask, cache_len)]
-    reasons.append(_misplaced_options(generation_config))
+    reasons = [lossless_obstacle(call, cache, generation_config), _soft_prompt_obstacle(call)]
+    reasons += [_mask_fault(mask, cache_len), _misplaced_options(generation_config)]
     if is_callers(call, cache):
         reasons += [_other_layers(call, cache), _missing_tokens(call, cache_len)]
         reasons.append(_other_rows(call, cache, generation_config))
@@ -83,6 +84,13 @@ def why_not(
     size = generation_config.prefill_chunk_size
     if size is not None and size < 1:
         reasons.append(f"prefill_chunk_size={size}: give at least 1 token, or leave it out")
+    # transformers tells them by their names, too.
+    drafter = type(call.arguments.get("assistant_model")).__name__
+    if drafter.startswith(("Gemma4Assistant", "Gemma4UnifiedAssistant")):
+        reasons.append(
+            f"{drafter} reads keys and values of all tokens, which a retrieval cache does not hand "
+            "out: take another assistant_model, prompt_lookup_num_tokens, or lossless=True"
+        )
     if cache_len and is_assisted(call, generation_config):
         reasons.append(
             "assisted decoding of transformers reads the whole prompt again, also the "

@@ -82,8 +82,7 @@ def new_cache(
     # Where the prompt was put, fewer are left to read.
     least = 2 if can_go_back else 2 * cache.options.max_draft + 2
     step = BLOCK if length < BLOCK else max(step, least if cache.from_shelf else 1)
-    if length - cache.from_shelf < step:
-        new = length - cache.from_shelf
+    if (new := length - cache.from_shelf) < step:
         cache.shelf_note = f"not put: {new} new tokens, fewer than {step}"
         return cache
     shelf.check_writable()
@@ -116,8 +115,7 @@ def _keep_prompt(shelf: Shelf, cache: RetrievalCache, call: Request, ids: torch.
     Where that fails, the answer is there all the same.
     """
     lengths = [one.get_seq_length() for one in cache.retrieval_layers]
-    length = min(lengths)
-    if length < max(lengths) or length < ids.shape[1]:
+    if min(lengths) < max(*lengths, ids.shape[1]):
         # The prompt is not whole, as where a pass broke off.
         return
     call.keep_prompt = lambda: None
@@ -127,8 +125,7 @@ def _keep_prompt(shelf: Shelf, cache: RetrievalCache, call: Request, ids: torch.
             # All its rows begin with the prompt.
             whole = cache.fork()
             whole.reorder_cache(ids.new_zeros(1))
-        note = f"put as {shelf.put(whole, ids, call.model).name}"
+        cache.shelf_note = f"put as {shelf.put(whole, ids, call.model).name}"
     except _FAILURES as error:
-        note = f"not put: {error}"
+        cache.shelf_note = f"not put: {error}"
         _log.warning("the prompt was not put on the shelf %s: %s", shelf.folder, error)
-    cache.shelf_note = note

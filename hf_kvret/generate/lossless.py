@@ -22,21 +22,21 @@ _COUNT_OF_RANKS = 8
 _NOT_FOR_DRAFTS = ("guidance_scale", "encoder_repetition_penalty", "encoder_no_repeat_ngram_size")
 
 
-def check_lossless(call: Request, cache: RetrievalCache, generation_config: Any) -> None:
-    """ValueError where a ``call`` can't give full attention's answers any faster."""
+def lossless_obstacle(call: Request, cache: RetrievalCache, generation_config: Any) -> str:
+    """Says why a ``call`` can't give full attention's answers any faster; empty if it can."""
     prompt = call.token_prompt()
-    rows = 1 if prompt is None else len(prompt)
-    rows *= generation_config.num_return_sequences or 1
+    rows = (1 if prompt is None else len(prompt)) * (generation_config.num_return_sequences or 1)
     why = why_not(call.model, cache)
     if (generation_config.num_beams or 1) > 1:
         why = "beams change their sequences at each step, so nothing can be read ahead"
     elif rows > 1:
         why = f"{rows} sequences would accept different numbers of drafts"
-    if why is not None:
-        raise ValueError(
-            f"lossless=True: {why}; leave it out, call generate for one sequence at a time, or use "
-            "cache_implementation='dynamic'"
-        )
+    if why is None or not cache.options.lossless:
+        return ""
+    return (
+        f"lossless=True: {why}; leave it out, call generate for one sequence at a time, or use "
+        "cache_implementation='dynamic'"
+    )
 
 
 def steps_of(call: Request, cache: RetrievalCache, generation_config: Any) -> LosslessSteps | None:

@@ -128,6 +128,10 @@ def embedded(model: Any, length: int) -> dict[str, torch.Tensor]:
 REFUSALS: list[tuple[Callable[[Any, Any], dict[str, Any]], str]] = [
     (lambda m, f: {"past_key_values": f, "inputs": prompt(1, 1)}, "inputs has 1 tokens.* whole"),
     (lambda m, f: {"past_key_values": f, "input_ids": prompt(1, 43)}, "input_ids has 43 tokens,"),
+    (
+        lambda m, f: PARIS | {"assistant_model": type("Gemma4Assistant", (type(m),), {})(m.config)},
+        "Gemma4Assistant reads keys and values of all .* take another",
+    ),
     (lambda m, f: {"past_key_values": f, "bos_token_id": 1}, "input_ids has 0 tokens, past_key"),
     (lambda m, f: {"past_key_values": f, "prefill_chunk_size": 0}, "prefill_chunk_size=0: give"),
     (
@@ -158,10 +162,7 @@ REFUSALS: list[tuple[Callable[[Any, Any], dict[str, Any]], str]] = [
         "but the cache is a FlatKVCache, so nothing would read it: leave it out",
     ),
     (lambda m, f: {"cache_config": {"top_k": 64}}, "cache_config=.*nothing would read it.*paris"),
-    (
-        lambda m, f: {"generation_config": GenerationConfig(cache_config={"top_k": 64})},
-        "but no cache was asked for, so nothing would read it",
-    ),
+    (lambda m, f: {"generation_config": GenerationConfig(cache_config={"top_k": 64})}, "no cache"),
     *(
         (
             lambda m, f, name=name, option=option: {
@@ -181,10 +182,7 @@ REFUSALS: list[tuple[Callable[[Any, Any], dict[str, Any]], str]] = [
         lambda m, f: {"past_key_values": new_cache(m), "use_cache": False},
         "use_cache=False contradicts the cache: drop one",
     ),
-    (
-        lambda m, f: {**PARIS, "generation_config": GenerationConfig(use_cache=False)},
-        "use_cache=False contradicts cache_implementation='paris': drop one",
-    ),
+    (lambda m, f: {**PARIS, "generation_config": GenerationConfig(use_cache=False)}, "='paris': d"),
     (
         lambda m, f: {"past_key_values": FlatKVCache(MODELS["smollm3"].config())},
         "past_key_values was made for a model of 3 layers, LlamaForCausalLM has 2",
