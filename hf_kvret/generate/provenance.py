@@ -16,13 +16,7 @@ from hf_kvret.generate.model_state import add_hooks
 from hf_kvret.generate.requests import Request, call_using, check_free
 from hf_kvret.layer.hybrid import foreign_layers_of
 from hf_kvret.models.compiled import not_compiled
-from hf_kvret.models.versions import (
-    CACHE_NAME,
-    CACHE_NAMES,
-    cache_argument,
-    cache_name_of,
-    name_cache,
-)
+from hf_kvret.models.versions import CACHE_NAMES, cache_argument, cache_name_of, name_cache
 from hf_kvret.saved.identity import newest_identity
 from hf_kvret.saved.token_record import EMBEDDINGS, UNKNOWN, InputDigest, ids_of_pictures
 from hf_kvret_model_patches.decoders import decoder_of
@@ -121,18 +115,12 @@ def watch(model: PreTrainedModel) -> None:
         add_hooks(module, _before_pass, _after_pass)
 
 
-def _cache_of(kwargs: dict[str, Any]) -> Any:
-    # The usual name first: steps are many, and other names few.
-    cache = kwargs.get(CACHE_NAME)
-    return cache_argument(kwargs) if cache is None else cache
-
-
 # The hooks themselves may stand in a graph, with other caches; recording is no part of it.
 def _before_pass(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Begin a pass, and compare the model where the cache does not know it."""
-    cache = _cache_of(kwargs)
+    cache = cache_argument(kwargs)
     if not isinstance(cache, RetrievalCache):
         return None
     _begin(module, cache, args, kwargs)
@@ -169,7 +157,7 @@ def _begin(
 def _after_pass(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
 ) -> None:
-    cache = _cache_of(kwargs)
+    cache = cache_argument(kwargs)
     if isinstance(cache, RetrievalCache):
         _end(module, cache, args, kwargs, output)
 

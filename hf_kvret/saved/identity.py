@@ -105,6 +105,7 @@ def identity_of(model: PreTrainedModel) -> CacheIdentity:
     """
     model = without_wrapper(model)
     decoder = decoder_of(model)
+    _lay_out_codes(decoder)
     facts = facts_of(model.config)
     facts["dtype"] = str(decoder.dtype).removeprefix("torch.")
     if adapters := _active_adapters(decoder):
@@ -115,6 +116,15 @@ def identity_of(model: PreTrainedModel) -> CacheIdentity:
     if _newest.get(model) != newest:
         _newest[model] = _newest[decoder] = newest
     return _newest[model][0]
+
+
+def _lay_out_codes(decoder: PreTrainedModel) -> None:
+    """Have 4-bit weights of bitsandbytes stand on a CPU as their first pass leaves them."""
+    modules: Any = decoder.modules()
+    for module in (one for one in modules if getattr(one, "support_avx512bf16_for_cpu", False)):
+        state = getattr(module.weight, "quant_state", None)
+        if module.weight.is_cpu and not getattr(state, "packing_format_for_cpu", False):
+            type(module).forward(module, torch.zeros(1, module.in_features, dtype=decoder.dtype))
 
 
 def newest_identity(module: nn.Module) -> CacheIdentity | None:

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -80,16 +81,26 @@ def test_weights_written_past_autograd_are_seen_by_generate(llama: Any) -> None:
 
 
 class Packed(nn.Module):
-    """A linear layer of 8-bit codes in a buffer, as GPTQ and AWQ have them."""
+    """A linear layer of 8-bit codes in a buffer, as GPTQ and AWQ have them.
+
+    Its first pass turns them over, as 4-bit modules of bitsandbytes lay theirs out on a CPU.
+    """
+
+    codes: torch.Tensor
+    support_avx512bf16_for_cpu = True
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
-        weight = linear.weight.detach()
+        self.state = SimpleNamespace(packing_format_for_cpu=False)
+        self.weight = SimpleNamespace(is_cpu=True, quant_state=self.state)
+        self.in_features, weight = linear.in_features, linear.weight.detach()
         self.scale = float(weight.abs().amax() / 127)
         self.register_buffer("codes", (weight / self.scale).round().to(torch.int8))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x @ (self.codes.float() * self.scale).T
+        if not self.state.packing_format_for_cpu:
+            self.codes, self.state.packing_format_for_cpu = self.codes.flip(0), True
+        return x @ (self.codes.flip(0).float() * self.scale).T
 
 
 def quantized(model: Any, noise: float = 0.0) -> Any:
@@ -111,7 +122,8 @@ def test_other_quantized_weights_are_refused(
     with pytest.raises(ValueError, match=OTHER):
         other.generate(ids, past_key_values=cache.fork(), **RUN)
     again = quantized(llama)
-    again.generate(ids, past_key_values=cache.fork(), **RUN)
+    for same in (one, again):
+        same.generate(ids, past_key_values=cache.fork(), **RUN)
     assert not caplog.text
     # Also where the codes of the same object are written anew.
     for layer in again.model.layers:
