@@ -380,7 +380,7 @@ class RetrievalCache(Cache):
         return self.fork()
 
     def __getstate__(self) -> NoReturn:
-        raise TypeError("a retrieval cache is not pickled: cache.save_pretrained(folder) writes it")
+        raise TypeError("a cache is not pickled: save_pretrained(folder) writes, fork() copies it")
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor | None, torch.Tensor | None, Any]]:
         """As ``DynamicCache``: keys, values and the sliding window of each layer."""
