@@ -12,6 +12,7 @@ from hf_kvret_kernels import host_library as library
 from hf_kvret_kernels import host_step
 from hf_kvret_kernels.host_step import FlatSearch, GivenIds, HostCold, HostWindow, run_step
 from hf_kvret_kernels.ids import WrongIdError
+from hf_kvret_kernels.mean_tokens import MeanToken
 
 from .draws import best_share, draw, generator, library_threads
 from .host_steps import (
@@ -110,6 +111,16 @@ def test_a_result_is_of_float32_or_the_querys_dtype() -> None:
     shape = Shape(1, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match=r"float16: a step writes float32 or its query's torch.bf"):
         run_step(shape.query(), near_window(shape, 5), scale=1.0, dtype=torch.float16)
+
+
+def test_moments_of_other_rows_are_refused() -> None:
+    query, window, cold = flat_step(Shape(8, dim=16), 2)
+    sums = MeanToken(torch.zeros(1, 2, 41, 16), torch.zeros(1, 2, 1, 24), torch.ones(1, 1).long())
+    run_step(query, window, replace(cold, rest=sums), scale=1.0)
+    turned = torch.zeros(1, 2, 16, 41).mT
+    for bad in ({"moments": turned}, {"values": sums.values[:, :1]}, {"counts": sums.counts.int()}):
+        with pytest.raises(ValueError, match="of moments, values and counts: pass contiguous"):
+            run_step(query, window, replace(cold, rest=replace(sums, **bad)), scale=1.0)
 
 
 @pytest.mark.factor("kind", list(KINDS))
