@@ -167,8 +167,8 @@ def attend_unselected(
     bound = -torch.special.ndtri(share) - spread
     below = torch.special.log_ndtr(bound)
     lse = score + variance / 2 + counts.log().unsqueeze(-1) + below
-    # phi / Phi, where neither underflows.
-    ratio = (-bound.square() / 2 - below).exp() / math.sqrt(2 * math.pi)
+    # phi / Phi, where neither underflows; logarithms in fp32 would lose it where scores spread.
+    ratio = math.sqrt(2 / math.pi) / torch.special.erfcx(-bound * math.sqrt(0.5))
     out = mean.values.unsqueeze(2) + (1 - ratio / spread.clamp(min=_LEAST_SPREAD)) * shared
     return out.masked_fill(lse.isneginf(), 0.0).flatten(1, 2), lse.flatten(1, 2).squeeze(-1)
 

@@ -122,6 +122,17 @@ def test_equal_scores_count_for_each_token_that_is_left_out() -> None:
     assert torch.equal(out, values.repeat_interleave(4, dim=1))
 
 
+def test_values_follow_scores_that_spread_by_hundreds() -> None:
+    mean = MeanToken(
+        torch.tensor([[[[0.0], [1.0], [1.0]]]]), torch.zeros(1, 1, 1, 1), torch.tensor([[1000]])
+    )
+    ids = torch.arange(30, dtype=torch.int32).view(1, 1, 1, 30)
+    out, _ = attend_unselected(mean, torch.full((1, 1, 1, 1), 300.0), ids, Scoring(None, 1.0))
+    # The largest that is left has it all: at the quantile of 97%, and an exponential tail below.
+    quantile = torch.distributions.Normal(0.0, 1.0).icdf(torch.tensor(0.97)).item()
+    assert out.item() == pytest.approx(quantile - 1 / (300 - quantile), abs=1e-4)
+
+
 def test_means_of_many_rows_are_rounded_once() -> None:
     total, dim = 1 << 18, 4
     generator = torch.Generator().manual_seed(0)
