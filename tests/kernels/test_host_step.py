@@ -113,16 +113,6 @@ def test_a_result_is_of_float32_or_the_querys_dtype() -> None:
         run_step(shape.query(), near_window(shape, 5), scale=1.0, dtype=torch.float16)
 
 
-def test_moments_of_other_rows_are_refused() -> None:
-    query, window, cold = flat_step(Shape(8, dim=16), 2)
-    sums = MeanToken(torch.zeros(1, 2, 41, 16), torch.zeros(1, 2, 1, 24), torch.ones(1, 1).long())
-    run_step(query, window, replace(cold, rest=sums), scale=1.0)
-    turned = torch.zeros(1, 2, 16, 41).mT
-    for bad in ({"moments": turned}, {"values": sums.values[:, :1]}, {"counts": sums.counts.int()}):
-        with pytest.raises(ValueError, match="of moments, values and counts: pass contiguous"):
-            run_step(query, window, replace(cold, rest=replace(sums, **bad)), scale=1.0)
-
-
 @pytest.mark.factor("kind", list(KINDS))
 @pytest.mark.factor("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.factor(("heads", "queries"), [(2, 1), (6, 2)])
@@ -263,12 +253,18 @@ def test_cold_rows_that_do_not_fit_are_refused() -> None:
     halves = replace(rows, chunks=[chunk.half() for chunk in rows.chunks], page_address=None)
     short = replace(rows, table=rows.table[:, :2], page_address=None)
     one_head = GivenIds(torch.zeros(1, 1, 1, 3, dtype=torch.int32))
+    moments, counts = torch.zeros(1, 2, 153, 128), torch.ones(1, 1).long()
+    rest = MeanToken(moments, torch.zeros(1, 2, 1, 24), counts)
+    turned = moments.mT.contiguous().mT
     changes: list[tuple[dict[str, Any], str]] = [
         ({"rows": halves}, "rows of one form"),
         ({"rows": short, "budget": 90}, "of 32 tokens: allowed are 0 to 31"),
         ({"valid": valid.float()}, "bool mask"),
         ({"valid": valid.expand(2, -1)}, "batch of 1"),
         ({"search": one_head}, r"pass int32 \[1, 2 or a multiple"),
+        ({"rest": replace(rest, moments=turned)}, "pass contiguous"),
+        ({"rest": replace(rest, values=rest.values[:, :1])}, "pass contiguous"),
+        ({"rest": replace(rest, counts=counts.int())}, "pass contiguous"),
     ]
     for change, message in changes:
         with pytest.raises(ValueError, match=message):

@@ -123,9 +123,8 @@ def test_equal_scores_count_for_each_token_that_is_left_out() -> None:
 
 
 def test_values_follow_scores_that_spread_by_hundreds() -> None:
-    mean = MeanToken(
-        torch.tensor([[[[0.0], [1.0], [1.0]]]]), torch.zeros(1, 1, 1, 1), torch.tensor([[1000]])
-    )
+    moments = torch.tensor([0.0, 1.0, 1.0]).view(1, 1, 3, 1)
+    mean = MeanToken(moments, torch.zeros(1, 1, 1, 1), torch.tensor([[1000]]))
     ids = torch.arange(30, dtype=torch.int32).view(1, 1, 1, 30)
     out, _ = attend_unselected(mean, torch.full((1, 1, 1, 1), 300.0), ids, Scoring(None, 1.0))
     # The largest that is left has it all: at the quantile of 97%, and an exponential tail below.
