@@ -106,14 +106,12 @@ def attend_now(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> t
 
 
 # Defined as such, an operation takes half the time of a ``custom_op`` to call.
-# It goes with this object, so that a module that is loaded again may define it again.
-_library = torch.library.Library("hf_kvret", "FRAGMENT")
-_library.define("attend(Tensor query, Tensor key, Tensor value) -> Tensor")
-_library.impl("attend", attend_now, "CompositeExplicitAutograd")
+torch.library.define("hf_kvret::attend", "(Tensor query, Tensor key, Tensor value) -> Tensor")
+torch.library.impl("hf_kvret::attend", "CompositeExplicitAutograd", attend_now)
 attend = torch.ops.hf_kvret.attend.default
 
 
-@torch.library.register_fake("hf_kvret::attend", lib=_library)
+@torch.library.register_fake("hf_kvret::attend")
 def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     batch, heads, queries, _ = query.shape
     return query.new_empty(batch, queries, heads, value.shape[-1])
