@@ -115,12 +115,18 @@ def watch(model: PreTrainedModel) -> None:
         add_hooks(module, _before_pass, _after_pass)
 
 
+def _cache_of(kwargs: dict[str, Any]) -> Any:
+    # The usual name first: steps are many, and other names few.
+    cache = kwargs.get(CACHE_NAMES[0])
+    return cache_argument(kwargs) if cache is None else cache
+
+
 # The hooks themselves may stand in a graph, with other caches; recording is no part of it.
 def _before_pass(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Begin a pass, and compare the model where the cache does not know it."""
-    cache = cache_argument(kwargs)
+    cache = _cache_of(kwargs)
     if not isinstance(cache, RetrievalCache):
         return None
     _begin(module, cache, args, kwargs)
@@ -154,12 +160,10 @@ def _begin(
     record.checked_owner = weakref.ref(module)
 
 
-def _after_pass(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-) -> None:
-    cache = cache_argument(kwargs)
+def _after_pass(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+    cache = _cache_of(kwargs)
     if isinstance(cache, RetrievalCache):
-        _end(module, cache, args, kwargs, output)
+        _end(module, cache, args, kwargs, out)
 
 
 @not_compiled

@@ -14,7 +14,6 @@ from collections import deque
 import torch
 
 from hf_kvret.contracts import host_memory
-from hf_kvret.contracts.host_memory import empty, expect_random_reads
 from hf_kvret.contracts.state import is_mapped
 from hf_kvret.stores.chunks import finish_reading
 
@@ -65,7 +64,7 @@ class DeviceMemory(PageMemory):
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         try:
-            return empty(shape, dtype, self.device)
+            return host_memory.empty(shape, dtype, self.device)
         except torch.OutOfMemoryError as error:
             size = math.prod(shape) * dtype.itemsize / 2**30
             error.add_note(
@@ -107,7 +106,7 @@ class HostMemory(PageMemory):
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         if self._stream is None:
-            return empty(shape, dtype, self._chunk_device)
+            return host_memory.empty(shape, dtype, self._chunk_device)
         return pinned(shape, dtype, self._stream)
 
     def takes(self, pages: torch.Tensor) -> bool:
@@ -168,7 +167,7 @@ class DiskMemory(PageMemory):
                 f"disk={self._folder!r}: no {size / 1e9:.2f} GB for rows ({error}): {remedy} a "
                 "folder on another disk, and begin again with cache.reset()"
             ) from error
-        expect_random_reads(rows)
+        host_memory.expect_random_reads(rows)
         return rows.view(dtype).view(shape)
 
     def takes(self, pages: torch.Tensor) -> bool:
@@ -239,12 +238,8 @@ def _copy_runs(target: torch.Tensor, rows: torch.Tensor) -> None:
 def pinned(shape: tuple[int, ...], dtype: torch.dtype, stream: torch.cuda.Stream) -> torch.Tensor:
     """Pinned memory of this shape, in memory pages of its own; unpinned with the tensor.
 
-    Callers must keep the tensor itself, not just a view of it.
-
-    Args:
-        shape: of the tensor.
-        dtype: of the tensor.
-        stream: that copies to it; unpinning waits for it.
+    Callers must keep the tensor itself, not just a view of it. Unpinning waits for ``stream``,
+    which copies to it.
 
     Raises:
         MemoryError: there is no such memory, or it can't be pinned.

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from hf_kvret.contracts import host_memory, token_buffer
-from hf_kvret.stores import memory
 from hf_kvret.stores.memory import DeviceMemory, HostMemory, PendingCopies
 
 CPU = torch.device("cpu")
@@ -44,7 +43,7 @@ def test_a_device_without_room_names_other_stores(monkeypatch: pytest.MonkeyPatc
     def full(*args: object) -> torch.Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(memory, "empty", full)
+    monkeypatch.setattr(host_memory, "empty", full)
     with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory") as caught:
         DeviceMemory(torch.device("cpu")).allocate((2, 64, 2**20), torch.float32)
     (note,) = caught.value.__notes__
