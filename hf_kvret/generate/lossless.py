@@ -24,6 +24,8 @@ _NOT_FOR_DRAFTS = ("guidance_scale", "encoder_repetition_penalty", "encoder_no_r
 
 def lossless_obstacle(call: Request, cache: RetrievalCache, generation_config: Any) -> str:
     """Says why a ``call`` can't give full attention's answers any faster; empty if it can."""
+    if not cache.options.lossless:
+        return ""
     prompt = call.token_prompt()
     rows = (1 if prompt is None else len(prompt)) * (generation_config.num_return_sequences or 1)
     why = why_not(call.model, cache)
@@ -31,7 +33,7 @@ def lossless_obstacle(call: Request, cache: RetrievalCache, generation_config: A
         why = "beams change their sequences at each step, so nothing can be read ahead"
     elif rows > 1:
         why = f"{rows} sequences would accept different numbers of drafts"
-    if why is None or not cache.options.lossless:
+    if why is None:
         return ""
     return (
         f"lossless=True: {why}; leave it out, call generate for one sequence at a time, or use "

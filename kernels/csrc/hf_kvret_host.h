@@ -221,8 +221,8 @@ struct hfk_window {
     int64_t value_row;      // elements from one value to the next, at least value_dim
 };
 
-// What the ids of a step leave out: all cold tokens of a KV head by their moments, of which the ids
-// are taken for the largest. See layer/cold_sums.py for the meaning.
+// These moments of all cold tokens stand for what the ids of a step leave out. The ids are taken for
+// the largest. See layer/cold_sums.py for the meaning.
 struct hfk_rest {
     const float *moments;   // [batch, kv_heads, 1 + key_dim + value_dim, key_dim]: the mean key, and
                             // the covariances of keys and of values with keys

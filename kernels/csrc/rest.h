@@ -1,4 +1,4 @@
-// What the ids of a step leave out, by the moments of all cold tokens: layer/cold_sums.py.
+// A token that stands for what the ids of a step leave out; layer/cold_sums.py has its meaning.
 #pragma once
 
 #include <cmath>
@@ -12,13 +12,13 @@ namespace {
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr double kRootHalf = 0.70710678118654752, kRootTwoPi = 2.5066282746310005;
 
-// The logarithm of the normal distribution function.
+// Returns the logarithm of the normal distribution function.
 inline double log_below(double x) {
     if (x > -30.0) return std::log(0.5 * std::erfc(-kRootHalf * x));
     return -0.5 * x * x - std::log(-x * kRootTwoPi) + std::log1p(-1.0 / (x * x));
 }
 
-// The number that a share of a normal distribution is above.
+// Returns the number that a share of a normal distribution is above.
 inline double bound_of(double share) {
     if (share <= 0.0 || share >= 1.0) return share < 0.5 ? kInfinity : -kInfinity;
     // Selections of a step mostly have one share.
@@ -38,14 +38,15 @@ class Rest {
     Rest(const hfk_step &step, const Kernel &kernel)
         : rest_(step.rest), request_(step.attention), kernel_(kernel) {
         product_.tokens = request_.query_heads / request_.id_heads;
-        product_.depth = request_.key_dim, product_.dtype = HFK_FLOAT32;
+        product_.depth = request_.key_dim;
+        product_.dtype = HFK_FLOAT32;
         product_.outputs = 1 + request_.key_dim + request_.value_dim;
         query_ = cutter_.take<float>(product_.tokens * product_.depth);
         along_ = cutter_.take<float>(product_.tokens * product_.outputs);
         room_ = cutter_.take<float>(product_.tokens * product_stride(product_) + kSlack);
     }
 
-    // Work space of a selection.
+    // A selection needs so much work space.
     int64_t bytes() const { return rest_ == nullptr ? 0 : cutter_.bytes(); }
 
     // Merges it into `out` and `lse`, which are those of the selection's first query head.
@@ -63,7 +64,8 @@ class Rest {
                                      number_at(request_.query, request_.dtype, row * dim + d);
             }
         }
-        product_.x = query, product_.out = along;
+        product_.x = query;
+        product_.out = along;
         product_.weight = rest_->moments + head * product_.outputs * dim;
         kernel_.product(product_, 0, product_.outputs, at<float>(work, room_));
         const double count = static_cast<double>(rest_->counts[selection.batch]);
@@ -85,7 +87,8 @@ class Rest {
         if (request_.softcap != 0.0) {
             // It is taken as straight around the mean.
             const double share = std::tanh(score / request_.softcap);
-            score = share * request_.softcap, slope = 1.0 - share * share;
+            score = share * request_.softcap;
+            slope = 1.0 - share * share;
         }
         for (int64_t d = 0; d < request_.key_dim; ++d) variance += query[d] * to_keys[d];
         const double spread = variance < 0.0 ? 0.0 : slope * std::sqrt(variance);

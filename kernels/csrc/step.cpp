@@ -95,7 +95,7 @@ class Step {
         self.add_rest(index, work);
     }
 
-    static void rest(void *step, int64_t index, int) {
+    static void rest_item(void *step, int64_t index, int) {
         Step &self = *static_cast<Step *>(step);
         self.add_rest(index, self.work_ + index * self.work_bytes_);
     }
@@ -146,7 +146,7 @@ class Step {
         hfk_request request = request_;
         request.lse = lse_.data();
         if (Job(request, kernel_, true, window()).run() == HFK_BAD_ID) note_astray();
-        if (step_.rest != nullptr) Pool::instance().run(spans_, threads_, &Step::rest, this);
+        if (step_.rest != nullptr) Pool::instance().run(spans_, threads_, &Step::rest_item, this);
     }
 
     static void chunk(void *step, int64_t item, int slot) {
@@ -184,7 +184,7 @@ class Step {
         if (request_.lse != nullptr) std::copy(lse_.begin(), lse_.end(), request_.lse);
     }
 
-    // Of the first query head of a selection, in `out` and `lse`.
+    // Returns the row of a selection's first query head in `out` and `lse`.
     int64_t first_row(const Selection &own) const {
         const int64_t heads = request_.query_heads / request_.id_heads;
         return (own.batch * request_.query_heads + own.head * heads) * request_.queries + own.query;
