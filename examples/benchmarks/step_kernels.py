@@ -113,7 +113,7 @@ def _paris(shape: StepShape, shares: tuple[float, ...] = PARIS_SHARES) -> None:
     planes = (shape.tokens(width, dtype=torch.uint8) for width in (dim // 8, dim // 2))
     codes = paris.ParisCodes(*planes)
     counts = torch.empty(shape.batch, shape.heads, dim // 8, 256, dtype=torch.int32, device=_META)
-    triton.search(
+    call = paris.SearchCall(
         grouped.transpose(2, 3),
         torch.empty(dim, device=_META),
         codes,
@@ -121,13 +121,14 @@ def _paris(shape: StepShape, shares: tuple[float, ...] = PARIS_SHARES) -> None:
         torch.empty(8, device=_META),
         PARIS_K,
         shape.candidates,
-        tuple(round(1_000_000 * PARIS_RHO * tier) for tier in shares),
+        paris.share_units(PARIS_RHO, shares),
         8,
         shape.valid(),
         shape.scale,
         None,
         None,
     )
+    triton.search(call)
 
 
 def _wide_paris(shape: StepShape, heads: int, group: int, head_dim: int) -> None:

@@ -29,7 +29,7 @@ def stages(
     offset: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The candidates of a search, their estimates ``[B, H, Q, G, C]`` and the best ``count``."""
-    shares = tuple(round(1_000_000 * rho * tier) for tier in TIERS)
+    shares = paris.share_units(rho, TIERS)
     if backend == "naive":
         points = naive.bonus_table(q_rot, counts, shares, m)
         ids = naive.candidates(naive.collide(codes.sign, points, m, valid), survivors)
@@ -40,8 +40,10 @@ def stages(
     tables = triton.bonus(q_rot, None, counts, shares, m)
     most = len(shares) * counts.shape[2]
     collisions = triton.collide(tables, codes.sign, m, valid, most, survivors)
-    options = m, scale, softcap, offset
-    return triton.rank(tables, collisions, codes, levels, count, survivors, *options)
+    options = count, survivors, shares, m, valid, scale, softcap, offset
+    return triton.rank(
+        tables, collisions, paris.SearchCall(q_rot, None, codes, counts, levels, *options)
+    )
 
 
 @pytest.mark.parametrize("m", [4, 8])

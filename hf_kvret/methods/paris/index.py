@@ -297,22 +297,17 @@ class ParisIndex(CapturableIndex, Index):
         if cold.softcap is not None and self._mean is not None:
             # A cap bends the whole score, the mean key's part included: [B, Hkv, Q, G].
             offset = torch.einsum("bhgqd,bhd->bhqg", grouped.float(), self._mean)
-        return paris.search_unchecked(
-            grouped.transpose(2, 3),
-            self._signs,
-            self._codes(),
-            counts,
-            levels,
-            cold.budget,
+        call = paris.SearchCall(
+            *(grouped.transpose(2, 3), self._signs, self._codes(), counts, levels, cold.budget),
             survivors=self._candidates(length, cold.budget),
-            rho=rho,
-            tiers=options.tiers_for(counts.shape[2]),
+            shares=paris.share_units(rho, options.tiers_for(counts.shape[2])),
             m=options.subspace_dim,
             valid=cold.valid,
             scale=cold.scale,
             softcap=cold.softcap,
             offset=offset,
         )
+        return call.run()
 
     def _grouped(self, query: torch.Tensor) -> torch.Tensor:
         """``[B, Hkv, G, Q, D]`` of ``query [B, Hq, Q, D]``."""

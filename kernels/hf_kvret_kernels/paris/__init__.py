@@ -21,16 +21,18 @@ from hf_kvret_kernels.paris.encoding import (
     scaled_signs,
 )
 from hf_kvret_kernels.paris.selection import (
+    SearchCall,
     collisions,
     count_centroids,
     search,
-    search_unchecked,
+    share_units,
     tier_shares,
 )
 
 __all__ = [
     "MAX_HEAD_DIM",
     "ParisCodes",
+    "SearchCall",
     "code_weights",
     "collisions",
     "count_centroids",
@@ -42,6 +44,6 @@ __all__ = [
     "rotated_dim",
     "scaled_signs",
     "search",
-    "search_unchecked",
+    "share_units",
     "tier_shares",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -89,45 +90,51 @@ def search(
         check_signs(query, signs if signs.dim() == 1 else signs[0, 0])
     dim = query.shape[-1] if signs is None else signs.shape[-1]
     shape = torch.Size((*query.shape[:-1], dim))
-    check_stage_one(shape, counts, codes.sign, rho, tiers, m, valid)
-    check_stage_two(shape, codes, levels, m, softcap, offset)
-    return search_unchecked(
-        *(query, signs, codes, counts, levels, count, survivors, rho, tiers, m, valid),
-        *(scale, softcap, offset, backend),
+    shares = check_stage_one(shape, counts, codes.sign, rho, tiers, m, valid)
+    check_codes(codes, dim, m, codes.sign.device)
+    check_tensor("levels", levels, (LEVELS,), [torch.float32], codes.sign.device)
+    if offset is not None:
+        check_tensor("offset", offset, shape[:4], [torch.float32], codes.sign.device)
+    check_softcap(softcap)
+    call = SearchCall(
+        *(query, signs, codes, counts, levels, count, survivors, shares, m, valid),
+        *(scale, softcap, offset),
     )
+    return call.run(backend)
 
 
-def search_unchecked(
-    query: torch.Tensor,
-    signs: torch.Tensor | None,
-    codes: ParisCodes,
-    counts: torch.Tensor,
-    levels: torch.Tensor,
-    count: int,
-    survivors: int,
-    rho: float,
-    tiers: Sequence[float],
-    m: int,
-    valid: torch.Tensor | None,
-    scale: float,
-    softcap: float | None,
-    offset: torch.Tensor | None,
-    backend: str = "auto",
-) -> torch.Tensor:
-    """``search`` for a caller whose tensors fit each other by how they were made."""
-    if choose_backend(backend, query) == "naive":
-        q_rot = query if signs is None else naive.rotate(query, signs)
-        points = naive.bonus_table(q_rot, counts, _shares(rho, tiers), m)
-        ids = naive.candidates(naive.collide(codes.sign, points, m, valid), survivors)
-        scores = naive.rerank(q_rot, codes, ids, levels, m, scale, softcap, offset)
-        return best_ids(scores, ids, count, backend=backend)
-    from hf_kvret_kernels.paris import triton
+class SearchCall(NamedTuple):
+    """Arguments of ``search``: ``budget`` is its count, ``shares`` of ``share_units``."""
 
-    with launching_on(query):
-        return triton.search(
-            *(query, signs, codes, counts, levels, count, survivors, _shares(rho, tiers), m, valid),
-            *(scale, softcap, offset),
-        )
+    query: torch.Tensor
+    signs: torch.Tensor | None
+    codes: ParisCodes
+    counts: torch.Tensor
+    levels: torch.Tensor
+    budget: int
+    survivors: int
+    shares: tuple[int, ...]
+    m: int
+    valid: torch.Tensor | None
+    scale: float
+    softcap: float | None
+    offset: torch.Tensor | None
+
+    def run(self, backend: str = "auto") -> torch.Tensor:
+        """``search`` for a caller whose tensors fit each other by how they were made."""
+        query, signs, codes, counts, levels, budget, survivors, shares, m, *_ = self
+        if choose_backend(backend, query) == "naive":
+            q_rot = query if signs is None else naive.rotate(query, signs)
+            points = naive.bonus_table(q_rot, counts, shares, m)
+            collisions = naive.collide(codes.sign, points, m, self.valid)
+            ids = naive.candidates(collisions, survivors)
+            scoring = self.scale, self.softcap, self.offset
+            scores = naive.rerank(q_rot, codes, ids, levels, m, *scoring)
+            return best_ids(scores, ids, budget, backend=backend)
+        from hf_kvret_kernels.paris import triton
+
+        with launching_on(query):
+            return triton.search(self)
 
 
 _INT32 = [torch.int32]
@@ -152,11 +159,16 @@ def count_centroids(
     return run(__package__, "count_centroids", backend, sign, m, valid, triton="triton_encode")
 
 
+def share_units(rho: float, tiers: Sequence[float]) -> tuple[int, ...]:
+    """The tiers' shares of all keys, ``rho * t`` each, in units of 1 / SHARE_UNIT."""
+    return tuple(round(rho * tier * naive.SHARE_UNIT) for tier in tiers)
+
+
 @functools.cache
 def tier_shares(rho: float, tiers: tuple[float, ...]) -> torch.Tensor:
     """``[tiers]`` int64 on the CPU, not to be written to: each ``rho * t`` in millionths."""
     with torch.inference_mode(False):
-        return torch.tensor(_shares(rho, tiers), dtype=torch.int64, device="cpu")
+        return torch.tensor(share_units(rho, tiers), dtype=torch.int64, device="cpu")
 
 
 def collisions(
@@ -217,7 +229,7 @@ def check_stage_one(
     m: int,
     valid: torch.Tensor | None,
 ) -> tuple[int, ...]:
-    """The tiers' shares of all keys, in units of 1 / SHARE_UNIT.
+    """``share_units(rho, tiers)``.
 
     Args:
         shape: ``[B, H, Q, G, P]`` of the rotated queries.
@@ -247,29 +259,7 @@ def check_stage_one(
             "dims (8 a byte) must be the same"
         )
     check_valid(valid, (sign.shape[0], sign.shape[2]), sign.device)
-    return _shares(rho, tiers)
-
-
-def _shares(rho: float, tiers: Sequence[float]) -> tuple[int, ...]:
-    """The tiers' shares of all keys, in units of 1 / SHARE_UNIT."""
-    return tuple(round(rho * tier * naive.SHARE_UNIT) for tier in tiers)
-
-
-def check_stage_two(
-    shape: torch.Size,
-    codes: ParisCodes,
-    levels: torch.Tensor,
-    m: int,
-    softcap: float | None,
-    offset: torch.Tensor | None,
-) -> None:
-    """ValueError for codes, levels or offsets that don't fit queries of ``shape``."""
-    device = codes.sign.device
-    check_codes(codes, shape[-1], m, device)
-    check_tensor("levels", levels, (LEVELS,), [torch.float32], device)
-    if offset is not None:
-        check_tensor("offset", offset, shape[:4], [torch.float32], device)
-    check_softcap(softcap)
+    return share_units(rho, tiers)
 
 
 def _check_sign(sign: torch.Tensor, m: int) -> int:

@@ -38,12 +38,12 @@ from hf_kvret_kernels._triton_shared import (
 from hf_kvret_kernels.paris.codes import (
     EXCLUDED,
     LEVELS,
-    ParisCodes,
     most_points,
     rotation_blocks,
     rotation_stride,
 )
 from hf_kvret_kernels.paris.naive import SHARE_UNIT
+from hf_kvret_kernels.paris.selection import SearchCall
 from hf_kvret_kernels.paris.triton_encode import source_columns
 from hf_kvret_kernels.top_k.triton import best_ids, choose, order_of, warm_up
 
@@ -74,27 +74,12 @@ _ROUNDS = 8
 _SUMS = tl.constexpr(256)
 
 
-def search(
-    query: torch.Tensor,
-    signs: torch.Tensor | None,
-    codes: ParisCodes,
-    counts: torch.Tensor,
-    levels: torch.Tensor,
-    count: int,
-    survivors: int,
-    shares: tuple[int, ...],
-    m: int,
-    valid: torch.Tensor | None,
-    scale: float,
-    softcap: float | None,
-    offset: torch.Tensor | None,
-) -> torch.Tensor:
-    """See ``hf_kvret_kernels.paris.search``; ``shares`` as of ``selection.check_stage_one``."""
-    points = most_points(shares, counts)
-    tables = bonus(query, signs, counts, shares, m)
-    collisions = collide(tables, codes.sign, m, valid, points, survivors)
-    options = m, scale, softcap, offset
-    return rank(tables, collisions, codes, levels, count, survivors, *options).best
+def search(call: SearchCall) -> torch.Tensor:
+    """See ``hf_kvret_kernels.paris.search``."""
+    points = most_points(call.shares, call.counts)
+    tables = bonus(call.query, call.signs, call.counts, call.shares, call.m)
+    collisions = collide(tables, call.codes.sign, call.m, call.valid, points, call.survivors)
+    return rank(tables, collisions, call).best
 
 
 class Bonus(NamedTuple):
@@ -501,19 +486,9 @@ class Ranked(NamedTuple):
     best: torch.Tensor
 
 
-def rank(
-    tables: Bonus,
-    collisions: Collisions,
-    codes: ParisCodes,
-    levels: torch.Tensor,
-    count: int,
-    survivors: int,
-    m: int,
-    scale: float,
-    softcap: float | None,
-    offset: torch.Tensor | None,
-) -> Ranked:
-    """The best ``count`` of ``survivors`` candidates; ``collide`` got the same ``survivors``."""
+def rank(tables: Bonus, collisions: Collisions, call: SearchCall) -> Ranked:
+    """The best of the candidates; ``tables`` and ``collisions`` were made for the same call."""
+    count, survivors, levels, offset = call.budget, call.survivors, call.levels, call.offset
     *lead, group, _, width = tables.queries.shape
     device, blocks = tables.queries.device, collisions.before.shape[3]
     ids = torch.empty(*lead, survivors, dtype=torch.int32, device=device)
@@ -522,7 +497,7 @@ def rank(
     best = torch.empty(*lead, count, dtype=torch.int32, device=device)
     if not best.numel():
         return Ranked(ids, scores, best)
-    record = codes.record
+    record = call.codes.record
     # Words of magnitudes are those of four bytes of signs.
     layout = (*record.stride()[:3], record.storage_offset(), record.data_ptr())
     in_words = width % 4 == 0 and all(step % 4 == 0 for step in layout)
@@ -533,23 +508,23 @@ def rank(
     tile = (_TILE if is_whole else _WIDE_TILE) // (8 * chunk)
     arguments = (
         *(collisions.scores, collisions.plan, collisions.before, tables.tickets, tables.queries),
-        *(codes.sign, words, record, levels.contiguous()),
+        *(call.codes.sign, words, record, levels.contiguous()),
         levels if offset is None else offset.contiguous(),
         *(ids, scores, log_sums, best),
-        *score_factors(scale, softcap),
+        *score_factors(call.scale, call.softcap),
         *(collisions.scores.stride(2) // ALIGN, survivors, count),
         *lead[1:],
-        *codes.sign.stride()[:2],
+        *call.codes.sign.stride()[:2],
         *words.stride()[:2],
         *record.stride()[:2],
     )
     constants = {
         "IN_WORDS": in_words and chunk % 4 == 0,
         "HAS_OFFSET": offset is not None,
-        "SOFTCAP": softcap is not None,
+        "SOFTCAP": call.softcap is not None,
         "TABLES": group,
         "HEADS": triton.next_power_of_2(group),
-        "M": m,
+        "M": call.m,
         "LEVELS": LEVELS,
         "BYTES": width,
         "CHUNK": chunk,
