@@ -141,7 +141,6 @@ def _wide_paris(shape: StepShape, heads: int, group: int, head_dim: int) -> None
     signs, levels = torch.empty(dim, device=_META), torch.empty(8, device=_META)
     keys = torch.empty(shape.batch, heads, 512, head_dim, dtype=_HALF, device=_META)
     codes = paris.ParisCodes.empty(shape.batch, heads, 512, head_dim, device=_META)
-    triton_encode.rotate(keys, signs)
     triton_encode.encode(keys, signs, levels, 8, None, codes)
     triton_encode.count_centroids(codes.sign, 8, None)
 

@@ -162,6 +162,14 @@ def check_tensor(
         )
 
 
+def check_valid(
+    valid: torch.Tensor | None, shape: tuple[int, int | None], device: torch.device
+) -> None:
+    """Refuse a mask of tokens that is not bool ``[B, n]`` on the device; None is for no mask."""
+    if valid is not None:
+        check_tensor("valid", valid, shape, (torch.bool,), device)
+
+
 def check_attention_inputs(**tensors: torch.Tensor) -> None:
     """Check that query, key, value and the like agree and have a dtype that kernels know.
 
@@ -205,7 +213,7 @@ class DenseCall(NamedTuple):
         Raises:
             ValueError: shapes, dtypes or devices that do not fit, gradients, a cap that is no cap.
         """
-        query, key, value, valid = self.query, self.key, self.value, self.valid
+        query, key, value = self.query, self.key, self.value
         check_attention_inputs(query=query, key=key, value=value)
         batch, heads, _, width = query.shape
         if (
@@ -220,15 +228,7 @@ class DenseCall(NamedTuple):
                 f"{tuple(value.shape)} do not fit: pass [B, Hq, Q, Dk], [B, Hkv, T, Dk] and "
                 "[B, Hkv, T, Dv], Hq a multiple of Hkv"
             )
-        if valid is not None and (
-            valid.shape != (batch, key.shape[2])
-            or valid.dtype != torch.bool
-            or valid.device != query.device
-        ):
-            raise ValueError(
-                f"valid is {valid.dtype} {tuple(valid.shape)} on {valid.device}: pass bool "
-                f"[{batch}, {key.shape[2]}] on {query.device} (True = token, False = padding)"
-            )
+        check_valid(self.valid, (batch, key.shape[2]), query.device)
         check_softcap(self.softcap)
         return self
 

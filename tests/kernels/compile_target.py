@@ -47,7 +47,7 @@ def _more_calls() -> Iterator[partial]:
     from hf_kvret_kernels.codebook import triton as codebook
     from hf_kvret_kernels.paged import PagedRows
     from hf_kvret_kernels.paged_triton import gather_rows
-    from hf_kvret_kernels.paris import random_signs, triton_encode
+    from hf_kvret_kernels.paris import triton_encode
     from hf_kvret_kernels.proxy import ROW_DTYPES, ProxyCall
     from hf_kvret_kernels.proxy import triton as proxy
     from hf_kvret_kernels.relevance import triton as relevance
@@ -75,8 +75,7 @@ def _more_calls() -> Iterator[partial]:
         yield partial(centroid.unite, index.to(dtype), valid)
         yield partial(relevance.count_ids, index.to(dtype), torch.zeros((), dtype=torch.int64))
     for dim, m in ((128, 8), (136, 4)):
-        keys, sign = torch.zeros(1, 2, 501, dim, dtype=HALF), torch.zeros(1, 2, 501, dim // 8)
-        yield partial(triton_encode.rotate, keys, random_signs(dim, 0))
+        sign = torch.zeros(1, 2, 501, dim // 8)
         yield partial(triton_encode.count_centroids, sign.byte(), m, valid)
     ids, table = torch.zeros(1, 2, 1, 256, dtype=torch.int32), torch.zeros(1, 8).int()
     for width, dtype, apart in ((256, HALF, False), (132, torch.uint8, True)):

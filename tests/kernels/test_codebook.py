@@ -78,21 +78,19 @@ def test_many_queries_of_long_codewords_have_their_scores(place: Place) -> None:
     check_table(place, room[..., :290], draw(2, 40, 290, seed=12))
 
 
-@pytest.mark.factor("counted", [False, True])
 @pytest.mark.factor("masked", [False, True])
 @pytest.mark.factor("H, Hq, Q, n, C", [(1, 3, 2, 50, 300), (2, 2, 1, 1100, 9), (1, 9, 2, 30, 70)])
 def test_a_token_has_the_score_of_its_codeword_and_the_best_share_of_a_group(
-    place: Place, H: int, Hq: int, Q: int, n: int, C: int, masked: bool, counted: bool
+    place: Place, H: int, Hq: int, Q: int, n: int, C: int, masked: bool
 ) -> None:
     """Heads whose scores are of different sizes, so that raw scores would choose otherwise."""
     table = draw(2, Hq, Q, C, seed=4) * torch.arange(1, Hq + 1)[:, None, None] * 3
     codes, valid = draw_codes(2, H, n, C, masked)
-    counts = book.code_counts(codes, C, valid=valid) if counted else None
     expected = expected_scores(table, codes, valid)
     scores = run_at(place, book.lookup, table, codes, valid=valid)
     # It is a copy.
     assert scores.dtype == torch.float32 and torch.equal(scores.double(), expected)
-    best = run_at(place, book.lookup_scores, table, codes, valid=valid, counts=counts)
+    best = run_at(place, book.lookup_scores, table, codes, valid=valid)
     assert best.dtype == torch.float32
     torch.testing.assert_close(best.double(), best_share(expected, H), rtol=0, atol=LSE_ERROR)
 
@@ -221,16 +219,3 @@ def test_scores_are_never_held_all_at_once(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch, "addmm", watched)
     assert torch.equal(book.encode(x, words), expected)
     assert len(sizes) > 1 and max(sizes) <= 1000
-
-
-@pytest.mark.factor("masked", [False, True])
-@pytest.mark.factor("n, C", [(1, 1), (2500, 37), (1024, 4096)])
-def test_codes_are_counted(place: Place, n: int, C: int, masked: bool) -> None:
-    codes, valid = draw_codes(2, 3, n, C, masked)
-    counts = run_at(place, book.code_counts, codes, C, valid=valid)
-    assert counts.dtype == torch.int32
-    # Invalid tokens have no code, and go to a column of their own.
-    own = codes.long().masked_fill(codes < 0, C)
-    expected = torch.zeros(2, 3, C + 1, dtype=torch.long)
-    expected.scatter_add_(-1, own, torch.ones_like(own))
-    assert torch.equal(counts.long(), expected[..., :C])

@@ -52,7 +52,7 @@ def test_signs_depend_on_the_seed_alone() -> None:
     ("dim", "room", "stride"),
     [(1, 8, 1), (40, 64, 1), (133, 136, 87), (160, 160, 99), (576, 576, 355)],
 )
-def test_blocks_are_rotated_apart(dim: int, room: int, stride: int, place: Place) -> None:
+def test_blocks_are_rotated_apart(dim: int, room: int, stride: int) -> None:
     """40 numbers are padded to one block; 160 are 128 + 32, in steps that are coprime to 160."""
     signs, _ = paris_tools(dim)
     assert paris.rotated_dim(dim) == room and rotation_stride(room) == stride
@@ -61,7 +61,7 @@ def test_blocks_are_rotated_apart(dim: int, room: int, stride: int, place: Place
         own = torch.arange(start, end)
         expected[own * stride % room, start:end] = signs[own, None] * hadamard(end - start).float()
     x = draw(2, 3, dim)
-    rotated = run_at(place, paris.rotate, x, signs)
+    rotated = paris.rotate(x, signs)
     # fp32 rounding of sums of up to 512 terms of size 1.
     torch.testing.assert_close(rotated, x @ expected[:dim], rtol=0, atol=1e-5)
 
@@ -82,12 +82,11 @@ def test_long_vectors_are_rounded_up_to_bytes_and_short_ones_to_powers_of_two() 
     assert {dim: paris.rotated_dim(dim) for dim in dims} == dims
 
 
-def test_rotation_takes_any_strides_and_half_precision(place: Place) -> None:
+def test_rotation_takes_any_strides_and_half_precision() -> None:
     signs, _ = paris_tools(40)
     x = draw(40, 3, 2, dtype=torch.bfloat16).permute(2, 1, 0)
-    expected = paris.rotate(x.float().contiguous(), signs, backend="naive")
-    rotated = run_at(place, paris.rotate, x, signs)
-    torch.testing.assert_close(rotated, expected, rtol=0, atol=1e-5)
+    expected = paris.rotate(x.float().contiguous(), signs)
+    torch.testing.assert_close(paris.rotate(x, signs), expected, rtol=0, atol=1e-5)
 
 
 # Coordinates of unit subspaces with the level nearest to each, read off the tables of levels.
@@ -110,7 +109,7 @@ def test_bits_levels_and_weights_of_a_key_worked_out_by_hand(m: int, where: Plac
     signs, levels = paris_tools(8, m)
     coordinates, level_ids, sign_byte = BY_HAND[m]
     x = torch.tensor(coordinates)
-    transform = paris.rotate(torch.eye(8), signs, backend="naive")
+    transform = paris.rotate(torch.eye(8), signs)
     keys = (transform @ (3 * x)).view(1, 1, 1, 8)
     codes = run_at(where, paris.encode, keys, signs, levels, m=m)
     assert codes.sign.flatten().tolist() == [sign_byte]
@@ -150,7 +149,7 @@ def test_keys_are_encoded_as_by_the_reference(where: Place, head_dim: int, m: in
     naive, other = (
         run_at(place, paris.encode, keys, signs, levels, m=m) for place in (NAIVE, where)
     )
-    x = paris.rotate(keys, signs, backend="naive")
+    x = paris.rotate(keys, signs)
     # The two add in another order: signs may differ where a coordinate is 0 but for rounding,
     # levels where it lies on a boundary.
     far_from_zero = x.abs().unflatten(-1, (-1, 8)).amin(-1) > 1e-5

@@ -9,6 +9,7 @@ import torch
 
 from hf_kvret_kernels import paris
 from hf_kvret_kernels.paris import naive
+from hf_kvret_kernels.paris.codes import most_points
 
 from .draws import DEVICE, NAIVE, TRITON, Place, best_places, draw, generator, needs_triton, run_at
 
@@ -26,6 +27,27 @@ def random_valid(batch: int, length: int) -> torch.Tensor:
     return valid
 
 
+def collisions(
+    q_rot: torch.Tensor,
+    counts: torch.Tensor,
+    sign: torch.Tensor,
+    *,
+    rho: float,
+    tiers: tuple[float, ...],
+    m: int,
+    valid: torch.Tensor | None = None,
+    backend: str = "naive",
+) -> torch.Tensor:
+    """The scores of all tokens, of stage 1."""
+    shares = paris.share_units(rho, tiers)
+    if backend == "naive":
+        return naive.collide(sign, naive.bonus_table(q_rot, counts, shares, m), m, valid)
+    from hf_kvret_kernels.paris import triton
+
+    points = triton.bonus(q_rot, None, counts, shares, m)
+    return triton.collide(points, sign, m, valid, most_points(shares, counts), 0).scores
+
+
 def check_candidates(
     place: Place, inputs: tuple[torch.Tensor, ...], count: int, **options: Any
 ) -> torch.Tensor:
@@ -33,8 +55,8 @@ def check_candidates(
 
     A search that may take all of its candidates shows them.
     """
-    scores = paris.collisions(*inputs, backend="naive", **options)
-    assert torch.equal(run_at(place, paris.collisions, *inputs, **options), scores)
+    scores = collisions(*inputs, **options)
+    assert torch.equal(run_at(place, collisions, *inputs, **options), scores)
     query, counts, sign = inputs
     m, (*lead, width) = options["m"], sign.shape
     if not lead[2]:
@@ -179,7 +201,7 @@ def test_thresholds_are_exact_where_floats_are_not(place: Place) -> None:
     counts[..., 15], counts[..., 7] = 7, 93
     sign = torch.tensor([0xFF, 0xF7], dtype=torch.uint8).view(1, 1, 2, 1)
     options = {"rho": 0.07, "tiers": (1.0,), "m": 4}
-    scores = run_at(place, paris.collisions, q_rot, counts, sign, **options)
+    scores = run_at(place, collisions, q_rot, counts, sign, **options)
     assert math.ceil(100 * 0.07) == 8
     assert scores.flatten().tolist() == [1, 0]
 
@@ -188,7 +210,7 @@ def test_without_keys_there_are_no_points(place: Place) -> None:
     counts = torch.zeros(1, 1, 2, 16, dtype=torch.int32)
     options = {"rho": 1.0, "tiers": TIERS, "m": 4}
     query = torch.ones(1, 1, 1, 1, 8)
-    assert run_at(place, paris.collisions, query, counts, every_sign(1, 1), **options).eq(0).all()
+    assert run_at(place, collisions, query, counts, every_sign(1, 1), **options).eq(0).all()
 
 
 @needs_triton

@@ -70,7 +70,6 @@ def of_codebooks_and_centroids() -> Iterator[Refusal]:
     many = torch.zeros(2, 32769, 8)
     yield "C=32769 codewords: pass 1 to 32768", partial(codebook.encode, x, many)
     yield r"pass fp32 or bf16 \[2, any, 8\]", partial(codebook.encode, x, words.half())
-    yield "codewords=0: 1 to 32768", partial(codebook.code_counts, codes, 0)
 
     query, norms = torch.zeros(2, 2, 7, 2, 16), torch.zeros(2, 2, 7, 2)
     cosines = partial(centroid.similarity, query)
@@ -99,7 +98,7 @@ def of_paris() -> Iterator[Refusal]:
     encode = partial(paris.encode, keys, signs, levels)
     yield "m=6", partial(encode, m=6)
     yield "head dim 1025", partial(paris.encode, torch.zeros(1, 1, 1, 1025), signs, levels)
-    yield "signs is ", partial(paris.rotate, torch.zeros(1, 20), signs)
+    yield "signs is ", partial(paris.encode, torch.zeros(1, 1, 1, 20), signs, levels)
     yield "levels is ", partial(paris.encode, keys, signs, levels[:4])
     yield "mean is ", partial(encode, mean=keys[:, :1, 0])
     yield "out has room", partial(encode, out=paris.ParisCodes.empty(1, 2, 4, 16))
@@ -110,24 +109,23 @@ def of_paris() -> Iterator[Refusal]:
         yield "no power of two", partial(paris.random_signs, dim, seed=0)
     yield "m=2", partial(paris.magnitude_levels, 2)
 
-    sign = torch.zeros(1, 2, 6, 16, dtype=torch.uint8)
-    counts, query = paris.count_centroids(sign), torch.zeros(1, 2, 1, 1, 128)
-    collide = partial(paris.collisions, query, counts, sign)
     stage: dict[str, Any] = {"rho": 0.5, "tiers": (0.5, 1.0)}
-    yield "rho=2", partial(collide, **stage | {"rho": 2})
-    yield "counts is ", partial(paris.collisions, query, counts[:, :1], sign, **stage)
-    yield "no power of two", partial(paris.collisions, query[..., :96], counts, sign, **stage)
-    yield "at most 15 tiers", partial(collide, rho=0.5, tiers=(0.5,) * 16)
-    yield "valid is torch.uint8", partial(collide, valid=torch.ones(1, 6).byte(), **stage)
-
     codes, rotated = encode(), paris.rotate(torch.randn(1, 2, 1, 3, 16), signs)
     counts = paris.count_centroids(codes.sign, m=4)
     search = partial(paris.search, rotated, None, codes, counts, levels, survivors=2, **stage)
     yield "count=3, survivors=2", partial(search, 3)
     yield r"codes\.record is ", partial(search, 1, m=4)
-    offset, counts = torch.zeros(1, 2, 1), paris.count_centroids(codes.sign)
-    whole = rotated, None, codes, counts, levels, 1
-    yield "offset is ", partial(paris.search, *whole, survivors=2, offset=offset, **stage)
+    yield "counts is ", partial(search, 1)
+    counts = paris.count_centroids(codes.sign)
+    search = partial(paris.search, rotated, None, codes, counts, levels, 1, survivors=2)
+    yield "rho=2", partial(search, **stage | {"rho": 2})
+    yield "at most 127 tiers", partial(search, rho=0.5, tiers=(0.5,) * 128)
+    yield "valid is torch.uint8", partial(search, valid=torch.ones(1, 3).byte(), **stage)
+    yield "offset is ", partial(search, offset=torch.zeros(1, 2, 1), **stage)
+    one_head = rotated[:, :1], None, codes, counts[:, :1], levels, 1
+    yield r"codes\.sign is .*\[1, 1, 3, 2\]", partial(paris.search, *one_head, survivors=2, **stage)
+    narrow = rotated[..., :12], None, codes, counts, levels, 1
+    yield "no power of two", partial(paris.search, *narrow, survivors=2, **stage)
 
 
 def of_coded_rows() -> Iterator[Refusal]:

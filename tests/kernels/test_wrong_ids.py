@@ -110,7 +110,6 @@ def test_codes(place: Place, masked: bool) -> None:
     def results(codes: torch.Tensor, valid: torch.Tensor | None) -> list[torch.Tensor]:
         options = {"valid": valid}
         return [
-            run_at(place, codebook.code_counts, codes, 5, **options),
             run_at(place, codebook.lookup, table, codes, **options),
             run_at(place, codebook.lookup_scores, table, codes, **options),
         ]

@@ -20,6 +20,7 @@ from hf_kvret_kernels._dispatch import (
     check_no_grad,
     check_softcap,
     check_tensor,
+    check_valid,
     choose_backend,
     launching_on,
     run,
@@ -71,7 +72,7 @@ def key_lists(
     check_tensor("queries", queries, (None,) * 5, FLOATS)
     if count < 1:
         raise ValueError(f"count={count}: a list holds at least 1 key")
-    _check_valid(valid, queries)
+    check_valid(valid, (len(queries), None), queries.device)
     check_softcap(softcap)
 
     def check_chunks() -> Iterator[tuple[int, torch.Tensor]]:
@@ -171,14 +172,10 @@ def unite(ids: torch.Tensor, valid: torch.Tensor, *, backend: str = "auto") -> t
     those of one query and each KV head with torch.
     """
     check_tensor("ids", ids, (None,) * 4, (torch.int32, torch.int64))
-    _check_valid(valid, ids)
+    check_valid(valid, (len(ids), None), ids.device)
     if not valid.shape[1]:
         raise ValueError("valid covers no token: there must be one at least")
     return run(__name__, "unite", backend, ids, valid)
-
-
-def _check_valid(valid: torch.Tensor, like: torch.Tensor) -> None:
-    check_tensor("valid", valid, (len(like), None), (torch.bool,), like.device)
 
 
 def _check_chunk(

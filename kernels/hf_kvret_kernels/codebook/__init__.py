@@ -17,17 +17,14 @@ from hf_kvret_kernels._dispatch import (
     check_no_grad,
     check_softcap,
     check_tensor,
-    choose_backend,
-    launching_on,
+    check_valid,
     run,
 )
-from hf_kvret_kernels.codebook import naive
 from hf_kvret_kernels.codebook.naive import half_norms
 
 __all__ = [
     "MOST_CODEWORDS",
     "MOST_DIM",
-    "code_counts",
     "encode",
     "half_norms",
     "lookup",
@@ -145,7 +142,6 @@ def lookup_scores(
     codes: torch.Tensor,
     *,
     valid: torch.Tensor | None = None,
-    counts: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
     """``[B, H, Q, n]`` fp32: the largest log-softmax over tokens of the group's query heads.
@@ -160,8 +156,6 @@ def lookup_scores(
             with head ``h // (Hq // H)`` of the codes.
         codes: ``[B, H, n]`` int16, as of ``lookup``.
         valid: ``[B, n]`` bool, any strides, or None for all valid.
-        counts: ``[B, H, C]`` int32 of ``code_counts`` for these codes and this mask, for callers
-            that keep them up to date; None counts.
         backend: ``"auto"``, ``"naive"`` or ``"triton"``.
 
     Raises:
@@ -169,41 +163,7 @@ def lookup_scores(
         WrongIdError: a ValueError, with ``"naive"``: a code of no codeword.
     """
     _check_look_up(table, codes, valid)
-    if counts is not None:
-        shape = (*codes.shape[:2], table.shape[3])
-        check_tensor("counts", counts, shape, (torch.int32,), table.device)
-    if choose_backend(backend, table) == "naive":
-        if counts is None:
-            counts = naive.code_counts(codes, table.shape[3], valid)
-        return naive.lookup(naive.best_shares(table, counts), codes, valid)
-    from hf_kvret_kernels.codebook import triton
-
-    with launching_on(table):
-        if counts is None:
-            counts = triton.code_counts(codes, table.shape[3], valid)
-        return triton.lookup(triton.best_shares(table, counts), codes, valid)
-
-
-def code_counts(
-    codes: torch.Tensor, codewords: int, *, valid: torch.Tensor | None = None, backend: str = "auto"
-) -> torch.Tensor:
-    """``[B, H, C]`` int32: how many valid tokens have each code.
-
-    Args:
-        codes: ``[B, H, n]`` int16, as of ``lookup``.
-        codewords: C, 1 to 32768.
-        valid: ``[B, n]`` bool, any strides, or None for all valid.
-        backend: ``"auto"``, ``"naive"`` or ``"triton"``.
-
-    Raises:
-        ValueError: shapes, dtypes or devices that do not fit, or C out of range.
-        WrongIdError: a ValueError, with ``"naive"``: a code of no codeword.
-    """
-    check_tensor("codes", codes, (None,) * 3, (torch.int16,))
-    if not 1 <= codewords <= MOST_CODEWORDS:
-        raise ValueError(f"codewords={codewords}: 1 to {MOST_CODEWORDS}")
-    _check_valid(valid, codes)
-    return run(__name__, "code_counts", backend, codes, codewords, valid)
+    return run(__name__, "lookup_scores", backend, table, codes, valid)
 
 
 def _check_codebook(codebook: torch.Tensor, heads: int, dim: int, device: torch.device) -> None:
@@ -225,10 +185,4 @@ def _check_look_up(table: torch.Tensor, codes: torch.Tensor, valid: torch.Tensor
         raise ValueError(
             f"codes have {codes.shape[1]} heads: must divide the {table.shape[1]} query heads"
         )
-    _check_valid(valid, codes)
-
-
-def _check_valid(valid: torch.Tensor | None, codes: torch.Tensor) -> None:
-    if valid is not None:
-        shape = (codes.shape[0], codes.shape[2])
-        check_tensor("valid", valid, shape, (torch.bool,), codes.device)
+    check_valid(valid, (len(codes), codes.shape[2]), codes.device)

@@ -58,16 +58,24 @@ def check_valid_codes(codes: torch.Tensor, words: int, valid: torch.Tensor | Non
     check_code_range(codes, words)
 
 
-def code_counts(codes: torch.Tensor, C: int, valid: torch.Tensor | None) -> torch.Tensor:
-    """See ``hf_kvret_kernels.codebook.code_counts``."""
+def lookup_scores(
+    table: torch.Tensor, codes: torch.Tensor, valid: torch.Tensor | None
+) -> torch.Tensor:
+    """See ``hf_kvret_kernels.codebook.lookup_scores``."""
+    counts = code_counts(codes, table.shape[3], valid)
+    return lookup(best_shares(table, counts), codes, valid)
+
+
+def code_counts(codes: torch.Tensor, codewords: int, valid: torch.Tensor | None) -> torch.Tensor:
+    """``[B, H, C]`` int32: how many valid tokens of ``codes [B, H, n]`` have each code."""
     B, H, _ = codes.shape
-    check_valid_codes(codes, C, valid)
+    check_valid_codes(codes, codewords, valid)
     if valid is None:
         indices, ones = codes.long(), torch.ones_like(codes, dtype=torch.int32)
     else:
         token_mask = valid[:, None].expand_as(codes)
         indices, ones = codes.long().masked_fill(~token_mask, 0), token_mask.int()
-    counts = torch.zeros(B, H, C, dtype=torch.int32, device=codes.device)
+    counts = torch.zeros(B, H, codewords, dtype=torch.int32, device=codes.device)
     return counts.scatter_add_(2, indices, ones)
 
 

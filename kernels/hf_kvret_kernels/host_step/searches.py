@@ -86,7 +86,7 @@ class FlatSearch:
 
 @dataclass(eq=False)
 class ParisSearch:
-    """ParisKV's two stages, see ``paris.collisions`` and the functions after it.
+    """ParisKV's two stages, see ``paris.search``.
 
     Packed once: not to be changed after its first use.
 

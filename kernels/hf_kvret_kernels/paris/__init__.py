@@ -2,7 +2,7 @@
 
 A key becomes *signs* (one bit a coordinate) and a *record*: magnitudes (three bits a coordinate)
 and a weight for each subspace. Stage 1 reads the signs alone: candidates are the tokens with the
-highest scores of ``collisions``. Stage 2 estimates their inner products from signs and records.
+most points, by ``naive.collide``. Stage 2 estimates their inner products from signs and records.
 ``search`` is both.
 
 Paper: ParisKV, sections 4.1 and 4.2. Dimensions: B batch, H kv heads, Q queries at once, G query
@@ -17,12 +17,11 @@ from hf_kvret_kernels.paris.encoding import (
     encode,
     magnitude_levels,
     random_signs,
-    rotate,
     scaled_signs,
 )
+from hf_kvret_kernels.paris.naive import rotate
 from hf_kvret_kernels.paris.selection import (
     SearchCall,
-    collisions,
     count_centroids,
     search,
     share_units,
@@ -34,7 +33,6 @@ __all__ = [
     "ParisCodes",
     "SearchCall",
     "code_weights",
-    "collisions",
     "count_centroids",
     "decode",
     "encode",

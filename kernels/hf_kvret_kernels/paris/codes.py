@@ -199,11 +199,6 @@ def check_codes(codes: ParisCodes, dim: int, m: int, device: torch.device) -> No
         check_rows(f"codes.{field.name}", getattr(codes, field.name))
 
 
-def check_valid(valid: torch.Tensor | None, shape: tuple[int, int], device: torch.device) -> None:
-    if valid is not None:
-        check_tensor("valid", valid, shape, [torch.bool], device)
-
-
 def most_points(shares: Sequence[int], counts: torch.Tensor) -> int:
     """The highest score there can be: a point a tier in each subspace."""
     return len(shares) * counts.shape[2]

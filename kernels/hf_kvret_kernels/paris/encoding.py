@@ -15,7 +15,6 @@ from hf_kvret_kernels.paris.codes import (
     ParisCodes,
     check_codes,
     check_rotated,
-    check_signs,
     check_signs_of,
     check_subspace_dim,
     rotation_stride,
@@ -40,27 +39,6 @@ def scaled_signs(signs: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
     padded = torch.nn.functional.pad(factors, (0, dim - factors.shape[-1]), value=1.0)
     order = torch.arange(dim, device=signs.device) * rotation_stride(dim) % dim
     return signs * padded.index_select(-1, order)
-
-
-def rotate(x: torch.Tensor, signs: torch.Tensor, *, backend: str = "auto") -> torch.Tensor:
-    """``[..., P]`` fp32: ``x`` zero-padded, times ``signs``, Walsh-Hadamard over ``sqrt(P)``.
-
-    Where P is no power of two, coordinates change places (``rotation_stride``), and each of the
-    blocks whose sizes add up to P (``rotation_blocks``, 512 + 64) is transformed by itself.
-
-    The map is orthogonal: inner products and norms of padded vectors stay as they are
-    (section 4.1.1, SRHT). Nothing is normalized. Padding and blocks are ours.
-
-    Args:
-        x: ``[..., D]`` fp32, bf16 or fp16, any strides.
-        signs: ``[P]`` fp32 with P = ``rotated_dim(D)``, on x's device.
-        backend: "auto", "naive" or "triton".
-
-    Raises:
-        ValueError: a shape, dtype or device that does not fit, or gradients are asked for.
-    """
-    check_signs(x, signs)
-    return run(__package__, "rotate", backend, x, signs, triton="triton_encode")
 
 
 def encode(

@@ -33,7 +33,18 @@ def hadamard(dim: int, device: torch.device) -> torch.Tensor:
 
 
 def rotate(x: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
-    """See ``hf_kvret_kernels.paris.rotate``; or ``signs [B, H, P]`` of ``x [B, H, ..., D]``."""
+    """``[..., P]`` fp32: ``x`` zero-padded, times ``signs``, Walsh-Hadamard over ``sqrt(P)``.
+
+    Where P is no power of two, coordinates change places (``rotation_stride``), and each of the
+    blocks whose sizes add up to P (``rotation_blocks``, 512 + 64) is transformed by itself.
+
+    The map is orthogonal: inner products and norms of padded vectors stay as they are
+    (section 4.1.1, SRHT). Nothing is normalized. Padding and blocks are ours.
+
+    Args:
+        x: ``[..., D]`` fp32, bf16 or fp16, any strides.
+        signs: ``[P]`` fp32 with P = ``rotated_dim(D)``; or ``[B, H, P]`` for ``[B, H, ..., D]``.
+    """
     dim, head_dim = signs.shape[-1], x.shape[-1]
     signs = signs.view(*signs.shape[:-1], *[1] * (x.dim() - signs.dim()), dim)
     if dim & (dim - 1) == 0:
@@ -128,7 +139,18 @@ def count_centroids(sign: torch.Tensor, m: int, valid: torch.Tensor | None) -> t
 def bonus_table(
     q_rot: torch.Tensor, counts: torch.Tensor, shares: tuple[int, ...], m: int
 ) -> torch.Tensor:
-    """``shares``: the tiers' shares of all keys, in units of 1 / SHARE_UNIT."""
+    """``[B, H, Q, G, S, 2**m]`` uint8: the points that a centroid earns a key.
+
+    In each subspace the centroids are ordered by the inner product of the query with their
+    sign pattern, descending, ties by lower id; ``before(c)`` is the number of keys that the
+    centroids ahead of c hold, and c earns one point for each tier t with
+    ``before(c) < ceil(N * rho * t)``, N the keys counted. Each ``rho * t`` is rounded to a
+    millionth and the rest is integer arithmetic, so that all backends agree to the last key.
+
+    Args:
+        q_rot: ``[B, H, Q, G, P]`` fp32 after ``rotate``. Their lengths don't matter.
+        shares: the tiers' shares of all keys, in units of 1 / SHARE_UNIT.
+    """
     q_b = q_rot.unflatten(-1, (-1, m))
     ids = torch.arange(1 << m, device=q_rot.device)
     # One coordinate after the other: the kernel adds in this order too, so that both see the
@@ -150,7 +172,11 @@ def bonus_table(
 def collide(
     sign: torch.Tensor, bonus: torch.Tensor, m: int, valid: torch.Tensor | None
 ) -> torch.Tensor:
-    """See ``hf_kvret_kernels.paris.collisions``, of the points of ``bonus_table``."""
+    """Scores ``[B, H, Q, n]`` uint8 of all tokens, from the points of ``bonus_table``.
+
+    A token's score is the sum over subspaces of its centroids' points, and the greatest of
+    those sums over the G queries. Tokens that are not valid score 255.
+    """
     batch, heads, queries = bonus.shape[:3]
     length = sign.shape[2]
     device = sign.device

@@ -12,6 +12,7 @@ from hf_kvret_kernels._dispatch import (
     check_no_grad,
     check_softcap,
     check_tensor,
+    check_valid,
     choose_backend,
     launching_on,
     run,
@@ -26,8 +27,6 @@ from hf_kvret_kernels.paris.codes import (
     check_rows,
     check_signs,
     check_subspace_dim,
-    check_valid,
-    most_points,
 )
 from hf_kvret_kernels.relevance import best_ids
 
@@ -52,10 +51,10 @@ def search(
 ) -> torch.Tensor:
     """``[B, H, Q, count]`` int32: the tokens that matter most by their codes, -1 for missing ones.
 
-    Candidates are the ``survivors`` tokens with the highest scores of ``collisions``, of equal ones
-    the first. ``scale * <k - mean, q>`` of these is estimated from their codes, as the paper's eq.
-    10 does, and ``relevance.best_ids`` takes the best. ``paris.naive`` says what is computed, stage
-    after stage; Triton shares work between them.
+    Candidates are the ``survivors`` tokens with the most points, of equal ones the first.
+    ``scale * <k - mean, q>`` of these is estimated from their codes, as the paper's eq. 10 does,
+    and ``relevance.best_ids`` takes the best. ``paris.naive`` says what is computed, stage after
+    stage; Triton shares work between them.
 
     Args:
         query: ``[B, H, Q, G, D]`` of any float dtype, contiguous or not.
@@ -66,7 +65,11 @@ def search(
         levels: ``[8]`` fp32, the levels that ``encode`` was given.
         count: tokens to find, 1 to ``survivors``.
         survivors: candidates that stage 1 leaves, up to n.
-        rho, tiers, m, valid: as of ``collisions``.
+        rho: share of the keys that earn points in a subspace, in (0, 1].
+        tiers: shares of ``rho``, each in (0, 1]; at most 254 / S of them, as the sum of
+            points must stay below 255.
+        m: coordinates of a subspace, 4 or 8.
+        valid: ``[B, n]`` bool, any strides, or None for all valid.
         scale: factor of the inner products, before the cap.
         softcap: ``c`` of ``c * tanh(score / c)``, or None.
         offset: ``[B, H, Q, G]`` fp32 to be added to the inner products of a query, before the
@@ -82,22 +85,40 @@ def search(
             f"count={count}, survivors={survivors}: 1 <= count <= survivors <= {length}, the "
             "number of tokens"
         )
-    if query.dim() != 5:
-        raise ValueError(f"query has shape {tuple(query.shape)}, expected [B, H, Q, G, D]")
-    if signs is None:
-        check_queries(query, codes.sign.device)
-    else:
+    device = codes.sign.device
+    if query.dim() != 5 or not query.shape[3]:
+        raise ValueError(f"query has shape {tuple(query.shape)}: pass [B, H, Q, G, D], G above 0")
+    check_subspace_dim(m)
+    if signs is not None:
         check_signs(query, signs if signs.dim() == 1 else signs[0, 0])
-    dim = query.shape[-1] if signs is None else signs.shape[-1]
-    shape = torch.Size((*query.shape[:-1], dim))
-    shares = check_stage_one(shape, counts, codes.sign, rho, tiers, m, valid)
-    check_codes(codes, dim, m, codes.sign.device)
-    check_tensor("levels", levels, (LEVELS,), [torch.float32], codes.sign.device)
+        dim = signs.shape[-1]
+    else:
+        dim = query.shape[-1]
+        check_no_grad(query=query)
+        check_tensor("query", query, query.shape, [torch.float32], device)
+        check_rotated("query", dim)
+    batch, heads, subspaces = *query.shape[:2], dim // m
+    check_tensor("counts", counts, (batch, heads, subspaces, 1 << m), [torch.int32], device)
+    if not 0 < rho <= 1:
+        raise ValueError(f"rho={rho}: a share above 0 and at most 1")
+    if not tiers or not all(0 < tier <= 1 for tier in tiers):
+        raise ValueError(f"tiers={tuple(tiers)}: at least one, each above 0 and at most 1")
+    if len(tiers) * subspaces >= EXCLUDED:
+        fit = (EXCLUDED - 1) // subspaces
+        fewer = f"at most {_tiers(fit)} or " if fit else ""
+        raise ValueError(
+            f"scores of {_tiers(len(tiers))} in {subspaces} subspaces go above {EXCLUDED - 1}, "
+            f"which a byte can't hold; use {fewer}larger subspaces"
+        )
+    check_tensor("codes.sign", codes.sign, (batch, heads, length, dim // 8), [torch.uint8])
+    check_codes(codes, dim, m, device)
+    check_valid(valid, (batch, length), device)
+    check_tensor("levels", levels, (LEVELS,), [torch.float32], device)
     if offset is not None:
-        check_tensor("offset", offset, shape[:4], [torch.float32], codes.sign.device)
+        check_tensor("offset", offset, query.shape[:4], [torch.float32], device)
     check_softcap(softcap)
     call = SearchCall(
-        *(query, signs, codes, counts, levels, count, survivors, shares, m, valid),
+        *(query, signs, codes, counts, levels, count, survivors, share_units(rho, tiers), m, valid),
         *(scale, softcap, offset),
     )
     return call.run(backend)
@@ -137,10 +158,6 @@ class SearchCall(NamedTuple):
             return triton.search(self)
 
 
-_INT32 = [torch.int32]
-_UINT8 = [torch.uint8]
-
-
 def count_centroids(
     sign: torch.Tensor, *, m: int = 8, valid: torch.Tensor | None = None, backend: str = "auto"
 ) -> torch.Tensor:
@@ -154,7 +171,10 @@ def count_centroids(
         valid: ``[B, n]`` bool, any strides, or None for all valid.
         backend: "auto", "naive" or "triton".
     """
-    _check_sign(sign, m)
+    check_subspace_dim(m)
+    check_tensor("sign", sign, (None,) * 4, [torch.uint8])
+    check_rotated("sign", sign.shape[-1] * 8)
+    check_rows("sign", sign)
     check_valid(valid, (sign.shape[0], sign.shape[2]), sign.device)
     return run(__package__, "count_centroids", backend, sign, m, valid, triton="triton_encode")
 
@@ -169,114 +189,6 @@ def tier_shares(rho: float, tiers: tuple[float, ...]) -> torch.Tensor:
     """``[tiers]`` int64 on the CPU, not to be written to: each ``rho * t`` in millionths."""
     with torch.inference_mode(False):
         return torch.tensor(share_units(rho, tiers), dtype=torch.int64, device="cpu")
-
-
-def collisions(
-    q_rot: torch.Tensor,
-    counts: torch.Tensor,
-    sign: torch.Tensor,
-    *,
-    rho: float,
-    tiers: Sequence[float],
-    m: int = 8,
-    valid: torch.Tensor | None = None,
-    backend: str = "auto",
-) -> torch.Tensor:
-    """Scores ``[B, H, Q, n]`` uint8 of all tokens.
-
-    In each subspace the centroids are ordered by the inner product of the query with their
-    sign pattern, descending, ties by lower id; ``before(c)`` is the number of keys that the
-    centroids ahead of c hold, and c earns one point for each tier t with
-    ``before(c) < ceil(N * rho * t)``, N the keys counted. Each ``rho * t`` is rounded to a
-    millionth and the rest is integer arithmetic, so that all backends agree to the last key.
-    A token's score is the sum over subspaces of its centroids' points, and the greatest of
-    those sums over the G queries. Tokens that are not valid score 255.
-
-    Args:
-        q_rot: ``[B, H, Q, G, P]`` fp32, queries after ``rotate``, G at least 1. Their lengths don't
-            matter.
-        counts: ``[B, H, S, 2**m]`` int32 of ``count_centroids``, not negative.
-        sign: ``[B, H, n, P // 8]`` uint8, ``ParisCodes.sign``.
-        rho: share of the keys that earn points in a subspace, in (0, 1].
-        tiers: shares of ``rho``, each in (0, 1]; at most 254 / S of them, as the sum of
-            points must stay below 255.
-        m: coordinates of a subspace, 4 or 8.
-        valid: ``[B, n]`` bool, any strides, or None for all valid.
-        backend: "auto", "naive" or "triton".
-
-    Rows of the scores need not lie side by side.
-
-    Raises:
-        ValueError: a number out of range, or a tensor that does not fit.
-    """
-    check_queries(q_rot, sign.device)
-    shares = check_stage_one(q_rot.shape, counts, sign, rho, tiers, m, valid)
-    if choose_backend(backend, sign) == "naive":
-        return naive.collide(sign, naive.bonus_table(q_rot, counts, shares, m), m, valid)
-    from hf_kvret_kernels.paris import triton
-
-    with launching_on(sign):
-        bonus = triton.bonus(q_rot, None, counts, shares, m)
-        return triton.collide(bonus, sign, m, valid, most_points(shares, counts), 0).scores
-
-
-def check_stage_one(
-    shape: torch.Size,
-    counts: torch.Tensor,
-    sign: torch.Tensor,
-    rho: float,
-    tiers: Sequence[float],
-    m: int,
-    valid: torch.Tensor | None,
-) -> tuple[int, ...]:
-    """``share_units(rho, tiers)``.
-
-    Args:
-        shape: ``[B, H, Q, G, P]`` of the rotated queries.
-
-    Raises:
-        ValueError: a number out of range, or a tensor that does not fit the queries.
-    """
-    batch, heads, _, tables, dim = shape
-    check_subspace_dim(m)
-    check_tensor("counts", counts, (batch, heads, dim // m, 1 << m), _INT32, sign.device)
-    if not 0 < rho <= 1:
-        raise ValueError(f"rho={rho}: a share above 0 and at most 1")
-    if not tiers or not all(0 < tier <= 1 for tier in tiers):
-        raise ValueError(f"tiers={tuple(tiers)}: at least one, each above 0 and at most 1")
-    if len(tiers) * (dim // m) >= EXCLUDED:
-        fit = (EXCLUDED - 1) // (dim // m)
-        fewer = f"at most {_tiers(fit)} or " if fit else ""
-        raise ValueError(
-            f"scores of {_tiers(len(tiers))} in {dim // m} subspaces go above {EXCLUDED - 1}, "
-            f"which a byte can't hold; use {fewer}larger subspaces"
-        )
-    if not tables:
-        raise ValueError("q_rot has no queries of a head (G = 0), at least one is needed")
-    if _check_sign(sign, m) != dim or sign.shape[:2] != shape[:2]:
-        raise ValueError(
-            f"sign has shape {tuple(sign.shape)}, q_rot {tuple(shape)}: batch, heads and "
-            "dims (8 a byte) must be the same"
-        )
-    check_valid(valid, (sign.shape[0], sign.shape[2]), sign.device)
-    return share_units(rho, tiers)
-
-
-def _check_sign(sign: torch.Tensor, m: int) -> int:
-    """P of a sign plane that fits."""
-    check_subspace_dim(m)
-    check_tensor("sign", sign, (None, None, None, None), _UINT8, sign.device)
-    dim = sign.shape[-1] * 8
-    check_rotated("sign", dim)
-    check_rows("sign", sign)
-    return dim
-
-
-def check_queries(q_rot: torch.Tensor, device: torch.device) -> None:
-    """ValueError for what are no rotated queries ``[B, H, Q, G, P]``."""
-    check_no_grad(q_rot=q_rot)
-    check_tensor("q_rot", q_rot, (None,) * 5, [torch.float32], device)
-    check_rotated("q_rot", q_rot.shape[-1])
 
 
 def _tiers(count: int) -> str:

@@ -305,7 +305,7 @@ def _is_whole(width: int) -> bool:
 def collide(
     bonus: Bonus, sign: torch.Tensor, m: int, valid: torch.Tensor | None, points: int, count: int
 ) -> Collisions:
-    """See ``hf_kvret_kernels.paris.collisions``; ``points`` is the highest score there can be.
+    """See ``naive.collide``; ``points`` is the highest score there can be.
 
     ``count`` of the highest scores are to be taken.
     """

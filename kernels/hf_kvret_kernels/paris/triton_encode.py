@@ -1,4 +1,4 @@
-"""Triton kernels of ``rotate``, ``encode`` and ``count_centroids``: a block of tokens a program."""
+"""Triton kernels of ``encode`` and ``count_centroids``: a block of tokens a program."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
@@ -12,33 +12,6 @@ from hf_kvret_kernels.paris.codes import LEVELS, ParisCodes, rotation_blocks, ro
 
 # Elements that a program of four warps holds in registers.
 _TILE = 4096
-
-
-def rotate(x: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
-    dim, head_dim = signs.shape[0], x.shape[-1]
-    rows = x.reshape(-1, head_dim)
-    out = torch.empty(*x.shape[:-1], dim, dtype=torch.float32, device=x.device)
-    for first, end in rotation_blocks(dim):
-        part = end - first
-        block = min(_TILE // part, triton.next_power_of_2(max(1, rows.shape[0])))
-        _rotate_kernel[(triton.cdiv(rows.shape[0], block),)](
-            rows,
-            signs.contiguous(),
-            out,
-            rows.shape[0],
-            head_dim,
-            rows.stride(0),
-            rows.stride(1),
-            part**-0.5,
-            FIRST=first,
-            WHOLE=dim,
-            STRIDE=rotation_stride(dim),
-            DIM=part,
-            LOG_DIM=part.bit_length() - 1,
-            BLOCK=block,
-            enable_fp_fusion=True,
-        )
-    return out
 
 
 def encode(
@@ -79,24 +52,6 @@ def encode(
             BLOCK=block,
             enable_fp_fusion=True,
         )
-
-
-@triton.jit
-def _rotate_kernel(
-    x_ptr, signs_ptr, out_ptr, length, head_dim, x_stride,
-    x_stride_d,
-    scale,
-    FIRST: tl.constexpr, WHOLE: tl.constexpr, STRIDE: tl.constexpr, DIM: tl.constexpr,
-    LOG_DIM: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """DIM elements of a block, from FIRST on, of WHOLE of a rotated vector."""
-    rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[:, None]
-    indices = FIRST + tl.arange(0, DIM)[None, :]
-    cols = source_columns(indices, WHOLE, STRIDE)
-    inside = (rows < length) & (cols < head_dim)
-    x = tl.load(x_ptr + rows * x_stride + cols * x_stride_d, mask=inside, other=0.0).to(tl.float32)
-    x = walsh_hadamard(x * tl.load(signs_ptr + indices), DIM, LOG_DIM, BLOCK) * scale
-    tl.store(out_ptr + rows * WHOLE + indices, x, mask=rows < length)
 
 
 @triton.jit

@@ -11,7 +11,7 @@ from typing import NamedTuple, Self
 
 import torch
 
-from hf_kvret_kernels._dispatch import check_no_grad, check_softcap, check_tensor, run
+from hf_kvret_kernels._dispatch import check_no_grad, check_softcap, check_tensor, check_valid, run
 
 __all__ = ["MOST_RANK", "ROW_DTYPES", "relevance", "top_indices"]
 
@@ -48,8 +48,7 @@ class ProxyCall(NamedTuple):
         for name, count in (("rows' sets", rows.shape[1]), ("heads", heads)):
             if count < 1 or query_heads % count:
                 raise ValueError(f"{name} are {count}: must divide the {query_heads} query heads")
-        if valid is not None:
-            check_tensor("valid", valid, (batch, rows.shape[2]), (torch.bool,), query.device)
+        check_valid(valid, (batch, rows.shape[2]), query.device)
         if offset is not None:
             check_tensor("offset", offset, query.shape[:3], (torch.float32,), query.device)
             if not offset.is_contiguous():
