@@ -44,6 +44,7 @@ def calls() -> Iterator[tuple[str, Callable[[], object]]]:
 def _more_calls() -> Iterator[partial]:
     """Soft caps, masks, other dtypes, lists of centroids, and rows that are gathered."""
     from hf_kvret_kernels.centroid import triton as centroid
+    from hf_kvret_kernels.centroid.naive import Scoring
     from hf_kvret_kernels.codebook import triton as codebook
     from hf_kvret_kernels.paged import PagedRows
     from hf_kvret_kernels.paged_triton import gather_rows
@@ -66,7 +67,7 @@ def _more_calls() -> Iterator[partial]:
     for dtype, softcap in ((HALF, 50.0), (FULL, None)):
         queries = torch.zeros(1, 2, 65, 4, 256, dtype=dtype)
         chunks = partial(iter, [(0, torch.zeros(1, 2, 501, 512, dtype=dtype)[..., :256])])
-        yield partial(centroid.top_keys, queries, chunks, 100, valid, 0.1, softcap)
+        yield partial(centroid.top_keys, queries, chunks, 100, Scoring(valid, 0.1, softcap))
     low = torch.zeros(1, 2, 65, 2560, dtype=torch.int16)
     index = torch.zeros(1, 2, 1, 4, dtype=torch.int64)
     for high in (None, low.byte()):

@@ -307,7 +307,7 @@ class ParisIndex(CapturableIndex, Index):
             softcap=cold.softcap,
             offset=offset,
         )
-        return call.run()
+        return paris.search_unchecked(call)
 
     def _grouped(self, query: torch.Tensor) -> torch.Tensor:
         """``[B, Hkv, G, Q, D]`` of ``query [B, Hq, Q, D]``."""

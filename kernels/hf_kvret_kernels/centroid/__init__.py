@@ -85,7 +85,7 @@ def key_lists(
     if queries.is_meta:
         # Without contents all keys are alike: the form alone.
         return iter((queries.new_empty((*queries.shape[:3], count), dtype=torch.int32),))
-    arguments = (queries, check_chunks, count, valid, scale, softcap)
+    arguments = queries, check_chunks, count, naive.Scoring(valid, scale, softcap)
     if choose_backend(backend, queries) == "naive":
         return naive.key_lists(*arguments)
     from hf_kvret_kernels.centroid import triton

@@ -25,17 +25,12 @@ MOST_MARKS = 1 << 24
 
 
 def key_lists(
-    queries: torch.Tensor,
-    chunks: KeyChunks,
-    count: int,
-    valid: torch.Tensor,
-    scale: float,
-    softcap: float | None,
+    queries: torch.Tensor, chunks: KeyChunks, count: int, scoring: Scoring
 ) -> Iterator[torch.Tensor]:
     """See ``hf_kvret_kernels.centroid.key_lists``."""
     B, H, C, G, _ = queries.shape
-    n = valid.shape[1]
-    scoring = _Scoring(valid, scale, softcap, masked=not bool(valid.all()))
+    n = scoring.valid.shape[1]
+    scoring = replace(scoring, masked=not bool(scoring.valid.all()))
     held = max(_MOST_HELD, _QUERIES * n)
     few = min(C, held // max(1, B * H * G * n))
     if _MOST_READINGS * few >= C:
@@ -53,19 +48,19 @@ def key_lists(
         for b, h in itertools.product(range(B), range(H)):
             row, head = slice(b, b + 1), slice(h, h + 1)
             some, mine = queries[row, head, part], keys[row, head]
-            own = replace(scoring, valid=valid[row])
+            own = replace(scoring, valid=scoring.valid[row])
             ids[row, head] = _some_lists(some, [(0, mine)], count, own, memory)
         yield ids
 
 
 @dataclass(frozen=True, eq=False)
-class _Scoring:
-    """How centroids and keys are compared; as for ``key_lists``."""
+class Scoring:
+    """How centroids and keys are compared, see ``key_lists``; ``masked``: some are not valid."""
 
     valid: torch.Tensor
     scale: float
     softcap: float | None
-    masked: bool
+    masked: bool = True
 
     def mask_(self, scores: torch.Tensor, start: int) -> None:
         """Cap ``scores [B, H, c, G, P]`` of the slots from ``start`` on; -inf where masked."""
@@ -108,7 +103,7 @@ def _some_lists(
     queries: torch.Tensor,
     chunks: Iterable[tuple[int, torch.Tensor]],
     count: int,
-    scoring: _Scoring,
+    scoring: Scoring,
     memory: torch.Tensor,
 ) -> torch.Tensor:
     """``[B, H, c, count]`` int32: the lists of all ``queries [B, H, c, G, D]``.

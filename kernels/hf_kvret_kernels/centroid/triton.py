@@ -30,7 +30,7 @@ from hf_kvret_kernels._triton_shared import (
     softmax_step,
     split_plan,
 )
-from hf_kvret_kernels.centroid.naive import MOST_MARKS, KeyChunks
+from hf_kvret_kernels.centroid.naive import MOST_MARKS, KeyChunks, Scoring
 from hf_kvret_kernels.top_k.triton import top_k
 
 # fp32 scores held at once: 64 MiB.
@@ -40,12 +40,7 @@ _ROWS = 64
 
 
 def top_keys(
-    queries: torch.Tensor,
-    chunks: KeyChunks,
-    count: int,
-    valid: torch.Tensor,
-    scale: float,
-    softcap: float | None,
+    queries: torch.Tensor, chunks: KeyChunks, count: int, scoring: Scoring
 ) -> torch.Tensor:
     """See ``hf_kvret_kernels.centroid.top_keys``. Of equal keys the first are taken."""
     B, H, C, G, _ = queries.shape
@@ -55,7 +50,7 @@ def top_keys(
         return ids
     if queries.stride(4) != 1:
         queries = queries.contiguous()
-    lse = None if G == 1 else denominators(queries, chunks, valid, scale, softcap)
+    lse = None if G == 1 else denominators(queries, chunks, scoring)
     for start, keys in whole_chunks(chunks):
         width = count + keys.shape[2]
         step = max(1, _MOST_SCORES // (B * H * width))
@@ -63,9 +58,7 @@ def top_keys(
             part = slice(first, first + step)
             scores = values.new_empty(*values[:, :, part].shape[:3], width)
             scores[..., :count] = values[:, :, part]
-            _write_relevance(
-                scores[..., count:], queries, keys, start, valid, lse, part, scale, softcap
-            )
+            _write_relevance(scores[..., count:], queries, keys, start, lse, part, scoring)
             # Ascending positions: what was found before comes first, and tokens stay in order.
             best = top_k(scores, count)
             absent, indices = best < 0, best.clamp(min=0).long()
@@ -82,11 +75,9 @@ def _write_relevance(
     queries: torch.Tensor,
     keys: torch.Tensor,
     start: int,
-    valid: torch.Tensor,
     lse: torch.Tensor | None,
     part: slice,
-    scale: float,
-    softcap: float | None,
+    scoring: Scoring,
 ) -> None:
     """Fill ``result [B, H, c, P]``, a view with its last dimension contiguous."""
     B, H, C, P = result.shape
@@ -98,8 +89,8 @@ def _write_relevance(
         # A pointer that the kernel ignores where there is one query for each head.
         result if lse is None else lse[:, :, part],
         result,
-        valid.view(torch.uint8),
-        *valid.stride(),
+        scoring.valid.view(torch.uint8),
+        *scoring.valid.stride(),
         *some.stride()[:4],
         *keys.stride()[:3],
         0 if lse is None else lse.stride(1),
@@ -110,16 +101,13 @@ def _write_relevance(
         key_blocks,
         start,
         P,
-        *score_factors(scale, softcap),
+        *score_factors(scoring.scale, scoring.softcap),
         G=queries.shape[3],
         BLOCK_M=_ROWS,
         BLOCK_N=_ROWS,
-        SOFTCAP=softcap is not None,
+        SOFTCAP=scoring.softcap is not None,
         HAS_LSE=lse is not None,
         **product_shape(queries, keys),
-        num_warps=4,
-        num_stages=2,
-        enable_fp_fusion=True,
     )
 
 
@@ -169,13 +157,7 @@ _WAVES = 4
 _MOST_SPLITS = 64
 
 
-def denominators(
-    queries: torch.Tensor,
-    chunks: KeyChunks,
-    valid: torch.Tensor,
-    scale: float,
-    softcap: float | None,
-) -> torch.Tensor:
+def denominators(queries: torch.Tensor, chunks: KeyChunks, scoring: Scoring) -> torch.Tensor:
     """``[B, H, C, G]`` fp32 log-sum-exp over all keys; at least -1e30."""
     B, H, C, G, _ = queries.shape
     lse = torch.full((B, H, C * G), float("-inf"), dtype=torch.float32, device=queries.device)
@@ -190,8 +172,8 @@ def denominators(
             queries,
             keys,
             sums,
-            valid.view(torch.uint8),
-            *valid.stride(),
+            scoring.valid.view(torch.uint8),
+            *scoring.valid.stride(),
             *queries.stride()[:4],
             *keys.stride()[:3],
             H,
@@ -200,15 +182,12 @@ def denominators(
             start,
             P,
             split_len,
-            *score_factors(scale, softcap, LOG2_E),
+            *score_factors(scoring.scale, scoring.softcap, LOG2_E),
             G=G,
             BLOCK_M=_ROWS,
             BLOCK_N=_ROWS,
-            SOFTCAP=softcap is not None,
+            SOFTCAP=scoring.softcap is not None,
             **product_shape(queries, keys),
-            num_warps=4,
-            num_stages=2,
-            enable_fp_fusion=True,
         )
         lse = torch.logaddexp(lse, sums.logsumexp(-1))
     return lse.clamp_(min=-1e30).view(B, H, C, G)
@@ -290,9 +269,6 @@ def similarity(
         BLOCK_Q=max(16, min(_MOST_QUERIES, triton.next_power_of_2(Q))),
         BLOCK_C=_CENTROIDS,
         **product_shape(query, centroids),
-        num_warps=4,
-        num_stages=2,
-        enable_fp_fusion=True,
     )
     return cosines
 
@@ -466,7 +442,7 @@ _WIDE = 32
 
 
 def product_shape(left: torch.Tensor, right: torch.Tensor) -> dict[str, Any]:
-    """``D``, ``BLOCK_D`` and ``DOT_DTYPE`` of ``products`` for rows of these tensors.
+    """``D``, ``BLOCK_D`` and ``DOT_DTYPE`` of ``products`` for rows of these, and the launch's.
 
     Where their dtypes differ both become fp32, so that nothing is rounded.
     """
@@ -477,4 +453,7 @@ def product_shape(left: torch.Tensor, right: torch.Tensor) -> dict[str, Any]:
         "D": width,
         "BLOCK_D": max(16, min(most, triton.next_power_of_2(width))),
         "DOT_DTYPE": dot_dtype(left.dtype) if same else tl.float32,
+        "num_warps": 4,
+        "num_stages": 2,
+        "enable_fp_fusion": True,
     }

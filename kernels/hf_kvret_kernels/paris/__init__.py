@@ -11,7 +11,13 @@ P >= D the length of a rotated vector (``rotated_dim``), m = 4 or 8 coordinates 
 S = P / m subspaces, C candidates.
 """
 
-from hf_kvret_kernels.paris.codes import MAX_HEAD_DIM, ParisCodes, code_weights, rotated_dim
+from hf_kvret_kernels.paris.codes import (
+    MAX_HEAD_DIM,
+    ParisCodes,
+    SearchCall,
+    code_weights,
+    rotated_dim,
+)
 from hf_kvret_kernels.paris.encoding import (
     decode,
     encode,
@@ -21,9 +27,9 @@ from hf_kvret_kernels.paris.encoding import (
 )
 from hf_kvret_kernels.paris.naive import rotate
 from hf_kvret_kernels.paris.selection import (
-    SearchCall,
     count_centroids,
     search,
+    search_unchecked,
     share_units,
     tier_shares,
 )
@@ -42,6 +48,7 @@ __all__ = [
     "rotated_dim",
     "scaled_signs",
     "search",
+    "search_unchecked",
     "share_units",
     "tier_shares",
 ]

@@ -6,6 +6,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 import torch
 
@@ -136,6 +137,24 @@ class ParisCodes:
     def nbytes(self) -> int:
         """Bytes of both planes as they are seen, spare capacity left out."""
         return sum(getattr(self, field.name).nbytes for field in fields(self))
+
+
+class SearchCall(NamedTuple):
+    """Arguments of ``search``: ``budget`` is its count, ``shares`` of ``selection.share_units``."""
+
+    query: torch.Tensor
+    signs: torch.Tensor | None
+    codes: ParisCodes
+    counts: torch.Tensor
+    levels: torch.Tensor
+    budget: int
+    survivors: int
+    shares: tuple[int, ...]
+    m: int
+    valid: torch.Tensor | None
+    scale: float
+    softcap: float | None
+    offset: torch.Tensor | None
 
 
 def code_weights(weight: torch.Tensor) -> torch.Tensor:

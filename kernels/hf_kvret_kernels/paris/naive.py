@@ -14,14 +14,26 @@ from hf_kvret_kernels.paris.codes import (
     EXCLUDED,
     LEVELS,
     ParisCodes,
+    SearchCall,
     code_weights,
     rotation_blocks,
     rotation_stride,
 )
+from hf_kvret_kernels.relevance.naive import best_ids
 from hf_kvret_kernels.soft_cap import soft_cap_
 
 _ENCODE_TOKENS = 512
 SHARE_UNIT = 1_000_000
+
+
+def search(call: SearchCall) -> torch.Tensor:
+    """See ``hf_kvret_kernels.paris.search``."""
+    query, signs, codes, counts, levels, budget, survivors, shares, m, *_ = call
+    q_rot = query if signs is None else rotate(query, signs)
+    scores = collide(codes.sign, bonus_table(q_rot, counts, shares, m), m, call.valid)
+    ids = candidates(scores, survivors)
+    estimates = rerank(q_rot, codes, ids, levels, m, call.scale, call.softcap, call.offset)
+    return best_ids(estimates, ids, budget)
 
 
 def hadamard(dim: int, device: torch.device) -> torch.Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -13,8 +12,6 @@ from hf_kvret_kernels._dispatch import (
     check_softcap,
     check_tensor,
     check_valid,
-    choose_backend,
-    launching_on,
     run,
 )
 from hf_kvret_kernels.paris import naive
@@ -22,13 +19,13 @@ from hf_kvret_kernels.paris.codes import (
     EXCLUDED,
     LEVELS,
     ParisCodes,
+    SearchCall,
     check_codes,
     check_rotated,
     check_rows,
     check_signs,
     check_subspace_dim,
 )
-from hf_kvret_kernels.relevance import best_ids
 
 
 def search(
@@ -121,41 +118,12 @@ def search(
         *(query, signs, codes, counts, levels, count, survivors, share_units(rho, tiers), m, valid),
         *(scale, softcap, offset),
     )
-    return call.run(backend)
+    return search_unchecked(call, backend)
 
 
-class SearchCall(NamedTuple):
-    """Arguments of ``search``: ``budget`` is its count, ``shares`` of ``share_units``."""
-
-    query: torch.Tensor
-    signs: torch.Tensor | None
-    codes: ParisCodes
-    counts: torch.Tensor
-    levels: torch.Tensor
-    budget: int
-    survivors: int
-    shares: tuple[int, ...]
-    m: int
-    valid: torch.Tensor | None
-    scale: float
-    softcap: float | None
-    offset: torch.Tensor | None
-
-    def run(self, backend: str = "auto") -> torch.Tensor:
-        """``search`` for a caller whose tensors fit each other by how they were made."""
-        query, signs, codes, counts, levels, budget, survivors, shares, m, *_ = self
-        if choose_backend(backend, query) == "naive":
-            q_rot = query if signs is None else naive.rotate(query, signs)
-            points = naive.bonus_table(q_rot, counts, shares, m)
-            collisions = naive.collide(codes.sign, points, m, self.valid)
-            ids = naive.candidates(collisions, survivors)
-            scoring = self.scale, self.softcap, self.offset
-            scores = naive.rerank(q_rot, codes, ids, levels, m, *scoring)
-            return best_ids(scores, ids, budget, backend=backend)
-        from hf_kvret_kernels.paris import triton
-
-        with launching_on(query):
-            return triton.search(self)
+def search_unchecked(call: SearchCall, backend: str = "auto") -> torch.Tensor:
+    """``search`` for a caller whose tensors fit each other by how they were made."""
+    return run(__package__, "search", backend, call, on=call.query)
 
 
 def count_centroids(

@@ -38,12 +38,12 @@ from hf_kvret_kernels._triton_shared import (
 from hf_kvret_kernels.paris.codes import (
     EXCLUDED,
     LEVELS,
+    SearchCall,
     most_points,
     rotation_blocks,
     rotation_stride,
 )
 from hf_kvret_kernels.paris.naive import SHARE_UNIT
-from hf_kvret_kernels.paris.selection import SearchCall
 from hf_kvret_kernels.paris.triton_encode import source_columns
 from hf_kvret_kernels.top_k.triton import best_ids, choose, order_of, warm_up
 
