@@ -7,6 +7,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import ClassVar, NamedTuple, Protocol
 
 import torch
@@ -81,6 +82,16 @@ class HostRows(Protocol):
     def check(self, query: torch.Tensor, ids: torch.Tensor, softcap: float | None) -> None: ...
     def gather_with_torch(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]: ...
     def check_range(self, ids: torch.Tensor) -> None: ...
+
+
+class WithoutAddresses:
+    """Its cached properties hold addresses, which are good for its own tensors alone."""
+
+    def __getstate__(self) -> dict[str, object]:
+        """What a copy gets: all but these."""
+        cls = type(self)
+        cached = {x for x in vars(self) if isinstance(getattr(cls, x, None), cached_property)}
+        return {name: value for name, value in vars(self).items() if name not in cached}
 
 
 @dataclass(eq=False)

@@ -90,7 +90,7 @@ def _operations() -> Iterator[tuple[str, int, Any, list[Callable[[], object]]]]:
     """Name, tokens more, windows, and calls with ever more tokens."""
     from hf_kvret_kernels._dispatch import DenseCall, Window
     from hf_kvret_kernels.merge import Partials
-    from hf_kvret_kernels.paris import ParisCodes
+    from hf_kvret_kernels.paris import ParisCodes, SearchCall
     from hf_kvret_kernels.paris import triton as paris
     from hf_kvret_kernels.relevance import triton as relevance
     from hf_kvret_kernels.step_attention import triton as step
@@ -110,13 +110,12 @@ def _operations() -> Iterator[tuple[str, int, Any, list[Callable[[], object]]]]:
     room = ParisCodes.empty(1, 2, 40_000, 32)
     codes = [room.tokens(0, each.shape[-1]) for each in scores]
     counts, levels = torch.zeros(1, 2, 4, 256, dtype=torch.int32), torch.zeros(8)
-    choices["candidates"] = [
-        partial(
-            paris.search, torch.zeros(1, 2, 1, 4, 32), None, each, counts, levels, 200,
-            each.sign.shape[2], (1,), 8, None, 1.0, None, None,
-        )
+    query, options = torch.zeros(1, 2, 1, 4, 32), ((1,), 8, None, 1.0, None, None)
+    searches = (
+        SearchCall(query, None, each, counts, levels, 200, each.sign.shape[2], *options)
         for each in codes
-    ]  # fmt: skip
+    )
+    choices["candidates"] = [partial(paris.search, call) for call in searches]
     for name, calls in choices.items():
         yield name, 39_000, (), calls
     half = torch.bfloat16

@@ -10,11 +10,11 @@ from typing import ClassVar
 import torch
 
 from hf_kvret_kernels.higgs.codec import HiggsCodec
-from hf_kvret_kernels.paged import PagedRows
+from hf_kvret_kernels.paged import PagedRows, WithoutAddresses
 
 
 @dataclass(eq=False)
-class CodedRows:
+class CodedRows(WithoutAddresses):
     """Rows of codes and scales, and what they are codes of.
 
     A row holds, for one token and KV head, four runs of bytes: codes of the key, codes of the
@@ -101,10 +101,6 @@ class CodedRows:
     @functools.cached_property
     def _coding(self) -> ctypes.Array[ctypes.c_char]:
         return ctypes.create_string_buffer(self.codec.host_coding(self.key_mean))
-
-    def __getstate__(self) -> dict[str, object]:
-        """Without addresses, which are good for these tensors alone."""
-        return {n: x for n, x in vars(self).items() if n not in ("coding_address", "_coding")}
 
     @property
     def page_address(self) -> torch.Tensor | None:

@@ -57,23 +57,6 @@ def higgs_encode(
     return codes, scales
 
 
-@triton.jit
-def _store_groups(
-    codes_ptr, codes, index, inside, row_groups,
-    ROWS: tl.constexpr, NUMBERS: tl.constexpr, CODE_BITS: tl.constexpr, PER_WORD: tl.constexpr,
-    PLANES: tl.constexpr,
-):  # fmt: skip
-    """Store ``codes [ROWS, NUMBERS]`` of the groups that are numbered ``index [ROWS]``."""
-    WORDS: tl.constexpr = NUMBERS // PER_WORD
-    row, offset = index // row_groups, index % row_groups
-    row_words = row_groups * WORDS
-    target = codes_ptr + row * row_words * PLANES + offset * WORDS
-    target = target[:, None] + tl.arange(0, WORDS)[None, :]
-    store_codes(
-        target, codes, inside[:, None], row_words, ROWS, NUMBERS, CODE_BITS, PER_WORD, PLANES
-    )
-
-
 @triton.jit(do_not_specialize=["groups"])
 def _higgs_kernel(
     x_ptr, signs_ptr, merits_ptr, codes_ptr, scales_ptr, groups, row_groups, factor, half_max,
@@ -104,7 +87,7 @@ def _higgs_kernel(
         better = merit > best
         best = tl.where(better, merit, best)
         codes = tl.where(better, point, codes)
-    _store_groups(
+    store_codes(
         *(codes_ptr, codes, index, inside, row_groups),
         *(BLOCK, GROUP // 2, CODE_BITS, PER_WORD, PLANES),
     )
@@ -194,17 +177,21 @@ def load_words(bytes_ptr, mask, plane_stride, PLANES: tl.constexpr):
 
 @triton.jit
 def store_codes(
-    bytes_ptr, codes, mask, plane_stride,
+    codes_ptr, codes, index, inside, row_groups,
     ROWS: tl.constexpr, NUMBERS: tl.constexpr, CODE_BITS: tl.constexpr, PER_WORD: tl.constexpr,
     PLANES: tl.constexpr,
 ):  # fmt: skip
-    """Pack ``codes [ROWS, NUMBERS]`` int32; lowest bytes go to ``bytes_ptr``, one for each word."""
-    parts = tl.reshape(codes, (ROWS, NUMBERS // PER_WORD, PER_WORD))
+    """Pack ``codes [ROWS, NUMBERS]`` int32 of the groups that are numbered ``index [ROWS]``."""
+    WORDS: tl.constexpr = NUMBERS // PER_WORD
+    row, offset = index // row_groups, index % row_groups
+    plane_stride = row_groups * WORDS
+    target = codes_ptr + row * plane_stride * PLANES + offset * WORDS
+    target = target[:, None] + tl.arange(0, WORDS)[None, :]
     shifts = CODE_BITS * tl.arange(0, PER_WORD)
-    words = tl.sum(parts << shifts[None, None, :], axis=2)
+    words = tl.sum(tl.reshape(codes, (ROWS, WORDS, PER_WORD)) << shifts[None, None, :], axis=2)
     for plane in tl.static_range(PLANES):
         part = ((words >> (8 * plane)) & 255).to(tl.uint8)
-        tl.store(bytes_ptr + plane * plane_stride, part, mask=mask)
+        tl.store(target + plane * plane_stride, part, mask=inside[:, None])
 
 
 @triton.jit

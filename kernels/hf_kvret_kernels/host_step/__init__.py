@@ -28,7 +28,7 @@ from hf_kvret_kernels.host_step.searches import (
     ProxySearch,
 )
 from hf_kvret_kernels.mean_tokens import MeanToken
-from hf_kvret_kernels.paged import HostRows
+from hf_kvret_kernels.paged import HostRows, WithoutAddresses
 
 __all__ = [
     "CodebookSearch",
@@ -53,7 +53,7 @@ _STEP = struct.Struct("@7P14q2d4i3P4qP2q5P2i")
 
 
 @dataclass(eq=False)
-class HostWindow:
+class HostWindow(WithoutAddresses):
     """Rows that all queries attend to. May be used for step after step, with other lengths.
 
     Attributes:
@@ -80,17 +80,13 @@ class HostWindow:
         """Numbers from one token's value to the next one's."""
         return _value_row(self.keys, self.values)
 
-    def __getstate__(self) -> dict[str, object]:
-        """Without addresses, which are good for these buffers alone."""
-        return {name: value for name, value in vars(self).items() if name != "_addresses"}
-
     @functools.cached_property
     def _addresses(self) -> tuple[int, int]:
         return self.keys.data_ptr(), self.values.data_ptr()
 
 
 @dataclass(frozen=True, eq=False)
-class HostCold:
+class HostCold(WithoutAddresses):
     """Cold tokens, some of which each query chooses. May be used for step after step, as they are.
 
     Attributes:
@@ -107,10 +103,6 @@ class HostCold:
     valid: torch.Tensor
     budget: int
     rest: MeanToken | None = None
-
-    def __getstate__(self) -> dict[str, object]:
-        """Without addresses, which are good for these tensors alone."""
-        return {name: value for name, value in vars(self).items() if name != "packed"}
 
     @functools.cached_property
     def packed(self) -> tuple[bytes, tuple[int, ...], tuple[int, ...], tuple[int, ...], object]:

@@ -11,6 +11,7 @@ import torch
 
 from hf_kvret_kernels import host_library
 from hf_kvret_kernels.codebook.naive import check_valid_codes
+from hf_kvret_kernels.paged import WithoutAddresses
 from hf_kvret_kernels.paris.codes import ParisCodes
 
 _INT8 = 3
@@ -85,7 +86,7 @@ class FlatSearch:
 
 
 @dataclass(eq=False)
-class ParisSearch:
+class ParisSearch(WithoutAddresses):
     """ParisKV's two stages, see ``paris.search``.
 
     Packed once: not to be changed after its first use.
@@ -119,10 +120,6 @@ class ParisSearch:
     @functools.cached_property
     def token_count(self) -> int:
         return self.codes.sign.shape[2]
-
-    def __getstate__(self) -> dict[str, object]:
-        """Without addresses, which are good for these tensors alone."""
-        return {name: value for name, value in vars(self).items() if name != "packed"}
 
     @functools.cached_property
     def packed(self) -> bytes:

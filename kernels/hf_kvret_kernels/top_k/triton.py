@@ -107,9 +107,26 @@ def best_ids(
     sums = None if scores.shape[3] == 1 else sums
     ids = None if ids is None else ids.contiguous()
     warm_up(scores, count, ids, sums)
-    if _blocks(scores.shape[4], count) is None:
+    batch, heads, queries, group, length = scores.shape
+    size = _blocks(length, count)
+    if size is None:
         return split_top_k(scores, count, ids, sums)
-    return _top_k_at_once(scores, count, ids, sums, tickets)
+    assert group == 1 or sums is not None
+    lead, device = (batch, heads, queries), scores.device
+    out = torch.empty(*lead, count, dtype=torch.int32, device=device)
+    if out.numel() == 0:
+        return out
+    blocks = triton.cdiv(length, size.block)
+    # The best of each block, as sortable numbers and as indices.
+    orders = torch.empty(*lead, blocks, count, dtype=torch.int32, device=device)
+    indices = torch.empty_like(orders)
+    if tickets is None:
+        tickets = torch.zeros(lead, dtype=torch.int32, device=device)
+    written = out, orders, indices, tickets
+    launch = _single_launch(scores, ids, sums, written, length, count, size)
+    # The long axis first: a grid has 2**31 - 1 programs there, and 65,535 on the others.
+    launch.kernel[(batch * heads * queries, blocks)](*launch.arguments, **launch.constants)
+    return out
 
 
 def split_top_k(
@@ -191,34 +208,6 @@ def _blocks(length: int, count: int) -> _Blocks | None:
         if count <= size.block and triton.cdiv(length, size.block) * count <= size.last:
             return size
     return None
-
-
-def _top_k_at_once(
-    scores: torch.Tensor,
-    count: int,
-    ids: torch.Tensor | None,
-    sums: torch.Tensor | None,
-    tickets: torch.Tensor | None,
-) -> torch.Tensor:
-    """``best_ids`` in a single launch."""
-    batch, heads, queries, group, length = scores.shape
-    size = _blocks(length, count)
-    assert size is not None and (group == 1 or sums is not None)
-    lead, device = (batch, heads, queries), scores.device
-    out = torch.empty(*lead, count, dtype=torch.int32, device=device)
-    if out.numel() == 0:
-        return out
-    blocks = triton.cdiv(length, size.block)
-    # The best of each block, as sortable numbers and as indices.
-    orders = torch.empty(*lead, blocks, count, dtype=torch.int32, device=device)
-    indices = torch.empty_like(orders)
-    if tickets is None:
-        tickets = torch.zeros(lead, dtype=torch.int32, device=device)
-    written = out, orders, indices, tickets
-    launch = _single_launch(scores, ids, sums, written, length, count, size)
-    # The long axis first: a grid has 2**31 - 1 programs there, and 65,535 on the others.
-    launch.kernel[(batch * heads * queries, blocks)](*launch.arguments, **launch.constants)
-    return out
 
 
 def _single_launch(
