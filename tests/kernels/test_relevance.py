@@ -45,15 +45,6 @@ def test_chunks_of_several_blocks_add_up(place: Place, monkeypatch: pytest.Monke
     check_relevance(place, scores, 1)
 
 
-def test_large_scores_stay_finite(place: Place) -> None:
-    scores = torch.tensor([3e4, 3e4 - 1, -3e4, -INF]).view(1, 1, 1, 4).repeat(1, 2, 1, 1)
-    scores[0, 1] *= -1
-    scores[0, 1, 0, 3] = -INF
-    result = run_at(place, relevance.group_relevance, scores, 1)
-    assert result.isfinite().tolist() == [[[[True, True, True, False]]]]
-    assert result[0, 0, 0, 2] == 0.0
-
-
 @pytest.mark.parametrize(("shape", "count"), [((2, 8, 1, 37), 37), ((1, 4, 2, 1025), 900)])
 def test_the_most_relevant_are_taken(place: Place, shape: tuple[int, ...], count: int) -> None:
     """The first of equal ones, which rounding tells from each other by the last bits at most."""
@@ -123,13 +114,6 @@ def test_tickets_are_zeros_again() -> None:
     first, again = (best_ids(scores, 30, ids, None, tickets) for _ in range(2))
     assert torch.equal(first, again) and first.ge(0).all()
     assert tickets.eq(0).all()
-
-
-def test_heads_of_another_scale_do_not_decide_alone(place: Place) -> None:
-    """The scores of the second head are larger, its shares are not."""
-    scores = torch.tensor([[5.0, 0.0, 0.0, 0.0], [99.0, 100.0, 100.0, 100.0]]).view(1, 1, 1, 2, 4)
-    ids = torch.tensor([7, 5, 3, 1], dtype=torch.int32).view(1, 1, 1, 4)
-    assert run_at(place, relevance.best_ids, scores, ids, 1).item() == 7
 
 
 def test_of_equal_candidates_the_right_number_is_taken(place: Place) -> None:

@@ -68,13 +68,6 @@ def test_sums_of_many_blocks_add_up(place: Place, monkeypatch: pytest.MonkeyPatc
     check_top_k(place, draw(1, 1, 1, 1700, seed=12), 450)
 
 
-def test_fewer_scores_than_wanted_leave_holes(place: Place) -> None:
-    scores = torch.full((1, 1, 3, 1500), -INF)
-    scores[0, 0, 0, 1300] = -torch.finfo(torch.float32).max
-    scores[0, 0, 1, [3, 1400]] = torch.tensor([-5.0, INF])
-    check_top_k(place, scores, 6)
-
-
 def test_scores_may_be_strided_and_of_no_query(place: Place) -> None:
     scores = draw(40, 2, 1, 2, seed=11).permute(3, 2, 1, 0)[..., ::2]
     check_top_k(place, scores, 7)
