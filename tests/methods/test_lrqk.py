@@ -88,21 +88,6 @@ def test_the_best_proxies_are_taken(budget: int, proxy_dtype: str, softcap: floa
     assert slot_sets(ids) == _by_hand(run.index, query, budget, valid, softcap)
 
 
-def test_a_head_with_longer_queries_does_not_take_the_factors_for_itself() -> None:
-    queries, keys = _tokens(400)
-    queries = queries @ torch.linalg.qr(normal(9, HEADS * GROUP, DIM, DIM)).Q
-    even = fill(closed_options(), queries, keys).index
-    queries[:, ::GROUP] *= 30
-    uneven = fill(closed_options(), queries, keys).index
-    assert even._factors is not None and uneven._factors is not None
-    torch.testing.assert_close(
-        uneven._factors.to_query @ uneven._factors.to_key.mT,
-        even._factors.to_query @ even._factors.to_key.mT,
-        rtol=0,
-        atol=1e-3,
-    )
-
-
 def test_int8_proxies_are_within_half_a_step_of_bf16_ones() -> None:
     queries, keys = _tokens(500)
     wide, narrow = (
@@ -129,15 +114,6 @@ def test_int8_proxies_that_come_later_keep_to_the_range() -> None:
     small = rows[:, :, :100].abs() <= 42
     off = (rows[:, :, 100:].int() - 3 * rows[:, :, :100].int()).abs()[small]
     assert small.any() and off.max() <= 2
-
-
-def test_an_offset_of_all_keys_takes_no_direction() -> None:
-    queries, keys = _tokens(400)
-    query, shift = _tokens(4, seed=4)[0], 6 * normal(3, 2, HEADS, 1, DIM)
-    plain, shifted = (fill(closed_options(rank=3), queries, x) for x in (keys, keys + shift))
-    errors = [run.index.stats()["proxy_error"] for run in (plain, shifted)]
-    assert errors[1] == pytest.approx(errors[0], rel=1e-3)
-    assert overlap(shifted.search(query, 24), plain.search(query, 24)) > 0.95
 
 
 def _queries(count: int, seed: int = 0, first: int = 0, last: int = 16) -> torch.Tensor:
