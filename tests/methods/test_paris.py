@@ -123,22 +123,6 @@ def test_there_are_as_many_tiers_as_a_byte_holds_the_points_of() -> None:
     OURS.check_head_dim(1024)
 
 
-def test_centering_keeps_recall_where_keys_share_a_large_part() -> None:
-    keys, query = _peaked(2000, 64, common=8.0)
-    centered, _ = _quality(OURS, keys, query, budget=100)
-    plain, _ = _quality(OURS.replace(center=False), keys, query, budget=100)
-    assert centered > 0.97 and centered > plain + 0.05
-
-
-def test_a_head_with_a_longer_query_does_not_decide_alone() -> None:
-    """The published code averages the queries of a group; ours takes the largest share."""
-    keys, query = _peaked(2000, 64)
-    query[:, ::2] *= 8
-    ours, _ = _quality(OURS, keys, query, budget=100)
-    paper, _ = _quality(OURS.replace(group_reduce="mean"), keys, query, budget=100)
-    assert ours > 0.97 and ours > paper + 0.03
-
-
 def test_a_crop_takes_exactly_the_dropped_tokens_out_of_the_counts() -> None:
     """The counts are those of an index that was built from the tokens that are left."""
     keys, query = _peaked(200, 32)

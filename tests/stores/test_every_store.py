@@ -205,21 +205,6 @@ def assert_close(tensor: torch.Tensor, expected: torch.Tensor, error: float) -> 
     torch.testing.assert_close(tensor, expected, atol=error, rtol=error)
 
 
-@pytest.mark.parametrize("name", ["device", "higgs-4-device-16"])
-def test_attending_to_nothing_gives_zero_and_minus_infinity(name: str) -> None:
-    case = CASES[name]
-    store, (key_dim, value_dim) = case.make(), case.dims
-    store.append(TokenBlock(*draw(2, 100, case.dims), start=0))
-    query = torch.randn(2, HEADS * GROUP, 3, key_dim)
-    for count in (0, 4):
-        ids = torch.full((2, HEADS, 3, count), -1, dtype=torch.int32)
-        out, lse = store.begin(query, ids, SCALE)()
-        assert torch.equal(out, torch.zeros(2, HEADS * GROUP, 3, value_dim))
-        assert torch.equal(lse, torch.full((2, HEADS * GROUP, 3), float("-inf")))
-        for tensor, dim in zip(store.gather(ids), case.dims, strict=True):
-            assert tensor.shape == (2, HEADS, 3, count, dim) and not tensor.any()
-
-
 @pytest.mark.parametrize("name", ["device", "cpu", "higgs-4-device-16"])
 def test_an_empty_store_and_a_block_out_of_order_are_refused(name: str) -> None:
     case = CASES[name]
