@@ -259,28 +259,6 @@ def test_forks_loaded_and_reordered_indexes_go_on_like_one_that_was_left_alone(s
         assert torch.equal(moved.step((queries[[1, 0]], keys[[1, 0]])), ids[[1, 0]])
 
 
-@pytest.mark.parametrize("top_k", [OPTIONS["top_k"], 14])
-def test_cropped_tokens_are_forgotten_and_evicted_ones_stay_evicted(top_k: float) -> None:
-    run = _read(top_k=top_k)
-    run.steps(range(10, 40))
-    before = run.scores
-    run.crop(30)
-    assert run.kv.cold_len == 54
-    ids = run.step(_tokens(50))
-    after = run.scores
-    assert after.shape[2] == 61 and int(ids.max()) < 54
-    evicted = before[:, :, :60] == float("-inf")
-    assert evicted[:, :, 54:].any(), "none of those that came back was evicted: nothing is shown"
-    assert (after[:, :, :60][evicted] == float("-inf")).all()
-    # Tokens pulled back into the window keep what they had; the new one has nothing yet.
-    assert torch.equal(after[:, :, 54:60], before[:, :, 54:60])
-    assert (after[:, :, 60] == 0).all()
-    selections = slot_sets(run.steps(range(60, 80))[-1])
-    assert run.kv.cold_len > 70
-    for slots, evicted_before in zip(selections, slot_sets_of(evicted), strict=True):
-        assert not slots & evicted_before
-
-
 def test_a_crop_to_nothing_starts_a_new_text() -> None:
     run, fresh = _read(), Run()
     run.steps(range(10, 20))
