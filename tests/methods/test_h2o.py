@@ -18,7 +18,7 @@ from hf_kvret.methods.h2o import index as h2o
 from hf_kvret.stores.memory import DeviceMemory
 
 from .codebooks import normal
-from .index_runs import WatchedStore, slot_sets, slot_sets_of
+from .index_runs import WatchedStore, slot_sets
 
 HEADS, GROUP, DIM = 2, 3, 16
 SCALE = 3 / math.sqrt(DIM)
