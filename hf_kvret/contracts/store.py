@@ -39,6 +39,8 @@ class FirstRows:
 
 # ``out [B, Hq, Q, Dv]`` and ``lse [B, Hq, Q]`` fp32, the natural log of the denominator.
 AttentionResult = tuple[torch.Tensor, torch.Tensor]
+# Tokens in order: ``(first index, keys [B, Hkv, n, Dk], values [B, Hkv, n, Dv])``.
+RowChunks = Iterator[tuple[int, torch.Tensor, torch.Tensor]]
 
 
 class Store(State):
@@ -145,9 +147,7 @@ class Store(State):
         """Keys ``[B, H, Q, k, Dk]``, values ``[..., Dv]`` of ``ids [B, H, Q, k]``; 0 for -1."""
 
     @abstractmethod
-    def chunks(
-        self, chunk_len: int = 4096, stop: int | None = None
-    ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    def chunks(self, chunk_len: int = 4096, stop: int | None = None) -> RowChunks:
         """Tokens in order: ``(first index, keys [B, Hkv, n, Dk], values [B, Hkv, n, Dv])``.
 
         Those before token index ``stop``; None: all. A store that makes all of them anyway may give
@@ -156,11 +156,8 @@ class Store(State):
 
     def key_chunks(self, chunk_len: int = 4096) -> Iterator[tuple[int, torch.Tensor]]:
         """The keys alone of all tokens in order: ``(first index, keys [B, Hkv, n, Dk])``."""
-        for start, keys, values in self.chunks(chunk_len):
-            del values
-            yield start, keys
-            # Freed before the next one is made.
-            del keys
+        # `map` holds no chunk while the next one is made, as a loop would.
+        return map(lambda chunk: chunk[:2], self.chunks(chunk_len))
 
     def host_nbytes(self) -> int:
         """Those of ``nbytes()`` that lie in host memory. Rows shared with a fork count in both."""
@@ -226,9 +223,7 @@ Beside them stand ``length`` and ``key_dim``, and ``value_in_key`` where keys co
 """
 
 
-def all_of(
-    store: Store, chunks: Iterator[tuple[int, torch.Tensor, torch.Tensor]], stop: int | None = None
-) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+def all_of(store: Store, chunks: RowChunks, stop: int | None = None) -> RowChunks:
     """``chunks``, which ``store.chunks(..., stop)`` gave; none is held while the next one is made.
 
     Raises:

@@ -10,7 +10,7 @@ from typing import Any, Self, TypeVar
 import torch
 
 from hf_kvret.contracts.state import Tensors
-from hf_kvret.contracts.store import AttentionResult
+from hf_kvret.contracts.store import AttentionResult, RowChunks
 from hf_kvret.stores.memory import CPU, DiskMemory, HostMemory, PageMemory
 from hf_kvret.stores.paged import PagedStore, WrappedStore
 from hf_kvret_kernels.gather_attention import gather_attention, gather_scores
@@ -121,9 +121,7 @@ class CpuStore(WrappedStore):
         keys, values = self.rows.gather(ids.cpu())
         return keys.to(self._device), values.to(self._device)
 
-    def chunks(
-        self, chunk_len: int = 4096, stop: int | None = None
-    ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    def chunks(self, chunk_len: int = 4096, stop: int | None = None) -> RowChunks:
         if not self.rows.memory.in_files:
             return self.rows.chunks(chunk_len, stop, self._device)
         # Files are not pinned, so that a GPU can't read them itself.

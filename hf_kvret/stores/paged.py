@@ -15,7 +15,7 @@ import torch
 
 from hf_kvret.contracts.block import TokenBlock
 from hf_kvret.contracts.state import Tensors, part
-from hf_kvret.contracts.store import PAGES, AttentionResult, Store
+from hf_kvret.contracts.store import PAGES, AttentionResult, RowChunks, Store
 from hf_kvret.stores.chunks import BUS_PROGRAMS, read_ahead, reading_stream
 from hf_kvret.stores.memory import PageMemory
 from hf_kvret_kernels.gather_attention import gather_partials, gather_scores
@@ -106,21 +106,14 @@ class PagedStore(Store):
 
     def chunks(
         self, chunk_len: int = 4096, stop: int | None = None, device: torch.device | None = None
-    ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    ) -> RowChunks:
         """As for every store; over a bus, the next chunk is read while this one is in use.
 
         ``device``: where chunks go; None for the page table's device.
         """
-        return self._keys_and_values(self._read_chunks(chunk_len, stop, device))
-
-    def _keys_and_values(
-        self, chunks: Iterator[tuple[int, torch.Tensor]]
-    ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        """Keys and values of ``chunks``, the first of which may be on its way already."""
-        for start, chunk in chunks:
-            yield start, *self._split(chunk)
-            # Freed before the next one is made.
-            del chunk
+        chunks = self._read_chunks(chunk_len, stop, device)
+        # `map` holds no chunk while the next one is made, as a loop would.
+        return map(lambda chunk: (chunk[0], *self._split(chunk[1])), chunks)
 
     def _split(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Views of the keys and values of ``rows [B, Hkv, n, width]``."""
@@ -160,18 +153,11 @@ class PagedStore(Store):
             self.memory.wait()
             return copy_pages(paged, first, last, width=width, programs=programs)
 
-        return self._cut(read_ahead(read, spans, stream), end)
+        def cut(chunk: tuple[int, torch.Tensor]) -> tuple[int, torch.Tensor]:
+            start = chunk[0] * self.page_len
+            return start, chunk[1][:, :, : end - start]
 
-    def _cut(
-        self, chunks: Iterator[tuple[int, torch.Tensor]], end: int
-    ) -> Iterator[tuple[int, torch.Tensor]]:
-        """``(start slot, rows)`` up to ``end``, of chunks ``(table column, rows)``."""
-        for first, chunk in chunks:
-            start = first * self.page_len
-            chunk = chunk[:, :, : end - start]
-            yield start, chunk
-            # Freed before the next one is made.
-            del chunk
+        return map(cut, read_ahead(read, spans, stream))
 
     def reorder(self, rows: torch.Tensor) -> None:
         if self._table is not None:
@@ -399,9 +385,7 @@ class WrappedStore(Store):
     def gather(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self.rows.gather(ids)
 
-    def chunks(
-        self, chunk_len: int = 4096, stop: int | None = None
-    ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    def chunks(self, chunk_len: int = 4096, stop: int | None = None) -> RowChunks:
         return self.rows.chunks(chunk_len, stop)
 
     def before_capture(self) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 
 from hf_kvret.contracts.block import TokenBlock
 from hf_kvret.contracts.state import Tensors, tensor
-from hf_kvret.contracts.store import AttentionResult
+from hf_kvret.contracts.store import AttentionResult, RowChunks
 from hf_kvret.stores.memory import PageMemory
 from hf_kvret.stores.paged import PagedStore, WrappedStore
 from hf_kvret_kernels import higgs, host_library
@@ -120,9 +120,7 @@ class QuantizedStore(WrappedStore):
         none = (ids < 0) | (ids >= len(self))
         return keys.masked_fill_(none[..., None], 0.0), values
 
-    def chunks(
-        self, chunk_len: int = 4096, stop: int | None = None
-    ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    def chunks(self, chunk_len: int = 4096, stop: int | None = None) -> RowChunks:
         for start, codes, scales in self.rows.chunks(chunk_len, stop):
             yield start, *self._decoded(codes, scales)
 

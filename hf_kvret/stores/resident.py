@@ -9,9 +9,8 @@ from typing import Any, Self
 
 import torch
 
-from hf_kvret.contracts.block import TokenBlock
 from hf_kvret.contracts.signals import SIGNALS_WAIT
-from hf_kvret.contracts.state import State, number, part, tensor
+from hf_kvret.contracts.state import State, part, tensor, transient
 from hf_kvret.contracts.store import AttentionResult
 from hf_kvret.stores.memory import HostMemory
 from hf_kvret.stores.paged import PagedStore, WrappedStore
@@ -150,16 +149,12 @@ class ResidentStore(WrappedStore):
 
     # A store that was just loaded has none.
     _buffer: SlotBuffer | None = part(saved=False, optional=True)
-    # Whether the buffer has served a step since the rows last changed.
-    _served: bool = number(False, saved=False, reset_on_fork=True)
+    # The rows of which the buffer has served a step; others come when these change.
+    _served: PagedRows | None = transient()
 
     def __init__(self, device: torch.device, slots: int | float = 1.0) -> None:
         super().__init__(PagedStore(HostMemory(device)))
         self.slots = slots
-
-    def append(self, block: TokenBlock) -> None:
-        self._served = False
-        self.rows.append(block)
 
     def key_chunks(self, chunk_len: int = 4096) -> Iterator[tuple[int, torch.Tensor]]:
         return self.rows.key_chunks(chunk_len)
@@ -180,9 +175,9 @@ class ResidentStore(WrappedStore):
                 ]
         except BaseException:
             # Slots may name rows that were not fetched.
-            self._buffer, self._served = None, False
+            self._buffer, self._served = None, None
             raise
-        self._served = True
+        self._served = rows
         if len(results) == 1:
             return results[0]
         outs, lses = zip(*(chunks() for chunks in results), strict=True)
@@ -193,14 +188,6 @@ class ResidentStore(WrappedStore):
     ) -> torch.Tensor:
         """As for every store; reads the host's rows and is not counted as requests."""
         return self.rows.scores(query, ids, scale, softcap)
-
-    def reorder(self, rows: torch.Tensor) -> None:
-        self._served = False
-        super().reorder(rows)
-
-    def crop(self, length: int) -> None:
-        self._served = False
-        super().crop(length)
 
     def stats(self) -> dict[str, Any]:
         """``hits``, ``misses``, ``miss_ratio`` and ``bytes_missed`` since made or forked.
@@ -224,7 +211,7 @@ class ResidentStore(WrappedStore):
         The first such step may enlarge the slots and their table. Captured, it would do so at every
         replay, and lose the contents.
         """
-        if self._served:
+        if len(self) and self._served is self.rows.paged_rows():
             return None
         return "the slots of store='resident' have served no step since its rows changed"
 

@@ -1,12 +1,13 @@
 """Exact attention over all tokens of a layer, against softmax in float64."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 
 import pytest
 import torch
 
 from hf_kvret.contracts.index import Scoring
+from hf_kvret.contracts.store import RowChunks
 from hf_kvret.layer import exact_attention
 from hf_kvret.layer.exact_attention import attend_cold, attend_dense, attend_exactly
 from hf_kvret.layer.layer_kv import LayerKV
@@ -123,9 +124,7 @@ class Faulty(PagedStore):
     def host_rows(self) -> None:
         """None: its rows are read in chunks, also by few queries."""
 
-    def chunks(
-        self, chunk_len: int = 4096, stop: int | None = None
-    ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    def chunks(self, chunk_len: int = 4096, stop: int | None = None) -> RowChunks:
         for start, keys, values in super().chunks(chunk_len, stop):
             chunks = [
                 (start + at, keys[:, :, at:][:, :, :16], values[:, :, at:][:, :, :16])

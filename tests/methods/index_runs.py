@@ -13,6 +13,7 @@ import torch
 
 from hf_kvret import ColdTokens, TokenBlock
 from hf_kvret.contracts.index import Index
+from hf_kvret.contracts.store import RowChunks
 from hf_kvret.observe.recall import measure_recall
 from hf_kvret.stores import PagedStore
 from hf_kvret.stores.memory import DeviceMemory
@@ -62,9 +63,7 @@ class WatchedStore(PagedStore):
     closed = False
     readings = 0
 
-    def chunks(
-        self, chunk_len: int = 4096, stop: int | None = None
-    ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    def chunks(self, chunk_len: int = 4096, stop: int | None = None) -> RowChunks:
         assert not self.closed, "keys were read from the store"
         return super().chunks(chunk_len, stop)
 

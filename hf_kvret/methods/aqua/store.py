@@ -9,7 +9,7 @@ import torch
 
 from hf_kvret.contracts.block import UNKNOWN_POSITION, TokenBlock
 from hf_kvret.contracts.state import Tensors, part, transient
-from hf_kvret.contracts.store import AttentionResult
+from hf_kvret.contracts.store import AttentionResult, RowChunks
 from hf_kvret.contracts.token_buffer import TokenBuffer, passed
 from hf_kvret.methods.aqua.coder import RowCoder, Rows
 from hf_kvret.methods.aqua.config import LayerPlan
@@ -128,9 +128,7 @@ class AquaStore(Store):
         rows, ids = self._dense(ids)
         return rows.gather(ids)
 
-    def chunks(
-        self, chunk_len: int = CHUNK, stop: int | None = None
-    ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    def chunks(self, chunk_len: int = CHUNK, stop: int | None = None) -> RowChunks:
         """As for every store; decodes all tokens, because the layer above needs them all."""
         end, reconstruction = len(self), self._reconstruction
         if not self._has_codes:
