@@ -76,6 +76,8 @@ class RetrievalCache(Cache):
 
     name: ClassVar[str]
     Config: ClassVar[type[RetrievalConfig]]
+    # Makes a layer's empty index of the options; None for a method without selection.
+    IndexClass: ClassVar[type[Any] | None]
     # Whether the options must name an artifact made by `hf-kvret calibrate`.
     needs_artifact: ClassVar[bool] = False
     options: RetrievalConfig
@@ -130,7 +132,7 @@ class RetrievalCache(Cache):
 
         None for a method without selection: all cold tokens are attended to.
         """
-        raise NotImplementedError
+        return None if cls.IndexClass is None else cls.IndexClass(options)
 
     @classmethod
     def needs_positions(cls, options: Any, layer: int) -> str:

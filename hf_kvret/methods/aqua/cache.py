@@ -37,6 +37,7 @@ class AquaKVCache(RetrievalCache):
 
     name: ClassVar[str] = METHOD
     Config: ClassVar[type[RetrievalConfig]] = AquaConfig
+    IndexClass: ClassVar[type[Any] | None] = None
     needs_artifact: ClassVar[bool] = True
 
     @classmethod
@@ -61,10 +62,6 @@ class AquaKVCache(RetrievalCache):
             for shape in retrieval_shapes(config).values():
                 default_group(shape.width, options.group)
         return options
-
-    @classmethod
-    def make_index(cls, options: AquaConfig, layer: int) -> None:
-        """None: all cold tokens are attended to."""
 
     @classmethod
     def needs_positions(cls, options: AquaConfig, layer: int) -> str:

@@ -232,8 +232,4 @@ class CTkvrCache(RetrievalCache):
 
     name: ClassVar[str] = "ctkvr"
     Config: ClassVar[type[RetrievalConfig]] = CTkvrConfig
-
-    @classmethod
-    def make_index(cls, options: Any, layer: int) -> CTkvrIndex:
-        """A new, empty index; the same for every layer."""
-        return CTkvrIndex(options)
+    IndexClass: ClassVar[type[Any] | None] = CTkvrIndex

@@ -239,8 +239,4 @@ class H2OCache(RetrievalCache):
 
     name: ClassVar[str] = "h2o"
     Config: ClassVar[type[RetrievalConfig]] = H2OConfig
-
-    @classmethod
-    def make_index(cls, options: Any, layer: int) -> H2OIndex:
-        """A new, empty index; the same for every layer."""
-        return H2OIndex(options)
+    IndexClass: ClassVar[type[Any] | None] = H2OIndex

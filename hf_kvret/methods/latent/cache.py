@@ -72,6 +72,7 @@ class LatentKVCache(RetrievalCache):
 
     name: ClassVar[str] = "latent"
     Config: ClassVar[type[RetrievalConfig]] = LatentConfig
+    IndexClass: ClassVar[type[Any] | None] = None
 
     @classmethod
     def options_for(cls, options: Any, config: PreTrainedConfig) -> Any:
@@ -81,7 +82,3 @@ class LatentKVCache(RetrievalCache):
                 "cache_implementation out, or choose a method that retrieves, as 'paris'"
             )
         return super().options_for(options, config)
-
-    @classmethod
-    def make_index(cls, options: Any, layer: int) -> None:
-        """None: nothing is selected."""

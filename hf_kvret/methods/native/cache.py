@@ -68,6 +68,7 @@ class NativeKVCache(RetrievalCache):
 
     name: ClassVar[str] = "native"
     Config: ClassVar[type[RetrievalConfig]] = NativeConfig
+    IndexClass: ClassVar[type[Any] | None] = None  # The model has it.
 
     @classmethod
     def options_for(cls, options: Any, config: PreTrainedConfig) -> Any:
@@ -79,7 +80,3 @@ class NativeKVCache(RetrievalCache):
                 "(index_topk in its config); leave top_k out"
             )
         return options.replace(top_k=budget)
-
-    @classmethod
-    def make_index(cls, options: Any, layer: int) -> None:
-        """None: the model has it."""

@@ -429,8 +429,4 @@ class ParisKVCache(RetrievalCache):
 
     name: ClassVar[str] = "paris"
     Config: ClassVar[type[RetrievalConfig]] = ParisConfig
-
-    @classmethod
-    def make_index(cls, options: ParisConfig, layer: int) -> ParisIndex:
-        """A new, empty index; the same for every layer."""
-        return ParisIndex(options)
+    IndexClass: ClassVar[type[Any] | None] = ParisIndex
