@@ -4,22 +4,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 from hf_kvret.artifacts import CalibrationArtifact, ModelIdentity
 from hf_kvret.testing import MODELS
 
 
 @pytest.fixture(scope="session")
-def llama() -> PreTrainedModel:
-    """A tiny random Llama with scaled RoPE, 4 query heads and 2 KV heads."""
-    return MODELS["llama"].build()
-
-
-@pytest.fixture(scope="session")
-def identity(llama: PreTrainedModel) -> ModelIdentity:
+def identity() -> ModelIdentity:
     """That of ``llama``, under the name of a hub repository."""
-    return ModelIdentity.of(llama, "meta/tiny-llama")
+    return ModelIdentity.of(MODELS["llama"].build(), "meta/tiny-llama")
 
 
 @pytest.fixture

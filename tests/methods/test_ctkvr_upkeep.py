@@ -12,10 +12,9 @@ import torch
 from hf_kvret.methods.ctkvr import CTkvrConfig, CTkvrIndex
 from hf_kvret.methods.ctkvr.inverted_file import Centroids, joined
 from hf_kvret.observe.recall import measure_recall
-from hf_kvret_kernels._dispatch import prefer
 
 from .codebooks import HEADS, normal
-from .index_runs import IndexRun
+from .index_runs import IndexRun, slot_sets
 
 DIM, BUDGET, PROMPT = 32, 10, 400
 
@@ -107,18 +106,12 @@ def test_queries_of_steps_get_lists_over_all_keys_at_the_next_flush() -> None:
     assert run.index.stats()["list_builds"] == 2
 
 
-def test_a_query_that_becomes_a_centroid_selects_the_best_of_what_it_recalled() -> None:
-    expected = Run(_at_once()).ask(_query(3))
-    with prefer("naive"):
-        found = Run(_at_once()).ask(_query(3))
-    assert torch.equal(found.sort(-1).values, expected.sort(-1).values)
-
-
-def test_lists_made_at_once_are_longer_than_the_budget() -> None:
-    run = Run(_at_once())
-    run.ask(_query(3))
+def test_lists_made_at_once_are_the_best_of_what_was_recalled_and_longer_than_the_budget() -> None:
+    run, still, query = Run(_at_once()), Run(_options(update=0)), _query(3)
+    run.ask(query)
     newest = run.index._file.queue._fresh.ids_of(slice(-1, None))
     assert ((newest >= 0).sum(-1) == 2.5 * BUDGET).all()
+    assert slot_sets(newest) == slot_sets(still.search(query, newest.shape[-1]))
 
 
 @pytest.mark.parametrize("long", [True, False])
