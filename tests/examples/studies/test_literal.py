@@ -27,12 +27,10 @@ from hf_kvret_kernels.higgs import HiggsCodec
 from hf_kvret_kernels.higgs.naive import grid_points
 from hf_kvret_model_patches.rope import Rope
 
+from ...methods.codebooks import normal
+
 CPU = torch.device("cpu")
 LAYERS, SINKS = 3, aqua.SINK_TOKENS
-
-
-def _draw(seed: int, *shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def _distinct(count: int) -> torch.Tensor:
@@ -49,8 +47,8 @@ def test_codebooks_are_those_of_the_equations() -> None:
     """Same seeds of k-means; the library divides H by the root mean square of its entries."""
     rope, keys, queries = (
         Rope(500.0 ** -(torch.arange(8) / 8)),
-        _draw(0, 300, 16),
-        _draw(1, 900, 16),
+        normal(0, 300, 16),
+        normal(1, 900, 16),
     )
     far = a2ats.windowed_query(queries, rope.inv_freq)
     ours = at_distance(queries[None, None], rope, a2ats.FIXED_DISTANCE)[0, 0]
@@ -65,7 +63,7 @@ def test_codebooks_are_those_of_the_equations() -> None:
 
 
 def test_grids_are_as_good_as_those_of_lloyds_iteration() -> None:
-    pairs = _draw(5, 20_000, 2).double()
+    pairs = normal(5, 20_000, 2).double()
     grids = grid_points(2, CPU).double(), aqua.gaussian_grid(16, samples=20_000, rounds=60)
     errors = [torch.cdist(pairs, grid).amin(1).square().mean() for grid in grids]
     assert errors[0] == pytest.approx(float(errors[1]), rel=0.02)

@@ -19,16 +19,14 @@ from assumptions import (
 )
 from paris_stages import ParisStages
 
+from ...methods.codebooks import normal
+
 HEADS, DIM = 2, 16
-
-
-def _draw(seed: int, *shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def test_similarity_is_the_papers_whatever_order_and_length() -> None:
     """Equation 7, by loops, for codebooks of different sizes."""
-    first, second = _draw(0, 2, 5, 3), _draw(1, 2, 7, 3)
+    first, second = normal(0, 2, 5, 3), normal(1, 2, 7, 3)
     for head, value in enumerate(similarity(first, second).tolist()):
         halves = []
         for one, other in ((first[head], second[head]), (second[head], first[head])):
@@ -54,7 +52,7 @@ def smallest(smallest: Run) -> Run:
 
 
 def _layer(seed: int, count: int = 256) -> dict[str, torch.Tensor]:
-    queries, keys, values = (_draw(seed + n, HEADS, count, DIM) for n in range(3))
+    queries, keys, values = (normal(seed + n, HEADS, count, DIM) for n in range(3))
     places = {f"queries {place}": queries for place in (AFTER, BEFORE)}
     return {**places, f"keys {AFTER}": keys, f"keys {BEFORE}": keys, "values": values}
 
@@ -62,7 +60,7 @@ def _layer(seed: int, count: int = 256) -> dict[str, torch.Tensor]:
 def test_queries_that_turn_with_their_distance_are_less_alike() -> None:
     turns = torch.arange(256)[None, :, None] * 0.01
     queries = torch.cat([turns.cos(), turns.sin()], dim=-1)
-    layer = _layer(1) | {f"keys {AFTER}": _draw(4, 1, 256, 2), f"queries {AFTER}": queries}
+    layer = _layer(1) | {f"keys {AFTER}": normal(4, 1, 256, 2), f"queries {AFTER}": queries}
     means = query_cosines([[layer]], 0, AFTER)
     for distance in (1, 4, 16, 64):
         assert means[str(distance)] == pytest.approx(math.cos(0.01 * distance), abs=1e-5)
@@ -83,7 +81,7 @@ def test_what_follows_from_the_layer_below_is_explained() -> None:
     texts = []
     for seed in (10, 20):
         below = _layer(seed)
-        noise = 0.5 * _draw(seed + 5, HEADS, 256, DIM)
+        noise = 0.5 * normal(seed + 5, HEADS, 256, DIM)
         texts.append([below, _layer(seed + 6) | {f"keys {BEFORE}": below["values"] + noise}])
         texts[-1][0] |= {f"keys {BEFORE}": below["values"]}
     shares = explained(texts, 1, "keys")
@@ -104,7 +102,7 @@ def _walk(draws: torch.Tensor) -> torch.Tensor:
 
 def test_centroids_of_a_prompt_miss_keys_of_another_kind() -> None:
     layer = _layer(30)
-    layer[f"keys {AFTER}"] = _draw(31, HEADS, 256, DIM) + torch.arange(256)[:, None].ge(128) * 5.0
+    layer[f"keys {AFTER}"] = normal(31, HEADS, 256, DIM) + torch.arange(256)[:, None].ge(128) * 5.0
     errors = drift([[layer]], 0, AFTER)
     later, prompt = (errors[f"centroids of prompt, {keys} keys"] for keys in ("later", "prompt"))
     assert later > 1.1 * prompt and errors["centroids of all, later keys"] < later
