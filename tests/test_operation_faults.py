@@ -16,10 +16,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-import hf_kvret
 from hf_kvret.lab.calibrate.tiny import tiny_artifact
 from hf_kvret.registry import registered_methods
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
+
+from .methods.aqua_caches import attached
 
 # Tokens of the passes before, and of the pass that fails.
 PHASES: dict[str, tuple[tuple[int, ...], int]] = {
@@ -63,9 +64,7 @@ class _Fault(TorchDispatchMode):
 
 @pytest.fixture(scope="module")
 def model() -> PreTrainedModel:
-    model = MODELS["llama"].build()
-    hf_kvret.attach(model)
-    return model
+    return attached(MODELS["llama"].build())
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ from hf_kvret.artifacts.shared import shared_artifact
 from hf_kvret.lab.calibrate.aqua import predict
 from hf_kvret.lab.calibrate.tiny import tiny_artifact
 from hf_kvret.methods.aqua import AquaKVCache, AquaStore
+from hf_kvret.stores import Store
 from hf_kvret.testing import COVERING_OPTIONS
 from hf_kvret_kernels.higgs import HiggsCodec
 
@@ -62,10 +63,11 @@ def stores_of(cache: AquaKVCache) -> list[AquaStore]:
     return [layer.kv.store for layer in cache.retrieval_layers]
 
 
-def rows_of(store: AquaStore, chunk_len: int = 64) -> tuple[torch.Tensor, torch.Tensor]:
+def rows_of(store: Store) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of all cold tokens, as attention reads them."""
-    parts = [(keys, values) for _, keys, values in store.chunks(chunk_len=chunk_len)]
-    return tuple(torch.cat(side, dim=2) for side in zip(*parts, strict=True))
+    starts, *sides = zip(*store.chunks(64), strict=True)
+    assert list(starts) == sorted(starts) and starts[0] == 0
+    return tuple(torch.cat(side, dim=2) for side in sides)
 
 
 def reference(cache: AquaKVCache, artifact: str) -> list[list[torch.Tensor]]:

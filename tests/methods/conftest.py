@@ -7,17 +7,16 @@ from typing import Any
 import pytest
 from transformers import PreTrainedModel
 
-import hf_kvret
 from hf_kvret.lab.calibrate.tiny import tiny_artifact
 from hf_kvret.testing import MODELS
+
+from .aqua_caches import attached
 
 
 @pytest.fixture(scope="module")
 def llama() -> PreTrainedModel:
     """The zoo's Llama with our attention; its weights are not to be changed."""
-    model = MODELS["llama"].build()
-    hf_kvret.attach(model)
-    return model
+    return attached(MODELS["llama"].build())
 
 
 @pytest.fixture(scope="session")

@@ -8,11 +8,11 @@ import torch
 from hf_kvret.methods.aqua import AquaConfig, AquaKVCache, AquaStore
 from hf_kvret.methods.aqua.config import layer_plan
 from hf_kvret.methods.aqua.store import BytePages
-from hf_kvret.stores import Store
 from hf_kvret.stores.memory import DeviceMemory, HostMemory
 from hf_kvret.testing import MODELS
 
 from ..stores.rows import extend
+from .aqua_caches import rows_of
 
 CPU = torch.device("cpu")
 DIMS = KEY_DIM, VALUE_DIM = 24, 16
@@ -26,18 +26,12 @@ def _store(**changes: Any) -> AquaStore:
     return AquaStore(layer_plan(_plain(**{"bits": 4, **changes}), 0), DeviceMemory(CPU))
 
 
-def _read(store: Store, chunk_len: int = 64) -> list[torch.Tensor]:
-    starts, keys, values = zip(*store.chunks(chunk_len), strict=True)
-    assert list(starts) == sorted(starts) and starts[0] == 0
-    return [torch.cat(side, dim=2) for side in (keys, values)]
-
-
 def test_a_block_longer_than_a_chunk_is_coded_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     whole, chunks = _store(), _store()
     extend(whole, count=80, dims=DIMS)
     monkeypatch.setattr("hf_kvret.methods.aqua.store.CHUNK", 16)
     extend(chunks, count=80, dims=DIMS)
-    assert all(map(torch.equal, _read(chunks), _read(whole)))
+    assert all(map(torch.equal, rows_of(chunks), rows_of(whole)))
 
 
 def test_codes_lie_on_the_device_unless_the_host_is_asked_for() -> None:
@@ -52,7 +46,7 @@ def test_codes_lie_on_the_device_unless_the_host_is_asked_for() -> None:
 def test_pages_are_read_alike_with_and_without_a_kernel() -> None:
     pages = BytePages(DeviceMemory(CPU), page_len=8)
     extend(pages, count=33, dims=DIMS)
-    whole = [x[:, :, 3:29] for x in _read(pages)]
+    whole = [x[:, :, 3:29] for x in rows_of(pages)]
     for result in (pages.read(3, 29), pages.gathered(3, 29)):
         assert all(torch.equal(x, expected) for x, expected in zip(result, whole, strict=True))
 

@@ -22,13 +22,10 @@ YARN = {
 def llama(**rope: Any) -> PreTrainedConfig:
     """A small Llama with the RoPE parameters `rope`."""
     return AutoConfig.for_model(
-        "llama",
-        hidden_size=64,
-        num_attention_heads=4,
-        num_hidden_layers=2,
-        max_position_embeddings=2048,
+        "llama", vocab_size=128, hidden_size=64, intermediate_size=64, num_attention_heads=4,
+        num_key_value_heads=2, num_hidden_layers=2, max_position_embeddings=2048,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0, **rope},
-    )
+    )  # fmt: skip
 
 
 def by_complex_numbers(x: torch.Tensor, positions: torch.Tensor, rope: Rope) -> torch.Tensor:

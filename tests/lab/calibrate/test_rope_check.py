@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_kvret.lab.calibrate.taps import check_rope, input_device
 from hf_kvret.testing.models import MODELS, spread_weights
 from hf_kvret_model_patches.rope import Rope
+
+from ...patches import test_rope
 
 
 def in_dtype(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
@@ -25,21 +27,15 @@ def in_dtype(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
 
 def llama(**rope: Any) -> PreTrainedModel:
     """A small Llama with the RoPE parameters `rope`."""
-    config = AutoConfig.for_model(
-        "llama", vocab_size=128, hidden_size=64, intermediate_size=64, num_attention_heads=4,
-        num_key_value_heads=2, num_hidden_layers=2, max_position_embeddings=2048,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, **rope},
-    )  # fmt: skip
-    model = AutoModelForCausalLM.from_config(config)
+    model = AutoModelForCausalLM.from_config(test_rope.llama(**rope))
     spread_weights(model, 0)
     return model
 
 
-YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 256}
 SCALED = {
     "linear": {"rope_type": "linear", "factor": 4.0},
-    "yarn": YARN,
-    "yarn with a large factor": {**YARN, "attention_factor": 3.0},
+    "yarn": test_rope.YARN,
+    "yarn with a large factor": {**test_rope.YARN, "attention_factor": 3.0},
 }
 
 
