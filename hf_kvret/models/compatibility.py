@@ -16,6 +16,7 @@ from transformers.cache_utils import (
 
 from hf_kvret.options.config import RetrievalConfig
 from hf_kvret_model_patches.decoders import decoder_of
+from hf_kvret_model_patches.rope import layer_config
 
 # By model type, why a retrieval cache can't serve it where configuration and classes do not say it.
 _OBSTACLES = {
@@ -241,9 +242,7 @@ def layer_shape(config: PreTrainedConfig, layer: int) -> AttentionShape:
 
     A latent layer holds one row for all heads.
     """
-    text = config.get_text_config(decoder=True)
-    differ = getattr(text, "is_heterogeneous", False)
-    text = text.per_layer_config[layer] if differ else text
+    text = layer_config(config, layer)
     heads = text.num_attention_heads
     if is_latent(config):
         ropes = getattr(text, "no_rope_layers", None)

@@ -78,7 +78,7 @@ class Rope:
             ValueError: no such layer; an unknown layout; frequencies that depend on the length of
                 the text (dynamic NTK, LongRoPE), or of an unknown type.
         """
-        text = _text_config(config, layer)
+        text = layer_config(config, layer)
         if layout is None:
             layout = _layout(text) if _rotates(text, layer) else "none"
         if layout == "none":
@@ -159,10 +159,10 @@ class Rope:
 
 def has_rope(config: PreTrainedConfig, layer: int) -> bool:
     """Whether the configuration has parameters of RoPE for a layer; errors as of ``Rope.of``."""
-    return _parameters(_text_config(config, layer), layer)[0] is not None
+    return _parameters(layer_config(config, layer), layer)[0] is not None
 
 
-def _text_config(config: PreTrainedConfig, layer: int) -> PreTrainedConfig:
+def layer_config(config: PreTrainedConfig, layer: int) -> PreTrainedConfig:
     """The configuration of one layer of the text decoder, or of all where layers are alike.
 
     Raises:
