@@ -187,7 +187,7 @@ class RetrievalCache(Cache):
                     for each in self.retrieval_layers:
                         each.prompt_end = 0
                 self._stores.note_pass(key_states.shape[2])
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        return layer.update(key_states, value_states, *args, **kwargs)
 
     def expect(self, tokens: int, chunk: int, new_tokens: int = 0) -> None:
         """Announce a prompt of ``tokens`` tokens, ``chunk`` of them in a pass.

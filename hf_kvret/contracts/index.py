@@ -18,8 +18,7 @@ from hf_kvret_kernels.ids import WrongIdError
 from hf_kvret_kernels.paged import HostRows
 
 
-@dataclass(frozen=True, eq=False)
-class Scoring:
+class Scoring(NamedTuple):
     """A score is ``scale * q.k``, or ``softcap * tanh(scale * q.k / softcap)``.
 
     Attributes:
@@ -35,7 +34,7 @@ class Scoring:
 
     def of(self, valid: torch.Tensor | None) -> Self:
         """The same scoring with another ``valid``."""
-        return type(self)(valid, self.scale, self.softcap)
+        return self._replace(valid=valid)
 
     def reordered(self, rows: torch.Tensor) -> Self:
         """The same scoring for the batch whose sequence b is the old one ``rows[b]``."""
@@ -200,11 +199,15 @@ class Index(State):
         be the newest alone.
         """
 
-    def build(self, cold: ColdTokens) -> None:
-        """Do the work that needs the whole prompt. Called once, with at least one cold token.
+    def is_stale(self, cold: ColdTokens) -> bool:
+        """Whether ``build`` is to be called again before a search of ``cold``; asked each time."""
+        return False
 
-        Runs before the first search, or earlier if the cache is forked or saved, so that no copy
-        has to repeat it.
+    def build(self, cold: ColdTokens) -> None:
+        """Do the work that needs the whole prompt, with at least one cold token.
+
+        Called once, and again where ``is_stale``. Runs before the first search, or earlier if the
+        cache is forked or saved, so that no copy has to repeat it.
         """
 
     def before_search(self, cold: ColdTokens) -> None:

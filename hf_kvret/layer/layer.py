@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 import weakref
 from collections.abc import Callable
@@ -251,12 +250,11 @@ class RetrievalLayer(CacheLayerMixin):
         only attend, and may have fewer queries. Under autocast, too, all is computed in the dtypes
         of these tensors. Returns ``[B, Hq, Q, Dv]`` in the query's dtype.
         """
-        device = query.device.type
-        # The meta device has no autocast to ask for.
-        if query.is_meta or not torch.is_autocast_enabled(device):
+        # The meta device has no autocast.
+        if not torch._C._is_any_autocast_enabled() or query.is_meta:
             return self._attend(query, key, value, call)
         # A sum that is kept in fp32 would get parts in bf16.
-        with torch.autocast(device, enabled=False):
+        with torch.autocast(query.device.type, enabled=False):
             return self._attend(query, key, value, call)
 
     def _attend(
@@ -272,7 +270,7 @@ class RetrievalLayer(CacheLayerMixin):
         window = kv.window
         if window.capture is not None:
             # The call's mask is of this step alone; that of ``capture`` is filled for each.
-            call = dataclasses.replace(call, scoring=call.scoring.of(window.capture.slots))
+            call = call._replace(scoring=call.scoring.of(window.capture.slots))
         tokens = NewTokens(query, *self.rows_of(key, value))
         new = key.shape[2]
         past = window.start + window.length - (0 if self.pending_attention else new)
@@ -304,7 +302,7 @@ class RetrievalLayer(CacheLayerMixin):
             kv.index.on_reader(call.positions)
         self._scoring = call.scoring
         out = attend_step(kv, row_query, call, self.subscribers, self.layer_info.number)
-        out = out.to(query.dtype)
+        out = out if out.dtype == query.dtype else out.to(query.dtype)
         return call.heads.project_values(out) if call.heads.makes_rows else out
 
     def _attend_many(
@@ -337,7 +335,7 @@ class RetrievalLayer(CacheLayerMixin):
         self.exact_rows += min(past, kv.cold_len) * len(key) * key.shape[1]
         if as_it_is:
             return attend_exactly(kv, query, key, value, past, call).to(query.dtype)
-        call_of_rows = dataclasses.replace(call, heads=Heads())
+        call_of_rows = call._replace(heads=Heads())
         out = attend_exactly(kv, row_query, key, value, past, call_of_rows)
         return call.heads.project_values(out.to(query.dtype))
 

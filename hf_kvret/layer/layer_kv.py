@@ -48,7 +48,7 @@ def keeps_tensors(
             if not torch.is_inference_mode_enabled():
                 result = method(self, *args, **kwargs)
             else:
-                with torch.inference_mode(False):
+                with torch._C._InferenceMode(False):
                     result = method(self, *args, **kwargs)
             self.torn = before
             return result
@@ -247,7 +247,6 @@ class LayerKV(State):
         full = window.length >= config.recent + config.flush
         return full and window.end >= config.dense_len and not self.drafts
 
-    @keeps_tensors
     def take_step(
         self,
         keys: torch.Tensor,
@@ -258,9 +257,10 @@ class LayerKV(State):
         """Flush if one is due, then append ``[B, Hkv, n, D]``.
 
         Dropping tokens of this step never has to undo a flush. ``valid [B, T]`` covers all slots,
-        those of the new tokens included; None: all valid. ``learn`` is called first: what the
-        index learns from the queries of these tokens is part of the change.
+        those of the new tokens included; None: all valid. ``learn`` is called first, and has the
+        index learn from the queries of these tokens.
         """
+        # Each is a change of its own: a crop drops what a pass that breaks off between them left.
         if learn is not None:
             learn()
         if self.step_flushes():
@@ -339,17 +339,22 @@ class LayerKV(State):
         if self.index is not None:
             self.index.set_options(config)
 
-    @keeps_tensors
     def ready_index(self, cold: ColdTokens) -> Index | None:
         """The index, built and ready to search ``cold``; None: all cold tokens are attended to."""
-        if not self.built:
+        index = self.index
+        if index is None or not self.built or index.is_stale(cold):
             self.build_index(cold)
-        elif self.index is not None and "before_search" in self.index.hooks:
-            try:
-                self.index.before_search(cold)
-            except WrongIdError as error:
-                raise blamed_on(self.index, "before_search", error) from error
-        return self.index
+        elif "before_search" in index.hooks:
+            self._prepare(index, "before_search", cold)
+        return index
+
+    @keeps_tensors
+    def _prepare(self, index: Index, method: str, cold: ColdTokens) -> None:
+        """Call ``Index.build`` or ``Index.before_search``, as ``method`` says."""
+        try:
+            getattr(index, method)(cold)
+        except WrongIdError as error:
+            raise blamed_on(index, method, error) from error
 
     @keeps_tensors
     def after_search(self, ids: torch.Tensor) -> None:
@@ -357,14 +362,10 @@ class LayerKV(State):
         assert self.index is not None, "it has searched"
         self.index.after_search(ids)
 
-    @keeps_tensors
     def build_index(self, cold: ColdTokens) -> None:
-        """Call ``Index.build``, unless it was called before."""
-        if not self.built and self.index is not None:
-            try:
-                self.index.build(cold)
-            except WrongIdError as error:
-                raise blamed_on(self.index, "build", error) from error
+        """Call ``Index.build``, unless it was called before and the index is not stale."""
+        if self.index is not None and (not self.built or self.index.is_stale(cold)):
+            self._prepare(self.index, "build", cold)
         self.built = True
 
     @keeps_tensors

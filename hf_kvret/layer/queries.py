@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -52,8 +51,7 @@ class Heads:
         return keys.shape[1] * (keys.shape[3] + values.shape[3])
 
 
-@dataclass(frozen=True, eq=False)
-class AttentionCall:
+class AttentionCall(NamedTuple):
     """Arguments of one attention call other than query, key and value.
 
     Attributes:
@@ -73,6 +71,6 @@ class AttentionCall:
     prompt: Callable[[], torch.Tensor]
     sink_logits: torch.Tensor | None = None
     positions: torch.Tensor | None = None
-    is_causal: Callable[[], bool] = field(default=lambda: True)
+    is_causal: Callable[[], bool] = lambda: True
     indices: torch.Tensor | None = None
     heads: Heads = Heads()

@@ -97,15 +97,14 @@ class LayerCounters(Subscriber):
         """Count a step."""
         query, cold, ids = record.query, record.cold, record.ids
         batch, _, queries, _ = query.shape
-        count = cold.valid.shape[1]
+        kv, count = record.kv, cold.valid.shape[1]
         self.steps += 1
         self.queries += queries
         if ids is None:
-            self.cold_rows += count * batch * record.kv.window.keys.shape[1] * queries
+            self.cold_rows += count * batch * kv.window.keys.shape[1] * queries
             return
         searches = batch * ids.shape[1] * queries
         self.cold_rows += count * searches
-        kv = record.kv
         key = kv.config, kv.changes, cold.budget
         if key != self._key:
             # Without an index the model's own named them.
@@ -181,7 +180,11 @@ def _attend_on_host(
         rows = cold.host_rows
         if rows is None or index is None:
             return None
-        search, valid, host_cold = _host_search(index, query, cold), cold.valid, kv.host_cold
+        describes = "host_search" in index.hooks and "search" not in vars(index)
+        search = index.host_search(query, cold) if describes else None
+        # The ids, where only the index can search.
+        search = search or host_step.GivenIds(index.search(query, cold))
+        valid, host_cold = cold.valid, kv.host_cold
         same = host_cold is not None and host_cold.search is search and host_cold.valid is valid
         # An index may give a search again that it has changed.
         if host_cold is None or not same or host_cold.packed[0] is not search.packed:
@@ -200,14 +203,6 @@ def _attend_on_host(
     if index is not None and "after_search" in index.hooks:
         kv.after_search(ids)
     return out, ids
-
-
-def _host_search(index: Index, query: torch.Tensor, cold: ColdTokens) -> host_step.HostSearch:
-    """What the library has to know to search; the ids where only the index can."""
-    describes = "host_search" in index.hooks and "search" not in vars(index)
-    if describes and (description := index.host_search(query, cold)) is not None:
-        return description
-    return host_step.GivenIds(index.search(query, cold))
 
 
 def _attend_by_search(

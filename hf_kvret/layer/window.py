@@ -260,8 +260,9 @@ class Window(State):
         self.length = self.keys.shape[2] - self.sink
         self.sinks_full = bool((self.sink_slots >= 0).all())
 
+    @torch.inference_mode(False)
     def _rehouse(self, capacity: int) -> None:
-        """Copy the tokens to new buffers for ``capacity`` tokens."""
+        """Copy the tokens to new buffers for ``capacity`` tokens, to be written to in any mode."""
         length, self.host = self.sink + self.length, None
         for name in ("keys", "_values"):
             if (buffer := getattr(self, name)) is not None:

@@ -158,8 +158,9 @@ class IndexRun:
 
     def ready(self, budget: int | None = None, sinks: int = 0) -> None:
         """What comes before a search."""
-        prepare = self.index.before_search if self.built else self.index.build
-        prepare(self.cold(budget, sinks))
+        cold = self.cold(budget, sinks)
+        is_ready = self.built and not self.index.is_stale(cold)
+        (self.index.before_search if is_ready else self.index.build)(cold)
         self.built = True
 
     def search(

@@ -226,10 +226,9 @@ class ParisIndex(CapturableIndex, Index):
         if len(cold) > self._mean_len:
             self._renew(cold.store)
 
-    def before_search(self, cold: ColdTokens) -> None:
+    def is_stale(self, cold: ColdTokens) -> bool:
         """The mean of half as many tokens, or fewer, no longer is that of the keys."""
-        if cold.valid.shape[1] >= 2 * self._mean_len:
-            self._renew(cold.store)
+        return cold.valid.shape[1] >= 2 * self._mean_len
 
     def _renew(self, store: Store) -> None:
         """Take mean and factors of all keys and code them anew.
@@ -238,9 +237,9 @@ class ParisIndex(CapturableIndex, Index):
         the mean stays.
         """
         mean, length = self._mean, len(self._sign)
+        self._mean_len = length
         if mean is None or store.codes_rows:
             return
-        self._mean_len = length
         valid = self._codes().is_valid()
         total, squares = torch.zeros_like(mean), torch.zeros_like(mean)
         for start, keys in store.key_chunks():
