@@ -15,16 +15,20 @@ from __future__ import annotations
 
 import functools
 import logging
+import operator
 import threading
 import time
 import types
 import weakref
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
+from torch._C._dynamo.guards import GlobalStateGuard
 from torch._dynamo import lookup_backend
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.exc import TorchDynamoException
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicLayer
@@ -50,6 +54,7 @@ _MOST_GRAPHS = 64
 # Seconds of compiling after which the log says what goes on.
 _PATIENCE = 5
 _GOES_ON = "torch compiles the layers of %s for more than %d s: 'compile': False does without"
+_PLAIN = "the layers of %s are not compiled: %s"
 _COMPILED = "the layers of %s were compiled for decode steps of %d sequences in %.1f s"
 # One thread compiles at a time: the limit of graphs belongs to the process.
 _compiling = threading.Lock()
@@ -127,7 +132,6 @@ class CompiledLayer:
     def __init__(self, layers: CompiledLayers, layer: nn.Module, number: int) -> None:
         self._layers, self._layer, self._number = layers, weakref.ref(layer), number
         self._usage: _Usage | None = None
-        self._compiled_for: set[tuple[int, bool]] = set()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         layer, steps = self._layer(), NOW.steps
@@ -195,18 +199,21 @@ class CompiledLayer:
                 return _MARKER if argument is mask else _STAND_IN
             if not isinstance(argument, torch.Tensor):
                 return argument
-            # Strides are those that the shape tells: a graph is for strides, too.
-            return argument.contiguous().view(-1).view(argument.shape)
+            dense = argument.contiguous()
+            # Strides are those that the shape tells: guards are for strides, too.
+            return dense if known else dense.view(-1).view(argument.shape)
 
+        known = steps.functions.get(self._number)
         arguments = layer, tuple(map(replaced, args)), {x: replaced(y) for x, y in kwargs.items()}
-        is_new = steps.key not in self._compiled_for
+        is_new = steps.key not in self._layers.ready
         NOW.attend, steps.has_attended = attend_here, False
         try:
-            out = (self._layers.compile if is_new else self._layers.run)(*arguments)
+            out = (known or (self._layers.compile if is_new else self._layers.run))(*arguments)
         finally:
             NOW.attend = None
         assert steps.has_attended, "the graph has the operation"
-        self._compiled_for.add(steps.key)
+        if known is None:
+            steps.functions[self._number] = self._layers.function(*arguments)
         return out
 
 
@@ -266,8 +273,8 @@ class CompiledLayers:
         self._seconds = 0.0
         self.ready: set[tuple[int, bool]] = set()
         # Graphs belong to a function's code: with its own a model can't use up another's limit.
-        code = _forward.__code__.replace(co_name=f"forward_of_{self._name}")
-        own = types.FunctionType(code, globals())
+        self._code = _forward.__code__.replace(co_name=f"forward_of_{self._name}")
+        own = types.FunctionType(self._code, globals())
         self._forward = torch.compile(own, backend=_build, fullgraph=True, dynamic=False)
 
     def run(self, *arguments: Any) -> Any:
@@ -278,6 +285,13 @@ class CompiledLayers:
         """
         followed = torch._C._len_torch_dispatch_stack() > 0
         return (_forward if followed else self._forward)(*arguments)
+
+    def function(self, *arguments: Any) -> Callable[..., Any]:
+        """What ``run`` calls once torch's guards have passed, for arguments that it was given."""
+        named = dict(zip(("layer", "args", "kwargs"), arguments, strict=True))
+        entries = _debug_get_cache_entry_list(self._code)
+        codes = [x.code for x in entries if x.guard_manager.check(named)]
+        return types.FunctionType(codes[0], globals()) if codes else self.run
 
     def compile(self, *arguments: Any) -> Any:
         """As ``run``, for the first time with tensors of these shapes."""
@@ -302,7 +316,7 @@ class CompiledLayers:
     def refuse(self, reason: str) -> None:
         """Leave the layers as they are from here on, and log the reason."""
         self.why = reason
-        _log_once(self._name, reason, logging.WARNING)
+        log_once(logging.WARNING, _PLAIN, self._name, reason)
 
 
 def _build(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
@@ -322,6 +336,7 @@ class CompiledSteps:
 
     Attributes:
         key: batch size of the step under way, and whether it is in inference mode, as a graph has.
+        functions: what layers call, by number, once torch's guards passed, a tenth of a step.
         has_recorded: whether a layer recorded in it how it calls its attention.
         has_attended: whether the newest compiled layer got as far as its attention.
     """
@@ -331,12 +346,17 @@ class CompiledSteps:
     ) -> None:
         self._model, self.cache, self.layers = model, cache, layers
         self.key = (0, False)
+        self.functions: dict[int, Callable[..., Any]] = {}
         self.has_recorded = self.has_attended = False
+        # Of the step before: torch's state, inputs with all that modules held, and where they do.
+        self._state = GlobalStateGuard()
+        self._seen: list[object] = []
+        self._holders: list[Any] = []
 
     def __call__(self, **inputs: Any) -> Any:
         """The model's output for ``inputs``, the keywords of its forward pass."""
         key = self._key_of(inputs)
-        if key is None:
+        if key is None or self._look(key, inputs):
             return self._model(**inputs)
         self.key, self.has_recorded = key, False
         before, NOW.steps = NOW.steps, self
@@ -346,6 +366,29 @@ class CompiledSteps:
             NOW.steps = before
         self.layers.end_step(self)
         return output
+
+    def _look(self, key: tuple[int, bool], inputs: dict[str, Any]) -> bool:
+        """Forget the functions if the step is unlike the one before; returns whether hooks run."""
+        given: list[object] = [*key]
+        for name, x in inputs.items():
+            # A mask grows from step to step.
+            given += (name, x.dtype, *x.shape[:-1]) if isinstance(x, torch.Tensor) else (name, x)
+        modes = torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack()
+        seen = [modes, *given, *chain.from_iterable(self._holders)]
+        same = len(seen) == len(self._seen) and all(map(operator.is_, seen, self._seen))
+        if same and self._state.check():
+            return False
+        self.functions.clear()
+        modules = [one for layer in _decoder_layers(self._model) for one in layer.modules()]
+        is_hooked = any(map(has_hooks, modules))
+        own = [vars(module) for module in modules]
+        parts = [x for one in own for x in one.values() if type(x) in (dict, list)]
+        hooks = [x for one in modules for x in (one._forward_hooks, one._forward_pre_hooks)]
+        self._holders = [x if isinstance(x, list) else x.values() for x in (*own, *parts, *hooks)]
+        seen = [modes, *given, *chain.from_iterable(self._holders)]
+        # With hooks, or under a mode, every step is unlike the one before.
+        self._seen, self._state = [] if modes or is_hooked else seen, GlobalStateGuard()
+        return is_hooked
 
     def is_ready(self, inputs: dict[str, Any]) -> bool:
         """Whether a call with these inputs compiles nothing."""
@@ -379,7 +422,7 @@ def compiled_steps(
         return None
     if (reason := why_not_compiled(model, cache)) is not None:
         level = logging.WARNING if asked is True else logging.INFO
-        _log_once(type(model).__name__, reason, level)
+        log_once(level, _PLAIN, type(model).__name__, reason)
         return None
     with _making:
         if model not in _models:
@@ -438,6 +481,6 @@ def _reason(error: BaseException) -> str:
 
 
 @functools.cache
-def _log_once(name: str, reason: str, level: int) -> None:
-    """Log why the layers of a model named ``name`` stay as they are, once in a process."""
-    _log.log(level, "the layers of %s are not compiled: %s", name, reason)
+def log_once(level: int, message: str, *arguments: str) -> None:
+    """Log a message, once in a process."""
+    _log.log(level, message, *arguments)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -18,12 +17,12 @@ from hf_kvret.layer.hybrid import foreign_layers_of
 from hf_kvret.layer.window import Capture, Window, wide_mask
 from hf_kvret.models.ranks import is_split
 from hf_kvret.models.versions import CACHE_NAMES, DummyLayer, cache_argument
-from hf_kvret.replay.compiled_layers import compiled_steps
+from hf_kvret.replay.compiled_layers import compiled_steps, log_once
 from hf_kvret.replay.layer_step import LayerStep, SlidingStep, StateStep, Step
 from hf_kvret.replay.recorders import RECORDERS
 from hf_kvret.replay.replayable import has_hooks, is_compiled, untested
 
-_log = logging.getLogger("hf_kvret.replay")
+_EAGER = "decode steps are not replayed from a CUDA graph: %s"
 # Arguments of a decode step whose values differ from step to step.
 _PER_STEP = ("input_ids", "position_ids", "cache_position")
 _MASK = "attention_mask"
@@ -181,7 +180,7 @@ class DecodeGraph:
                 if len(tokens) <= start:
                     tokens.write(inputs["input_ids"], start)
                 return output
-            _log_once(self.reason)
+            log_once(logging.WARNING, _EAGER, self.reason)
         return self._usual(inputs)
 
     def _usual(self, inputs: dict[str, Any]) -> Any:
@@ -316,14 +315,7 @@ class DecodeGraph:
     def _give_up(self, reason: str, quietly: bool = False) -> None:
         self.reason, self._given_up = reason, True
         self._frame = self._recorder = None
-        _log_once(reason, quietly)
-
-
-@functools.cache
-def _log_once(reason: str, quietly: bool = False) -> None:
-    """Log ``reason``, once in a process."""
-    level = logging.DEBUG if quietly else logging.WARNING
-    _log.log(level, "decode steps are not replayed from a CUDA graph: %s", reason)
+        log_once(logging.DEBUG if quietly else logging.WARNING, _EAGER, reason)
 
 
 def why_not(model: PreTrainedModel, cache: RetrievalCache) -> str | None:

@@ -23,7 +23,7 @@ from hf_kvret.generate.attach import restore
 from hf_kvret.models import products
 from hf_kvret.models.compatibility import is_latent
 from hf_kvret.replay import compiled_layers
-from hf_kvret.replay.compiled_layers import CompiledLayer, attend, why_not_compiled
+from hf_kvret.replay.compiled_layers import CompiledLayer, CompiledLayers, attend, why_not_compiled
 from hf_kvret.testing import MODELS
 from hf_kvret.testing.tape import taped
 from hf_kvret_kernels import host_library
@@ -45,7 +45,7 @@ PLAIN_TYPES = {
 def _traced_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Graphs are traced and run as they are, which shows all but what Inductor writes."""
     monkeypatch.setattr(compiled_layers, "BACKEND", "eager")
-    compiled_layers._log_once.cache_clear()
+    compiled_layers.log_once.cache_clear()
     torch.compiler.reset()
     counters.clear()
     yield
@@ -248,6 +248,45 @@ def test_copies_pickles_and_saved_models_have_layers_as_they_are(tmp_path: Path)
 
 def _compiled_layers(model: PreTrainedModel) -> int:
     return sum(isinstance(one._compiled_call_impl, CompiledLayer) for one in model.modules())
+
+
+# What may become of an MLP between two steps of one loop.
+CHANGES: dict[str, Any] = {
+    "parameter": lambda mlp: setattr(mlp.up_proj, "weight", torch.nn.Parameter(torch.eye(32))),
+    "module": lambda mlp: setattr(mlp, "act_fn", torch.nn.Tanh()),
+    "method": lambda mlp: setattr(mlp, "forward", lambda x: 2 * x),
+    "hook": lambda mlp: mlp.register_forward_hook(lambda *given: 2 * given[-1]),
+    "dict": lambda mlp: mlp.scales.update(one=2.0),
+    "list": lambda mlp: mlp.offsets.append(1.0),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_of_a_layer_between_two_steps_takes_effect(change: str) -> None:
+    mlp = (model := small_llama()).model.layers[1].mlp
+    mlp.scales, mlp.offsets, real = {"one": 1.0}, [0.0], mlp.forward
+    mlp.forward = lambda x: real(x) * mlp.scales["one"] + sum(mlp.offsets)
+    loop, usual = compiled(model), plain(model)
+    assert torch.equal(loop.run(4), usual.run(4))
+    unchanged = usual.copy(cache=usual.cache.fork()).run(2)
+    CHANGES[change](mlp)
+    expected = usual.run(2)
+    assert torch.equal(loop.run(2), expected) and not torch.equal(expected, unchanged)
+
+
+def test_guards_are_asked_again_for_other_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, asked, run = compiled(small_llama()), iter(range(99)), CompiledLayers.run
+    loop.run(3)
+    monkeypatch.setattr(CompiledLayers, "run", lambda *given: (next(asked), run(*given))[1])
+    no_functions = torch._C.DisableTorchFunctionSubclass()
+    for context in (torch.device("cpu"), torch.inference_mode(), no_functions):
+        with context:
+            loop.run(1)
+        loop.run(2)
+    loop.padded = True
+    loop.run(2)
+    # Both layers, within the contexts and behind them, and with a mask.
+    assert next(asked) == 2 * (3 + 3 + 1)
 
 
 def test_two_models_in_two_threads_do_not_disturb_each_other() -> None:

@@ -20,7 +20,7 @@ from .steps import PROMPT, DecodeLoop, Waiting, compare, graphed, small_cache, s
 @pytest.fixture
 def silent(caplog: pytest.LogCaptureFixture) -> None:
     """No reason was logged in this process yet, and every level is seen."""
-    graph._log_once.cache_clear()
+    graph.log_once.cache_clear()
     caplog.set_level(logging.DEBUG, logger="hf_kvret.replay")
 
 
