@@ -14,6 +14,7 @@ import torch
 
 from hf_kvret_kernels import _dispatch, paris
 from hf_kvret_kernels.higgs import CodedRows, HiggsCodec
+from hf_kvret_kernels.mean_tokens import MeanToken
 from hf_kvret_kernels.merge import Partials
 from hf_kvret_kernels.paged import PagedRows
 
@@ -113,21 +114,10 @@ def _paris(shape: StepShape, shares: tuple[float, ...] = PARIS_SHARES) -> None:
     planes = (shape.tokens(width, dtype=torch.uint8) for width in (dim // 8, dim // 2))
     codes = paris.ParisCodes(*planes)
     counts = torch.empty(shape.batch, shape.heads, dim // 8, 256, dtype=torch.int32, device=_META)
-    call = paris.SearchCall(
-        grouped.transpose(2, 3),
-        torch.empty(dim, device=_META),
-        codes,
-        counts,
-        torch.empty(8, device=_META),
-        PARIS_K,
-        shape.candidates,
-        paris.share_units(PARIS_RHO, shares),
-        8,
-        shape.valid(),
-        shape.scale,
-        None,
-        None,
-    )
+    signs, levels = torch.empty(dim, device=_META), torch.empty(8, device=_META)
+    query, units = grouped.transpose(2, 3), paris.share_units(PARIS_RHO, shares)
+    chosen, scored = (PARIS_K, shape.candidates, units, 8), (shape.valid(), shape.scale, None, None)
+    call = paris.SearchCall(query, signs, codes, counts, levels, *chosen, *scored)
     triton.search(call)
 
 
@@ -257,7 +247,11 @@ def _finish(shape: StepShape, count: int) -> None:
     others, ids = _pieces(shape, count, 32, 4), shape.ids(count)
     column = torch.empty(1, dtype=torch.int64, device=_META)
     new = NewToken(call.key[:, :, :1].contiguous(), call.value[:, :, :1].contiguous(), column)
-    triton.step_attention(call, others, None, ids, total, _HALF, new)
+    lead, dim = (shape.batch, shape.heads), shape.head_dim
+    sizes = (*lead, 1 + 2 * dim, dim), (*lead, 1, dim), (shape.batch, 1)
+    moments, values, counts = (torch.empty(size, device=_META) for size in sizes)
+    mean = MeanToken(moments, values, counts.long())
+    triton.step_attention(call, others, None, ids, total, _HALF, new, mean)
 
 
 def _window(shape: StepShape) -> None:

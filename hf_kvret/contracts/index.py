@@ -15,6 +15,7 @@ from hf_kvret.contracts.state import State
 from hf_kvret.contracts.store import AttentionResult, Store
 from hf_kvret_kernels.host_step import HostSearch
 from hf_kvret_kernels.ids import WrongIdError
+from hf_kvret_kernels.mean_tokens import MeanToken
 from hf_kvret_kernels.paged import HostRows
 
 
@@ -49,12 +50,14 @@ class ColdTokens:
         store: holds them; an index may read keys in it.
         scoring: ``valid [B, n]`` is False for padding, holes and sinks: never to be selected.
         budget: how many tokens a query selects, from 1 to n.
+        mean: what those that a query does not select count by; None: they don't count.
         valid, scale, softcap: of ``scoring``.
     """
 
     store: Store
     scoring: Scoring
     budget: int
+    mean: MeanToken | None = None
 
     valid: torch.Tensor = field(init=False)
     scale: float = field(init=False)

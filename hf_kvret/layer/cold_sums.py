@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import torch
 
 from hf_kvret.contracts.block import TokenBlock
-from hf_kvret.contracts.index import ColdTokens, Scoring
+from hf_kvret.contracts.index import ColdTokens
 from hf_kvret.contracts.state import State, Tensors, number, tensor, transient
-from hf_kvret.contracts.store import AttentionResult
 from hf_kvret_kernels.mean_tokens import MeanToken
-from hf_kvret_kernels.merge import merge_partials
 
 # Rows that are added up in fp32 before fp64, and rows that are read from a store at once.
-_CHUNK_LEN, _READ_LEN = 64, 4096
-# With a smaller spread of scores a regression would follow rounding errors.
-_LEAST_SPREAD = 1e-3
+_CHUNK_LEN, _READ_LEN = 64, 1024
 
 
 class ColdSums(State):
     """Sums of keys and values of the cold tokens that may be retrieved, and of their products.
 
     In fp64, as there may be a million rows in a sum; products are of rows less their mean. What
-    lags behind is made of the store's rows, and so is all of it after a crop.
+    lags behind is made of the store's rows.
 
     Args:
         key_dim: numbers of a key.
@@ -54,50 +48,49 @@ class ColdSums(State):
     def add(self, block: TokenBlock, sink_slots: torch.Tensor | None = None) -> None:
         """Add the tokens from slot ``end`` on that are valid, and not in ``sink_slots [B, s]``."""
         assert block.start == self.end, "tokens come in order"
-        counted = _counted(block, sink_slots)
-        sides = [block.keys] if block.value_in_key else [block.keys, block.values]
-        for start in range(0, len(block), _READ_LEN):
-            some = slice(start, start + _READ_LEN)
-            rows = torch.cat([x[:, :, some] for x in sides], dim=-1).float()
-            self._add_rows(rows, None if counted is None else counted[:, some])
+        for rows, counted in _parts(block, _counted(block, sink_slots)):
+            self._combine(*_sums_of(rows, counted, self._key))
         self.end, self._mean = block.end, None
 
-    def _add_rows(self, rows: torch.Tensor, counted: torch.Tensor | None) -> None:
-        """Add ``rows [B, Hkv, n, w]`` that are ``counted [B, n]``; None: all are."""
-        if counted is None:
-            counts = torch.full((len(rows), 1), rows.shape[2], device=rows.device)
-        else:
-            counts, left_out = counted.sum(1, keepdim=True), ~counted[:, None, :, None]
-            rows = rows.masked_fill(left_out, 0.0)
-        sums = _sum(rows).unsqueeze(2)
-        mean = _mean(sums, counts)
-        centered = rows - mean.float()
-        if counted is not None:
-            centered.masked_fill_(left_out, 0.0)
-        products = (centered[..., self._key].mT @ centered).double()
-        if self._sums is not None and self._counts is not None and self._products is not None:
-            # The means of both parts differ, which adds the product of the difference.
-            total = counts + self._counts
-            weight = (counts * self._counts / total.clamp(min=1))[:, None, :, None]
-            shift = mean - _mean(self._sums, self._counts)
-            products += self._products + weight * (shift[..., self._key].mT @ shift)
-            sums, counts = sums + self._sums, total
-        self._sums, self._counts, self._products = sums, counts, products
+    def _combine(
+        self, sums: torch.Tensor, counts: torch.Tensor, products: torch.Tensor, sign: int = 1
+    ) -> None:
+        """Add the sums of other tokens, or take them off with ``sign=-1``."""
+        if self._sums is None or self._counts is None or self._products is None:
+            self._sums, self._counts, self._products = sums, counts, products
+            return
+        total = self._counts + sign * counts
+        # The means of both parts differ, which adds the product of the difference.
+        apart = _mean(sums, counts) - _mean(self._sums, self._counts)
+        weight = sign * counts.double() * self._counts / total.clamp(min=1)
+        shift = weight[:, None, :, None] * (apart[..., self._key].mT @ apart)
+        self._products = self._products + sign * products + shift
+        self._sums, self._counts = self._sums + sign * sums, total
 
     def catch_up(self, cold: ColdTokens, heads: int, value_in_key: int) -> None:
         """Add what is missing of ``cold``, of ``heads`` KV heads, as the store reads it back."""
-        while self.end < len(cold):
-            stop = min(len(cold), self.end + _READ_LEN)
-            device = cold.valid.device
-            slots = torch.arange(self.end, stop, dtype=torch.int32, device=device)
-            ids = slots.expand(len(cold.valid), heads, 1, -1).contiguous()
-            keys, values = (rows[:, :, 0].to(device) for rows in cold.store.gather(ids))
-            valid = cold.valid[:, self.end : stop]
-            self.add(TokenBlock(keys, values, self.end, valid, value_in_key=value_in_key))
+        for block in _read(cold, self.end, len(cold), heads, value_in_key):
+            self.add(block)
 
     def crop(self, length: int) -> None:
-        """Forget everything where tokens are dropped: what was added can't be taken off exactly."""
+        """Forget everything where tokens are dropped that were added."""
         if length < self.end:
+            self.reset()
+
+    def drop(self, cold: ColdTokens | None, length: int, heads: int, value_in_key: int) -> None:
+        """Forget the tokens from slot ``length`` on, which ``cold`` has still.
+
+        They are taken off. All is forgotten where they are more than what stays, which is then
+        read again, where numbers are not finite, and with None, as nobody knows which are padding.
+        """
+        if cold is None or self.end - length > length:
+            self.crop(length)
+            return
+        for block in _read(cold, length, self.end, heads, value_in_key):
+            for rows, counted in _parts(block, block.valid):
+                self._combine(*_sums_of(rows, counted, self._key), sign=-1)
+        self.end, self._mean = min(length, self.end), None
+        if self._products is not None and not bool(self._products.isfinite().all()):
             self.reset()
 
     def state_dict(self) -> Tensors:
@@ -127,50 +120,46 @@ class ColdSums(State):
         return self._mean
 
 
-@dataclass(frozen=True, eq=False)
-class ColdTokensWithMean(ColdTokens):
-    """Cold tokens of which those that a query does not select count by their moments."""
-
-    mean: MeanToken
-
-    def begin(self, query: torch.Tensor, ids: torch.Tensor) -> Callable[[], AttentionResult]:
-        finish = super().begin(query, ids)
-
-        def merged() -> AttentionResult:
-            out, lse = finish()
-            mean_out, mean_lse = attend_unselected(self.mean, query, ids, self.scoring)
-            return merge_partials([out, mean_out], [lse, mean_lse])
-
-        return merged
+def _read(
+    cold: ColdTokens, start: int, end: int, heads: int, value_in_key: int
+) -> Iterator[TokenBlock]:
+    """The tokens from slot ``start`` to ``end``, as the store reads them back."""
+    for first in range(start, end, _READ_LEN):
+        stop = min(end, first + _READ_LEN)
+        device = cold.valid.device
+        slots = torch.arange(first, stop, dtype=torch.int32, device=device)
+        ids = slots.expand(len(cold.valid), heads, 1, -1).contiguous()
+        keys, values = (rows[:, :, 0].to(device) for rows in cold.store.gather(ids))
+        valid = cold.valid[:, first:stop]
+        yield TokenBlock(keys, values, first, valid, value_in_key=value_in_key)
 
 
-def attend_unselected(
-    mean: MeanToken, query: torch.Tensor, ids: torch.Tensor, scoring: Scoring
-) -> AttentionResult:
-    """Attention of ``query [B, Hq, Q, Dk]`` to what ``ids`` leave out, estimated.
+def _parts(
+    block: TokenBlock, counted: torch.Tensor | None
+) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
+    """Rows ``[B, Hkv, n, w]`` fp32 of a block, and which are ``counted [B, n]``; None: all."""
+    sides = [block.keys] if block.value_in_key else [block.keys, block.values]
+    for start in range(0, len(block), _READ_LEN):
+        some = slice(start, start + _READ_LEN)
+        rows = torch.cat([x[:, :, some].float() for x in sides], dim=-1)
+        yield rows, None if counted is None else counted[:, some]
 
-    ``ids [B, Hkv or Hq, Q, K]`` are selected tokens, -1 for none. They are taken as the k largest
-    of n scores that have a normal distribution, with mean m and standard deviation s. The others
-    lie below its quantile z of (n - k) / n. Their exponentials sum up to
-    ``n exp(m + s^2 / 2) Phi(z - s)``, and by these weights their mean is
-    ``m + s (s - phi(z - s) / Phi(z - s))``. Values follow by their regression on the scores.
-    With equal scores this is a mean token that counts n - k times.
 
-    Returns ``out [B, Hq, Q, Dv]``, 0 where all are selected, and ``lse [B, Hq, Q]``, fp32.
-    """
-    score, variance, shared = mean.scores(query, scoring.scale, scoring.softcap)
-    counts = mean.counts[:, None, None]
-    share = (ids >= 0).sum(-1, keepdim=True) / counts.clamp(min=1)
-    # A head of a group may select for itself.
-    share = share.clamp_(max=1.0).unflatten(1, (mean.values.shape[1], -1))
-    spread = variance.sqrt()
-    bound = -torch.special.ndtri(share) - spread
-    below = torch.special.log_ndtr(bound)
-    lse = score + variance / 2 + counts.log().unsqueeze(-1) + below
-    # phi / Phi, where neither underflows; logarithms in fp32 would lose it where scores spread.
-    ratio = math.sqrt(2 / math.pi) / torch.special.erfcx(-bound * math.sqrt(0.5))
-    out = mean.values.unsqueeze(2) + (1 - ratio / spread.clamp(min=_LEAST_SPREAD)) * shared
-    return out.masked_fill(lse.isneginf(), 0.0).flatten(1, 2), lse.flatten(1, 2).squeeze(-1)
+def _sums_of(
+    rows: torch.Tensor, counted: torch.Tensor | None, key: slice
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Sums, counts and products of ``rows [B, Hkv, n, w]``, which are written to."""
+    if counted is None:
+        counts = torch.full((len(rows), 1), rows.shape[2], device=rows.device)
+    else:
+        counts, left_out = counted.sum(1, keepdim=True), ~counted[:, None, :, None]
+        rows.masked_fill_(left_out, 0.0)
+    sums = _sum(rows).unsqueeze(2)
+    # In place: in memory that is new each page would be made first.
+    rows -= _mean(sums, counts).float()
+    if counted is not None:
+        rows.masked_fill_(left_out, 0.0)
+    return sums, counts, (rows[..., key].mT @ rows).double()
 
 
 def _counted(block: TokenBlock, sink_slots: torch.Tensor | None) -> torch.Tensor | None:

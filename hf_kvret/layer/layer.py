@@ -399,7 +399,7 @@ class RetrievalLayer(CacheLayerMixin):
         if self.kv is None or tokens_to_remove == 0:
             return
         self.edited()
-        self.kv.crop(self.kv.length + tokens_to_remove)
+        self.kv.crop(self.kv.length + tokens_to_remove, self._scoring)
         self.prompt_end = 0
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:

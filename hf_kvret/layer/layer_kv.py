@@ -15,7 +15,7 @@ from hf_kvret.contracts.signals import SIGNALS_WAIT
 from hf_kvret.contracts.state import Schema, State, Tensors, listed, number, part, transient
 from hf_kvret.contracts.store import PAGES, FirstRows, Store, all_of
 from hf_kvret.contracts.token_buffer import TokenBuffer
-from hf_kvret.layer.cold_sums import ColdSums, ColdTokensWithMean
+from hf_kvret.layer.cold_sums import ColdSums
 from hf_kvret.layer.queries import AttentionCall
 from hf_kvret.layer.window import Window
 from hf_kvret.options.config import RetrievalConfig
@@ -321,8 +321,7 @@ class LayerKV(State):
         scoring_cold = scoring.of(self.retrievable(scoring.valid))
         cold = ColdTokens(self.store, scoring_cold, self.config.budget(self.cold_len))
         if self.config.rest is not None:
-            mean = self._mean_token(cold)
-            cold = ColdTokensWithMean(cold.store, cold.scoring, cold.budget, mean)
+            cold = replace(cold, mean=self._mean_token(cold))
         if scoring.valid is None:
             self._cold, self._cold_key = cold, key
         return cold
@@ -335,6 +334,8 @@ class LayerKV(State):
         """Go on with other options; ValueError where they don't fit the tokens held."""
         self.retrieved.check(config)
         self.config = config
+        if config.rest is None:
+            self.sums = None
         self._forget_cold()
         if self.index is not None:
             self.index.set_options(config)
@@ -416,19 +417,25 @@ class LayerKV(State):
         return keys, values
 
     @keeps_tensors
-    def crop(self, length: int) -> None:
-        """Forget tokens from slot ``length`` on; a deep crop pulls rows back into the window."""
+    def crop(self, length: int, scoring: Scoring | None = None) -> None:
+        """Forget tokens from slot ``length`` on; a deep crop pulls rows back into the window.
+
+        ``scoring`` is that of the last pass; None: not known.
+        """
+        cold = length - min(length, self.config.recent)
+        if self.sums is not None and self.store is not None and length < self.cold_len:
+            tokens = None if scoring is None else self.cold(scoring)
+            self.sums.drop(tokens, cold, self.window.keys.shape[1], self.window.value_in_key)
         self.window.crop(length)
         self.retrieved.crop(length)
         if self.store is None or length >= self.cold_len:
             return
-        cold = length - min(length, self.config.recent)
         device, heads = self.window.keys.device, self.window.keys.shape[1]
         ids = torch.arange(cold, length, dtype=torch.int32, device=device)
         ids = ids.expand(self.batch_size, heads, 1, -1).contiguous()
         keys, values = self.store.gather(ids)
         self.window.unpop(keys[:, :, 0].to(device), values[:, :, 0].to(device), length)
-        for state in (self.store, self.sums, self.index):
+        for state in (self.store, self.index):
             if state is not None:
                 state.crop(cold)
         # An index without tokens is like a new one: the next prompt builds it.

@@ -21,7 +21,6 @@ import torch
 from hf_kvret.contracts.block import TokenBlock
 from hf_kvret.contracts.index import CapturableIndex, ColdTokens, Index, SearchCost, blamed_on
 from hf_kvret.contracts.store import AttentionResult
-from hf_kvret.layer.cold_sums import ColdTokensWithMean
 from hf_kvret.layer.exact_attention import attend_cold, merge
 from hf_kvret.layer.layer_kv import LayerKV
 from hf_kvret.layer.queries import AttentionCall
@@ -188,8 +187,8 @@ def _attend_on_host(
         same = host_cold is not None and host_cold.search is search and host_cold.valid is valid
         # An index may give a search again that it has changed.
         if host_cold is None or not same or host_cold.packed[0] is not search.packed:
-            mean = cold.mean if isinstance(cold, ColdTokensWithMean) else None
-            host_cold = kv.host_cold = host_step.HostCold(rows, search, valid, cold.budget, mean)
+            host_cold = host_step.HostCold(rows, search, valid, cold.budget, cold.mean)
+            kv.host_cold = host_cold
     try:
         near = window.on_host(call.scoring.valid)
         scores = call.scoring.scale, call.scoring.softcap, call.sink_logits
@@ -231,11 +230,14 @@ def _attend_by_search(
                 selected=kv.selected,
                 out_dtype=query.dtype,
                 new=new,
+                mean=cold.mean,
             )
         else:
             count_ids(ids, kv.selected)
-            near = _attend_to_window(kv, query, call)
-            out, _ = merge([near, finish()], call.sink_logits, query.dtype)
+            parts = [_attend_to_window(kv, query, call), finish()]
+            if cold.mean is not None:
+                parts.append(cold.mean.attend(query, ids, cold.scale, cold.softcap))
+            out, _ = merge(parts, call.sink_logits, query.dtype)
         return out, ids
     except WrongIdError as error:
         raise blamed_on(index, "search", error) from error

@@ -161,7 +161,7 @@ class RetrievalConfig:
     )
     bits: int = option(4, OneOf(2, 3, 4, 16))
     disk: str | None = option(None, text(note="a folder"), OneOf(None))
-    rest: Literal["mean"] | None = option(None, OneOf("mean", None))
+    rest: Literal["mean"] | None = option("mean", OneOf("mean", None))
     select_every: int = option(1, integer(1, "layers"))
     track_recall: bool = option(False, FLAG)
     graph: Literal["auto", False] = option("auto", OneOf("auto", False))

@@ -37,7 +37,8 @@ _NO_TEXT = ("TORCH_SDPA", "NO_ATTENTION", "CUSTOM")
 def selection_of(text: str) -> tuple[type[RetrievalCache], RetrievalConfig]:
     """The method that ``text`` names, ``paris:top_k=512`` for instance, and its options.
 
-    Codes of paris are those of keys as they are: a mean key would be that of one request.
+    Codes of paris are those of keys as they are: a mean key would be that of one request. So would
+    be the mean that stands for tokens which are not selected, so nothing does.
 
     Raises:
         ValueError: another method than flat and paris, an unknown option, or one that says nothing
@@ -64,7 +65,7 @@ def selection_of(text: str) -> tuple[type[RetrievalCache], RetrievalConfig]:
                 "leave center out"
             )
         options = options.replace(center=False)
-    return method, options
+    return method, options.replace(rest=None)
 
 
 def register() -> None:

@@ -22,6 +22,7 @@ from hf_kvret_kernels import centroid, codebook, higgs, paris, proxy, relevance
 from hf_kvret_kernels.block_lse import block_lse
 from hf_kvret_kernels.gather_attention import gather_attention, gather_scores
 from hf_kvret_kernels.host_library import why_not
+from hf_kvret_kernels.mean_tokens import MeanToken
 from hf_kvret_kernels.merge import Partials, merge_partials
 from hf_kvret_kernels.paged import PagedRows, copy_pages, lay_apart
 from hf_kvret_kernels.prompt_attention import prompt_attention
@@ -438,8 +439,14 @@ def _prompt(shape: KernelShape, draw: Draw) -> Any:
 
 
 def _step(shape: KernelShape, draw: Draw) -> Any:
-    others = Partials(*_partials(shape, draw, 5))
-    return partial(step_attention, others=others, **_window(shape, draw))
+    others, ids = Partials(*_partials(shape, draw, 5)), draw.ids(shape, shape.top_k)
+    lead, dim = (shape.batch, shape.heads), shape.head_dim
+    parts = draw.normal(*lead, 1 + dim + shape.value_width, dim) / dim**0.5
+    moments = parts @ parts[:, :, 1 : 1 + dim].mT
+    counts = torch.full((shape.batch, 1), shape.length, device=draw.device)
+    mean = MeanToken(moments, draw.normal(*lead, 1, shape.value_width), counts)
+    counting = {"ids": ids, "selected": counts.new_zeros(()), "mean": mean}
+    return partial(step_attention, others=others, **counting, **_window(shape, draw))
 
 
 def _window(shape: KernelShape, draw: Draw) -> dict[str, Any]:
@@ -490,7 +497,7 @@ ATTENTION_OPS = (
         "prompt_attention", _prompt, distance, ATTENTION_ERRORS,
         compiled=True,
     ),
-    # That, and its merge with what attention to chosen rows left.
+    # That, and its merge with what attention to chosen rows left, and with the mean of all others.
     KernelOp("step_attention", _step, distance, ATTENTION_ERRORS),
     KernelOp("merge", _merge, distance, SCORE_ERROR),
     # Log-sums of blocks of keys for the probes of a prompt that is read by retrieval.

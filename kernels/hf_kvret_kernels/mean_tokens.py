@@ -1,13 +1,17 @@
-"""Mean tokens: a query's scores with all cold tokens of a KV head, by moments, in plain torch."""
+"""Mean tokens: what stands for the tokens of a KV head that a query does not select."""
 
 from __future__ import annotations
 
+import math
 import struct
 from dataclasses import dataclass
 
 import torch
 
 from hf_kvret_kernels.soft_cap import soft_cap_
+
+# With a smaller spread of scores a regression would follow rounding errors.
+_LEAST_SPREAD = 1e-3
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,6 +28,16 @@ class MeanToken:
     moments: torch.Tensor
     values: torch.Tensor
     counts: torch.Tensor
+
+    def check(self, batch: int, heads: int, key_dim: int, value_dim: int) -> None:
+        """ValueError where it is not for so many sequences and KV heads of these dims."""
+        moments = 1 + key_dim + value_dim
+        sizes = (batch, heads, moments, key_dim), (batch, heads, 1, value_dim), (batch, 1)
+        wanted = list(zip(sizes, (torch.float32, torch.float32, torch.int64), strict=True))
+        tensors = self.moments, self.values, self.counts
+        own = [(tuple(x.shape), x.dtype) for x in tensors]
+        if own != wanted or not all(x.is_contiguous() for x in tensors):
+            raise ValueError(f"{own} of moments, values and counts: pass contiguous {wanted}")
 
     @property
     def packed(self) -> bytes:
@@ -49,3 +63,32 @@ class MeanToken:
         to_keys, to_values = (x * slope for x in along)
         variance = (to_keys * grouped * slope).sum(-1, keepdim=True).clamp_(min=0.0)
         return mean.reshape(shape), variance.view(shape), to_values.view(shape)
+
+    def attend(
+        self, query: torch.Tensor, ids: torch.Tensor, scale: float, softcap: float | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention of ``query [B, Hq, Q, Dk]`` to what ``ids`` leave out, estimated.
+
+        ``ids [B, Hkv or Hq, Q, K]`` are selected tokens, -1 for none. They are taken as the k
+        largest of n scores that have a normal distribution, with mean m and standard deviation s.
+        The others lie below its quantile z of (n - k) / n. Their exponentials sum up to
+        ``n exp(m + s^2 / 2) Phi(z - s)``, and by these weights their mean is
+        ``m + s (s - phi(z - s) / Phi(z - s))``. Values follow by their regression on the scores.
+        With equal scores this is a mean token that counts n - k times.
+
+        Returns ``out [B, Hq, Q, Dv]``, 0 where all are selected, and ``lse [B, Hq, Q]``, fp32.
+        """
+        score, variance, shared = self.scores(query, scale, softcap)
+        # Integers, divided, would take torch's default dtype.
+        counts = self.counts[:, None, None].float()
+        share = (ids >= 0).sum(-1, keepdim=True) / counts.clamp(min=1)
+        # A head of a group may select for itself.
+        share = share.clamp_(max=1.0).unflatten(1, (self.values.shape[1], -1))
+        spread = variance.sqrt()
+        bound = -torch.special.ndtri(share) - spread
+        below = torch.special.log_ndtr(bound)
+        lse = score + variance / 2 + counts.log().unsqueeze(-1) + below
+        # phi / Phi, where neither underflows; logarithms in fp32 would lose it where scores spread.
+        ratio = math.sqrt(2 / math.pi) / torch.special.erfcx(-bound * math.sqrt(0.5))
+        out = self.values.unsqueeze(2) + (1 - ratio / spread.clamp(min=_LEAST_SPREAD)) * shared
+        return out.masked_fill(lse.isneginf(), 0.0).flatten(1, 2), lse.flatten(1, 2).squeeze(-1)

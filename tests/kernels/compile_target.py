@@ -88,6 +88,7 @@ def _calls_with_values_in_keys() -> Iterator[partial]:
     """One KV head, and up to 128 query heads that read it."""
     from hf_kvret_kernels.gather_attention import triton as gather
     from hf_kvret_kernels.higgs import CodedRows, HiggsCodec, triton_attend
+    from hf_kvret_kernels.mean_tokens import MeanToken
     from hf_kvret_kernels.merge import Partials
     from hf_kvret_kernels.paged import PagedRows
     from hf_kvret_kernels.prompt_attention import triton as prompt
@@ -107,7 +108,11 @@ def _calls_with_values_in_keys() -> Iterator[partial]:
             outs, lses = torch.zeros(1, heads, 1, 16, value_dim), torch.zeros(1, heads, 1, 16)
             others = Partials(outs, lses, torch.zeros(1, heads, 1, dtype=torch.int32))
             call = _dispatch.DenseCall(query, keys, values, 0.1, None, None, 50.0)
-            yield partial(step.step_attention, call, others, sinks, ids, selected, HALF)
+            moments = torch.zeros(1, 1, 1 + dim + value_dim, dim)
+            mean = MeanToken(moments, torch.zeros(1, 1, 1, value_dim), torch.ones(1, 1).long())
+            more = others, sinks, ids, selected, HALF, None
+            for rest in (None, mean):
+                yield partial(step.step_attention, call, *more, rest)
         many = torch.zeros(1, 128, 256, dim, dtype=HALF)
         call = _dispatch.DenseCall(many, keys, values, 0.1, 584, None, None)
         yield partial(prompt.prompt_partials, call)

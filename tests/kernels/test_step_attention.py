@@ -7,9 +7,10 @@ import torch
 
 from hf_kvret_kernels._dispatch import DenseCall
 from hf_kvret_kernels.gather_attention import gather_partials
+from hf_kvret_kernels.mean_tokens import MeanToken
 from hf_kvret_kernels.merge import Partials, merge_partials
 from hf_kvret_kernels.prompt_attention import prompt_attention
-from hf_kvret_kernels.step_attention import NewToken, step_attention
+from hf_kvret_kernels.step_attention import NewToken, naive, step_attention
 
 from .draws import Place, attention_inputs
 from .paged_rows import paged, random_ids
@@ -132,6 +133,56 @@ def test_a_new_token_is_written_before_it_is_attended_to(
     value[:, :, column] = float("nan")
     result = step_attention(query, key, value, others, new=NewToken(*rows, at), **call)
     assert all(map(torch.equal, (key, value, *result), (*whole, *want)))
+
+
+# Query heads, queries, tokens of the window, dims, programs, and ids: so many, by query heads.
+MEANS: dict[str, tuple[int, int, int, tuple[int, int], int | None, int, bool]] = {
+    "one query": (4, 1, 70, (16, 16), None, 300, False),
+    "heads that select for themselves": (4, 1, 70, (9, 5), None, 7, True),
+    "groups of three": (6, 5, 70, (24, 40), 3, 600, False),
+    "two tiles": (40, 1, 130, (16, 16), None, 20, False),
+    "more programs than moments": (2, 2, 40, (4, 3), 20, 5, True),
+    "a program": (2, 1, 9, (130, 16), 1, 40, False),
+}
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")
+@pytest.mark.parametrize("name", MEANS)
+@pytest.mark.factor("softcap", [None, 20.0])
+@pytest.mark.factor("width", [0.02, 1.0, 30.0], ids=["alike", "some", "far apart"])
+def test_what_is_not_selected_counts_by_its_mean(
+    place: Place, name: str, softcap: float | None, width: float
+) -> None:
+    """Of 600 tokens all, some and none are selected; of the last sequence there are none."""
+    heads, queries, tokens, dims, splits, count, by_head = MEANS[name]
+    sizes: dict[str, Any] = {"batch": 4, "heads": heads, "queries": queries, "tokens": tokens}
+    query, key, value = inputs(place, dims=dims, **sizes)
+    device, lead = place[1], (4, value.shape[1])
+    spread = torch.randn(*lead, 1 + sum(dims), sum(dims), device=device) * width / sum(dims)
+    moments = spread @ spread[:, :, 1 : 1 + dims[0]].mT
+    counts = torch.tensor([[count], [600], [600], [0]], device=device)
+    mean = MeanToken(moments, torch.randn(*lead, 1, dims[1], device=device), counts)
+    shape = (4, heads if by_head else value.shape[1], queries, count)
+    ids = torch.arange(count, dtype=torch.int32, device=device).expand(shape).contiguous()
+    ids[1][torch.rand(ids[1].shape, device=device) < 0.3] = -1
+    ids[2:] = -1
+    others, selected = some_chunks(query, 3, dims[1]), torch.tensor(5, device=device)
+    offset = None if queries == 1 else tokens - queries
+    call = DenseCall(query, key, value, 0.3, offset, None, softcap)
+    more = others, None, ids, selected, torch.float32, None, mean
+    if splits is None or place[0] != "triton":
+        options: dict[str, Any] = {"scale": 0.3, "causal_offset": offset, "softcap": softcap}
+        options |= {"ids": ids, "selected": selected, "out_dtype": torch.float32, "mean": mean}
+        result = step_attention(query, key, value, others, **options, backend=place[0])
+    else:
+        from hf_kvret_kernels.step_attention import triton
+
+        result = triton.step_attention(call, *more, splits=splits)
+    want = naive.step_attention(call, *more)
+    # The normal distribution is known to 1e-6, and logits are as large as the spread's square.
+    torch.testing.assert_close(result, want, rtol=1e-5, atol=3 * FP32_ERROR)
+    assert selected.item() == 5 + 2 * (ids >= 0).sum().item()
+    assert others.tickets is not None and not others.tickets.any()
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")

@@ -52,7 +52,7 @@ def test_layers_attend_to_what_the_first_of_their_group_selected(model: Any, met
 
 
 def test_layers_that_borrow_hold_no_index_and_count_what_they_borrow(model: Any) -> None:
-    caches = [loop_of(model, every=every).cache for every in (1, 2, 9)]
+    caches = [loop_of(model, every=every, rest=None).cache for every in (1, 2, 9)]
     assert [lenders(cache) for cache in caches] == [
         [None] * 5, [None, 0, None, 2, None], [None, 0, 0, 0, 0]
     ]  # fmt: skip

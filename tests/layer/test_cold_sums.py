@@ -14,7 +14,7 @@ from hf_kvret import AquaKVCache, FlatKVCache
 from hf_kvret.contracts.block import TokenBlock
 from hf_kvret.contracts.index import ColdTokens, Scoring
 from hf_kvret.layer import step as layer_step
-from hf_kvret.layer.cold_sums import ColdSums, attend_unselected
+from hf_kvret.layer.cold_sums import ColdSums
 from hf_kvret.stores.memory import DeviceMemory
 from hf_kvret.stores.paged import PagedStore
 from hf_kvret_kernels import host_step
@@ -120,7 +120,7 @@ def test_equal_scores_count_for_each_token_that_is_left_out() -> None:
     moments = torch.cat([keys, torch.zeros(1, 2, 48, 24)], dim=2)
     mean = MeanToken(moments, values, torch.tensor([[9]]))
     ids = torch.arange(5).expand(1, 8, 1, 5)
-    out, lse = attend_unselected(mean, torch.ones(1, 8, 1, 24), ids, Scoring(None, 0.3))
+    out, lse = mean.attend(torch.ones(1, 8, 1, 24), ids, 0.3, None)
     expected = 4 * (keys.sum(-1) * 0.3).exp().repeat_interleave(4, dim=1)
     torch.testing.assert_close(lse.exp(), expected)
     assert torch.equal(out, values.repeat_interleave(4, dim=1))
@@ -130,7 +130,7 @@ def test_values_follow_scores_that_spread_by_hundreds() -> None:
     moments = torch.tensor([0.0, 1.0, 1.0]).view(1, 1, 3, 1)
     mean = MeanToken(moments, torch.zeros(1, 1, 1, 1), torch.tensor([[1000]]))
     ids = torch.arange(30, dtype=torch.int32).view(1, 1, 1, 30)
-    out, _ = attend_unselected(mean, torch.full((1, 1, 1, 1), 300.0), ids, Scoring(None, 1.0))
+    out, _ = mean.attend(torch.full((1, 1, 1, 1), 300.0), ids, 1.0, None)
     # The largest that is left has it all: at the quantile of 97%, and an exponential tail below.
     quantile = torch.distributions.Normal(0.0, 1.0).icdf(torch.tensor(0.97)).item()
     assert out.item() == pytest.approx(quantile - 1 / (300 - quantile), abs=1e-4)
@@ -205,6 +205,24 @@ def test_sums_are_of_what_the_store_reads_back(driver: Driver, tmp_path: Path) -
     """Coded rows are others than those that were summed, so a load sums them again."""
     reload(driver, tmp_path, store="higgs")
     check(driver, driver.forward(1))
+
+
+@pytest.mark.parametrize("store", ["host", "higgs"])
+def test_what_a_crop_drops_is_taken_off(store: str) -> None:
+    """And all is forgotten where that is more than what stays, or which is padding is not known."""
+    driver = Driver(rest="mean", store=store)
+    driver.forward(200, padded=11)
+    for dropped in (30, 1, 70):
+        driver.forward(1)
+        driver.crop(dropped)
+        assert driver.kv.sums.end == driver.kv.cold_len > 40
+        assert (driver.kv.sums._counts[:, 0] - driver.kv.retrievable(driver.mask).sum(1) == 0).all()
+        check(driver, driver.forward(1))
+    driver.crop(driver.kv.length - 40)
+    assert driver.kv.sums.end == 0 < driver.kv.cold_len
+    check(driver, driver.forward(1))
+    driver.kv.crop(driver.kv.length - 10)
+    assert driver.kv.sums.end == 0 < driver.kv.cold_len
 
 
 def test_infinite_sums_are_not_saved_and_other_shapes_are_refused(driver: Driver) -> None:

@@ -25,7 +25,7 @@ def test_a_served_type_is_equal_and_its_rows_are_those_of_the_default(flat_only:
 
 
 def test_a_lost_row_is_seen(flat_only: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    few = {**trial.COVERING_OPTIONS, "top_k": 150}
+    few = {**trial.COVERING_OPTIONS, "top_k": 150, "rest": None}
     monkeypatch.setattr(trial, "COVERING_OPTIONS", few)
     result = trial.trial("gpt2")
     assert result.outcome == "differs" and "logits differ" in result.detail

@@ -10,7 +10,7 @@ import hf_kvret
 from hf_kvret import FlatKVCache, ParisKVCache
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
 
-SMALL: dict[str, Any] = {**COVERING_OPTIONS, "top_k": 5}
+SMALL: dict[str, Any] = {**COVERING_OPTIONS, "top_k": 5, "rest": None}
 
 
 def _feed(model: PreTrainedModel, cache: Any, count: int, batch: int = 1) -> None:

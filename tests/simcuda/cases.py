@@ -58,16 +58,15 @@ class Case:
         store: where its cold rows lie; empty where the method has its own.
         mode: one of ``MODES``.
         family: type of the model, one of ``FAMILIES``.
-        rest: option of the cache, as is ``select_every``.
         steps: decoded after the prompt.
         layers: of the model.
+        select_every: option of the cache.
     """
 
     method: str
     store: str
     mode: str = "eager"
     family: str = "llama"
-    rest: str | None = None
     steps: int = STEPS
     layers: int = 2
     select_every: int = 1
@@ -88,22 +87,18 @@ class Case:
         steps = "" if self.steps == STEPS else f"{self.steps}-steps"
         layers = "" if self.layers == 2 else f"{self.layers}-layers"
         shared = "" if self.select_every == 1 else "shared"
-        words = self.method, self.store, self.mode, family, self.rest, steps, layers, shared
+        words = self.method, self.store, self.mode, family, steps, layers, shared
         return "-".join(filter(None, words))
 
 
 def cases() -> list[Case]:
-    """Every method, store and mode that a GPU serves; latents and means with some of them."""
+    """Every method, store and mode that a GPU serves; latents with some of them."""
     pairs = [*product(METHODS, STORES), ("aqua", "")]
     latent = [*product(METHODS, ("device", "resident", "cpu", "higgs-host"), ("graph", "saved"))]
     latent += product(("latent", "aqua"), ("",), ("eager", "padded", "crop"))
-    means = [*product(METHODS, ("host", "higgs"), ("graph", "padded"))]
-    means += product(("flat",), ("device", "host", "resident", "cpu", "higgs-host"), MODES)
     return [
         *(Case(*pair, mode) for pair in pairs for mode in MODES),
         *(Case(*case, "deepseek_v3") for case in latent),
-        *(Case(*case, rest="mean") for case in means),
-        Case("flat", "device", "graph", "deepseek_v3", "mean"),
         *(
             Case("flat", store, mode, select_every=2)
             for store, mode in zip(("host", "resident", "device", "cpu"), MODES[1::2], strict=True)
@@ -191,8 +186,6 @@ class Outcome:
             options["top_k"] = _PROMPT + case.steps
         if case.store:
             options["store"] = case.store
-        if case.rest is not None:
-            options["rest"] = case.rest
         if case.store == "disk":
             options["disk"] = tempfile.gettempdir()
         if case.method in _WITH_ARTIFACT:

@@ -99,7 +99,8 @@ METHODS: dict[str, tuple[type[RetrievalCache], dict[str, Any]]] = {
 
 def selector(name: str, **options: Any) -> Selector:
     method, more = METHODS[name]
-    return Selector(method, method.Config.of(None, WINDOW | more | options, name), "layer", SCALE)
+    given = {**WINDOW, **more, **options, "rest": None}
+    return Selector(method, method.Config.of(None, given, name), "layer", SCALE)
 
 
 def check_step(engine: Engine, chosen: Selector) -> None:

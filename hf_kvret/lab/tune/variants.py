@@ -78,7 +78,7 @@ def check_method(text: str, model: str) -> None:
 def make_variants(
     methods: Sequence[str], budgets: Sequence[int | float], context: int
 ) -> dict[str, Variant]:
-    """Every method at every budget, without a rest and with the mean, by name.
+    """Every method at every budget, with the mean of the rest and without, by name.
 
     A method that attends to all tokens has one variant. Options that a text of ``methods`` names
     stay as they are.
@@ -117,8 +117,8 @@ def _names(text: str, budgets: Sequence[int | float]) -> list[str]:
         return [text]
     fixed = options.written_out(parse_spec(text)[1])
     names = [text] if "top_k" in fixed else [f"{text}:top_k={budget}" for budget in budgets]
-    if "rest" not in fixed and options.takes("rest", "mean"):
-        return [f"{name}{rest}" for name in names for rest in ("", ":rest=mean")]
+    if "rest" not in fixed and options.rest is not None:
+        return [f"{name}{rest}" for name in names for rest in ("", ":rest=none")]
     return names
 
 

@@ -44,6 +44,7 @@ class A2ATSConfig(ArtifactConfig):
             "recent": 64,
             "flush": 1,
             "dense_below": 0,
+            "rest": None,
         }
     }
 

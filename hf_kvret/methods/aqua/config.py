@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 from hf_kvret.artifacts import CalibrationArtifact
 from hf_kvret.artifacts.shared import ArtifactConfig
@@ -57,6 +57,7 @@ class AquaConfig(ArtifactConfig):
     }
 
     top_k: int | float | None = 1.0
+    rest: Literal["mean"] | None = None
     recent: int = 64
     flush: int = 64
     # A number once a cache has it.

@@ -48,6 +48,7 @@ class CTkvrConfig(RetrievalConfig):
             "update_lists": "recalled",
             "pending": 0,
             "questions": False,
+            "rest": None,
         }
     }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -33,6 +33,7 @@ class H2OConfig(RetrievalConfig):
     evicts_by: ClassVar[frozenset[str]] = frozenset({"top_k", "flush", "max_draft"})
 
     top_k: int | float | None = 0.2
+    rest: Literal["mean"] | None = None
     observed: int | None = option(None, integer(1, "queries"), OneOf(None))
 
     @classmethod

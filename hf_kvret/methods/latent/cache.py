@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 from transformers import PreTrainedConfig
 
@@ -31,6 +31,8 @@ class LatentConfig(RetrievalConfig):
     """
 
     retrieves: ClassVar[bool] = False
+
+    rest: Literal["mean"] | None = None
 
     @classmethod
     def why_not(cls, name: str, value: Any) -> list[str]:

@@ -49,6 +49,7 @@ class LRQKConfig(RetrievalConfig):
             "recent": 64,
             "flush": 1,
             "dense_below": 0,
+            "rest": None,
         }
     }
 

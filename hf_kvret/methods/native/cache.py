@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 from transformers import PreTrainedConfig
 
@@ -29,6 +29,7 @@ class NativeConfig(RetrievalConfig):
     follows_model: ClassVar[bool] = True
 
     top_k: int | float | None = None
+    rest: Literal["mean"] | None = None
 
     def exact(self) -> Self:
         """These options: the model's budget is part of what is exact."""

@@ -80,6 +80,7 @@ class ParisConfig(RetrievalConfig):
             "center": False,
             "tables": "paper",
             "per_selected": 1.0,
+            "rest": None,
         }
     }
 

@@ -333,13 +333,7 @@ def _check_cold(query: torch.Tensor, cold: HostCold, window: HostWindow) -> None
             f": pass a bool mask and a table for a batch of {batch}"
         )
     if cold.rest is not None:
-        moments, heads = 1 + key_dim + value_dim, window.keys.shape[1]
-        sizes = (batch, heads, moments, key_dim), (batch, heads, 1, value_dim), (batch, 1)
-        wanted = list(zip(sizes, (torch.float32, torch.float32, torch.int64), strict=True))
-        tensors = cold.rest.moments, cold.rest.values, cold.rest.counts
-        own = [(tuple(x.shape), x.dtype) for x in tensors]
-        if own != wanted or not all(x.is_contiguous() for x in tensors):
-            raise ValueError(f"{own} of moments, values and counts: pass contiguous {wanted}")
+        cold.rest.check(batch, window.keys.shape[1], key_dim, value_dim)
 
 
 def _check_ids(query: torch.Tensor, ids: torch.Tensor, heads: int) -> None:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from hf_kvret_kernels._dispatch import FLOATS, DenseCall, check_no_grad, check_tensor, run
+from hf_kvret_kernels.mean_tokens import MeanToken
 from hf_kvret_kernels.merge import Partials
 
 __all__ = ["NewToken", "step_attention", "step_unchecked"]
@@ -43,6 +44,7 @@ def step_attention(
     selected: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     new: NewToken | None = None,
+    mean: MeanToken | None = None,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention to dense keys, and to other tokens, to which attention is known already.
@@ -59,6 +61,7 @@ def step_attention(
         out_dtype: fp32, fp16 or bf16; None means the query's.
         new: a token that is written to ``key`` and ``value``, in place, before they are attended
             to; None: all are there.
+        mean: of tokens of which those that ``ids [B, Hkv or Hq, Q, K]`` leave out count by it.
         backend: ``"auto"``, ``"naive"`` or ``"triton"``.
 
     Returns:
@@ -83,7 +86,9 @@ def step_attention(
         for name, row, side in (("new.key", new.key, key), ("new.value", new.value, value)):
             check_tensor(name, row, (*side.shape[:2], 1, side.shape[3]), (side.dtype,), side.device)
         check_tensor("new.column", new.column, (1,), (torch.int64,), query.device)
-    more = sink_logits, ids, selected, out_dtype, new
+    if mean is not None:
+        _check_mean(mean, query, value, ids)
+    more = sink_logits, ids, selected, out_dtype, new, mean
     return run(__name__, "step_attention", backend, call, others, *more, on=query)
 
 
@@ -101,11 +106,12 @@ def step_unchecked(
     selected: torch.Tensor | None,
     out_dtype: torch.dtype,
     new: NewToken | None = None,
+    mean: MeanToken | None = None,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``step_attention`` for a caller whose tensors fit each other by how they were made."""
     call = DenseCall(query, key, value, scale, causal_offset, valid, softcap)
-    more = sink_logits, ids, selected, out_dtype, new
+    more = sink_logits, ids, selected, out_dtype, new, mean
     return run(__name__, "step_attention", backend, call, others, *more, on=query)
 
 
@@ -138,3 +144,13 @@ def _check_counting(
         check_tensor("selected", selected, selected.shape, (torch.int64,), device)
         if selected.numel() != 1:
             raise ValueError(f"selected has shape {tuple(selected.shape)}: pass one number")
+
+
+def _check_mean(
+    mean: MeanToken, query: torch.Tensor, value: torch.Tensor, ids: torch.Tensor | None
+) -> None:
+    batch, query_heads, queries, key_dim = query.shape
+    mean.check(batch, value.shape[1], key_dim, value.shape[3])
+    shapes = [(batch, heads, queries) for heads in (value.shape[1], query_heads)]
+    if ids is None or ids.ndim != 4 or ids.shape[:3] not in shapes:
+        raise ValueError("a mean without ids [B, Hkv or Hq, Q, K]: pass those that were selected")

@@ -30,6 +30,7 @@ from hf_kvret_kernels._triton_shared import (
     merge_all,
     merge_some,
 )
+from hf_kvret_kernels.mean_tokens import MeanToken
 from hf_kvret_kernels.merge import Partials
 from hf_kvret_kernels.prompt_attention.triton import (
     TilePlan,
@@ -40,6 +41,12 @@ from hf_kvret_kernels.prompt_attention.triton import (
     tile_plan,
 )
 from hf_kvret_kernels.step_attention import NewToken
+from hf_kvret_kernels.step_attention.triton_mean import (
+    merge_mean,
+    query_pointers,
+    share_counts,
+    share_products,
+)
 
 # Numbers of other chunks that a thread holds while it attends, and of its own at the end.
 _OTHERS_OF_THREAD, _OWN_OF_THREAD = 32, 64
@@ -54,19 +61,21 @@ _IDS = 512
 @triton.jit(
     do_not_specialize=[
         *("queries", "tokens", "causal_offset", "split_len"),
-        *("other_splits", "share", "count"),
+        *("other_splits", "share", "count", "per_query"),
     ]
 )
 def _finish_kernel(
     query, key, value, valid, other_outs, other_lses, outs, lses, tickets, sinks_ptr, ids_ptr,
-    selected_ptr, out_ptr, lse_ptr, new_key, new_value, column, strides, heads, queries, tokens,
-    causal_offset, split_len, inner, outer, other_splits, share, count,
-    HAS_SINKS: tl.constexpr, ROWS: tl.constexpr, OTHERS: tl.constexpr, OWN: tl.constexpr,
-    IDS: tl.constexpr, NEW_SIDES: tl.constexpr, STRIDES: tl.constexpr, G: tl.constexpr,
-    DK: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    MAIN: tl.constexpr, BLOCK_DK: tl.constexpr, REST: tl.constexpr, IN_KEY: tl.constexpr,
-    BLOCK_DV: tl.constexpr, ONCE: tl.constexpr, CAUSAL: tl.constexpr, VALID: tl.constexpr,
-    SOFTCAP: tl.constexpr, DTYPE: tl.constexpr, DOT_DTYPE: tl.constexpr,
+    selected_ptr, out_ptr, lse_ptr, moments, mean_values, mean_counts, along, new_key, new_value,
+    column, strides, heads, queries, tokens, causal_offset, split_len, inner, outer, other_splits,
+    share, count, per_query,
+    HAS_SINKS: tl.constexpr, MEAN: tl.constexpr, BY_GROUP: tl.constexpr, ROWS: tl.constexpr,
+    OTHERS: tl.constexpr, OWN: tl.constexpr, IDS: tl.constexpr, NEW_SIDES: tl.constexpr,
+    STRIDES: tl.constexpr, G: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MAIN: tl.constexpr, BLOCK_DK: tl.constexpr,
+    REST: tl.constexpr, IN_KEY: tl.constexpr, BLOCK_DV: tl.constexpr, ONCE: tl.constexpr,
+    CAUSAL: tl.constexpr, VALID: tl.constexpr, SOFTCAP: tl.constexpr, DTYPE: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,
 ):  # fmt: skip
     """A tile of query rows, ROWS of which are real, and a chunk of the keys and of the others."""
     block, pair, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -119,16 +128,35 @@ def _finish_kernel(
     if program * IDS < count:
         programs = splits * tl.num_programs(1) * tl.num_programs(0)
         _count(ids, ids_ptr, selected_ptr, (program + programs) * IDS, count, programs * IDS, IDS)
+    OUTPUTS: tl.constexpr = 1 + DK + DV
+    if MEAN:
+        q_rows = query_pointers(query, strides, b, h, block, G, BLOCK_M)
+        own_moments = moments + (b * heads + h) * (OUTPUTS * DK)
+        share_products(
+            q_rows, own_moments, along, tile_rows, tile_mask, split, splits, BLOCK_M, DK, OUTPUTS,
+            MEAN,
+        )  # fmt: skip
+        share_counts(
+            ids_ptr, along, rows, row_mask, b, h, block, split, splits, heads, queries, per_query,
+            G, BY_GROUP, ROWS, OUTPUTS,
+        )  # fmt: skip
     # All threads' stores come before the ticket, which the last program takes after all others.
     tl.debug_barrier()
     address = tickets + pair * tl.num_programs(0) + block
     ticket = tl.atomic_add(address, 1, sem="acq_rel", scope="gpu")
     if ticket == splits - 1:
         tl.store(address, 0)
+        peak, mass, total = empty_merge(ROWS, BLOCK_DV)
+        if MEAN:
+            real_rows = query_pointers(query, strides, b, h, block, G, ROWS)
+            peak, mass, total = merge_mean(
+                real_rows, along, mean_values + pair * DV, mean_counts + b, rows, row_mask, splits,
+                inner, outer, peak, mass, total, ROWS, DK, DV, OUTPUTS, MEAN, BLOCK_DV, SOFTCAP,
+            )  # fmt: skip
         _merge_own(
             outs, lses, sinks_ptr, out_ptr, lse_ptr, rows, row_mask,
             h * G + (block * ROWS + tl.arange(0, ROWS)) % G,
-            splits, HAS_SINKS, OWN, DV, ROWS, BLOCK_DV,
+            splits, peak, mass, total, HAS_SINKS, OWN, DV, BLOCK_DV,
         )  # fmt: skip
 
 
@@ -165,12 +193,10 @@ def _union(
 
 @triton.jit
 def _merge_own(
-    outs, lses, sinks_ptr, out_ptr, lse_ptr, rows, row_mask, query_heads, splits,
-    HAS_SINKS: tl.constexpr, OWN: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
+    outs, lses, sinks_ptr, out_ptr, lse_ptr, rows, row_mask, query_heads, splits, peak, mass, total,
+    HAS_SINKS: tl.constexpr, OWN: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
-    """All programs' chunks of the queries at ``rows``, and learned sinks, merged."""
-    peak, mass, total = empty_merge(ROWS, BLOCK_DV)
+    """All programs' chunks of the queries at ``rows``, and learned sinks, into a running merge."""
     peak, mass, total = merge_all(
         outs, lses, rows, row_mask, splits, peak, mass, total, DV, OWN, BLOCK_DV, ".cg"
     )
@@ -206,6 +232,7 @@ def step_attention(
     selected: torch.Tensor | None,
     out_dtype: torch.dtype,
     new: NewToken | None = None,
+    mean: MeanToken | None = None,
     splits: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See ``hf_kvret_kernels.step_attention.step_attention``.
@@ -234,6 +261,7 @@ def step_attention(
         tickets if selected is None else selected,
         out,
         lse,
+        *_mean_tensors(mean, query, layout.splits, unread=lse),
     )
     id_count = 0 if ids is None else flat.numel()
     # Values that lie in their keys are written with them. On meta all addresses are 0.
@@ -245,9 +273,14 @@ def step_attention(
         """Arguments and constants of the kernel; ``row`` are a new token's tensors."""
         own = call._replace(valid=valid)
         numbers = tile_numbers(layout.plan, own)
-        shares = layout.other_splits, layout.share, id_count
+        shares = layout.other_splits, layout.share, id_count, 0 if ids is None else ids.shape[-1]
         constants = {
             "HAS_SINKS": sink_logits is not None,
+            # Numbers of a key at once; 0 without a mean.
+            "MEAN": 0
+            if mean is None
+            else max(16, min(128, triton.next_power_of_2(call.query.shape[3]))),
+            "BY_GROUP": ids is not None and ids.shape[1] < query.shape[1],
             "ROWS": layout.rows,
             "OTHERS": triton.next_power_of_2(layout.share),
             "OWN": layout.own,
@@ -273,6 +306,17 @@ def step_attention(
     grid = layout.plan.row_blocks, value.shape[0] * value.shape[1], layout.splits
     _finish_kernel[grid](*arguments, **constants)
     return out, lse
+
+
+def _mean_tensors(
+    mean: MeanToken | None, query: torch.Tensor, splits: int, unread: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """From ``moments`` to ``along``, in which programs leave products and counts."""
+    if mean is None:
+        return (unread,) * 4
+    width = mean.moments.shape[2] + splits
+    along = torch.empty(*query.shape[:3], width, dtype=torch.float32, device=query.device)
+    return mean.moments, mean.values, mean.counts, along
 
 
 class _Layout(NamedTuple):

@@ -73,7 +73,7 @@ def test_dense_caches_read_the_rows_of_all_tokens_and_no_spare_room(model: PreTr
 
 @pytest.mark.parametrize("store", ["device", "host", "resident", "cpu"])
 def test_retrieval_reads_window_index_and_selected_rows(model: PreTrainedModel, store: str) -> None:
-    cache = FlatKVCache(model.config, store=store, **SMALL)
+    cache = FlatKVCache(model.config, store=store, rest=None, **SMALL)
     fill(model, cache)
     # With the tokens of three steps.
     window = 2 * 2 * BATCH * (4 + 11) * ROW

@@ -33,9 +33,9 @@ def test_variants_of_a_method_share_a_filled_cache() -> None:
     variants = made("flat", "paris", "paris:store=host")
     assert len(variants) == 3 * 2 * 2
     assert len({id(one.base) for one in variants.values()}) == 3
-    one = variants["paris:store=host:top_k=512:rest=mean"]
-    assert one.changes == {"top_k": 512, "rest": "mean"}
-    assert one.cache_config == {"top_k": 512, "store": "host", "rest": "mean"}
+    one = variants["paris:store=host:top_k=512:rest=none"]
+    assert one.changes == {"top_k": 512, "rest": None}
+    assert one.cache_config == {"top_k": 512, "store": "host", "rest": None}
 
 
 def test_what_is_pasted_is_what_was_measured() -> None:
@@ -55,8 +55,8 @@ def test_budgets_double_up_to_half_of_the_context() -> None:
 
 
 def test_budgets_near_the_context_retrieve_all_the_same() -> None:
-    [one] = made("flat:rest=none", budgets=[6144]).values()
-    assert one.name == "flat:rest=none:top_k=6144:dense_below=4096"
+    [one] = made("flat:rest=mean", budgets=[6144]).values()
+    assert one.name == "flat:rest=mean:top_k=6144:dense_below=4096"
     assert one.cache_config == {"top_k": 6144, "dense_below": 4096}
 
 

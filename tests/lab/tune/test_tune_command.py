@@ -75,7 +75,7 @@ def test_the_numbers_are_those_of_an_independent_run(
     tmp_path: Path, tiny_model_dir: Path, tiny_text: Path
 ) -> None:
     file = tmp_path / "t.json"
-    method = f"flat:{SMALL}:dense_below=0:rest=none"
+    method = f"flat:{SMALL}:dense_below=0:rest=mean"
     place = ["--model", str(tiny_model_dir), "--text", str(tiny_text)]
     words = [*place, *SIZES, "--methods", method, "--top-k", "8"]
     assert tune(*words, "--json", str(file)) == 0
@@ -108,11 +108,11 @@ def test_a_fork_is_measured_like_a_cache_of_its_own() -> None:
     subject = load_subject("needle")
     generator = torch.Generator().manual_seed(0)
     windows = [torch.randint(264, 512, (124,), generator=generator)]
-    texts = [f"paris:{SMALL}", f"lrqk:{SMALL}:rest=none"]
+    texts = [f"paris:{SMALL}", f"lrqk:{SMALL}:rest=mean"]
     variants = make_variants(texts, [16, 80], 120)
     shared = Walker(subject, windows, 4)
     for one in variants.values():
-        name = one.name if "rest=" in one.name else f"{one.name}:rest=none"
+        name = one.name if "rest=" in one.name else f"{one.name}:rest=mean"
         [alone] = make_variants([name], [], 120).values()
         assert not alone.changes
         got, want = shared.row(one, 0), Walker(subject, windows, 4).row(alone, 0)
