@@ -445,7 +445,7 @@ def _step(shape: KernelShape, draw: Draw) -> Any:
     moments = parts @ parts[:, :, 1 : 1 + dim].mT
     counts = torch.full((shape.batch, 1), shape.length, device=draw.device)
     mean = MeanToken(moments, draw.normal(*lead, 1, shape.value_width), counts)
-    counting = {"ids": ids, "selected": counts.new_zeros(()), "mean": mean}
+    counting: dict[str, Any] = {"ids": ids, "selected": counts.new_zeros(()), "mean": mean}
     return partial(step_attention, others=others, **counting, **_window(shape, draw))
 
 
