@@ -348,7 +348,7 @@ class CompiledSteps:
         self.key = (0, False)
         self.functions: dict[int, Callable[..., Any]] = {}
         self.has_recorded = self.has_attended = False
-        # Of the step before: torch's state, inputs with all that modules held, and where they do.
+        # The step before had this state, and saw these parts of modules, which the holders keep.
         self._state = GlobalStateGuard()
         self._seen: list[object] = []
         self._holders: list[Any] = []
@@ -371,7 +371,7 @@ class CompiledSteps:
         """Forget the functions if the step is unlike the one before; returns whether hooks run."""
         given: list[object] = [*key]
         for name, x in inputs.items():
-            # A mask grows from step to step.
+            # The last size is left out, as a mask grows from step to step.
             given += (name, x.dtype, *x.shape[:-1]) if isinstance(x, torch.Tensor) else (name, x)
         modes = torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack()
         seen = [modes, *given, *chain.from_iterable(self._holders)]

@@ -497,7 +497,7 @@ ATTENTION_OPS = (
         "prompt_attention", _prompt, distance, ATTENTION_ERRORS,
         compiled=True,
     ),
-    # That, and its merge with what attention to chosen rows left, and with the mean of all others.
+    # It merges the same with what attention to chosen rows left, and with the mean of all others.
     KernelOp("step_attention", _step, distance, ATTENTION_ERRORS),
     KernelOp("merge", _merge, distance, SCORE_ERROR),
     # Log-sums of blocks of keys for the probes of a prompt that is read by retrieval.

@@ -11,7 +11,7 @@ import torch
 from hf_kvret_kernels.soft_cap import soft_cap_
 
 # With a smaller spread of scores a regression would follow rounding errors.
-_LEAST_SPREAD = 1e-3
+LEAST_SPREAD = 1e-3
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,5 +90,5 @@ class MeanToken:
         lse = score + variance / 2 + counts.log().unsqueeze(-1) + below
         # phi / Phi, where neither underflows; logarithms in fp32 would lose it where scores spread.
         ratio = math.sqrt(2 / math.pi) / torch.special.erfcx(-bound * math.sqrt(0.5))
-        out = self.values.unsqueeze(2) + (1 - ratio / spread.clamp(min=_LEAST_SPREAD)) * shared
+        out = self.values.unsqueeze(2) + (1 - ratio / spread.clamp(min=LEAST_SPREAD)) * shared
         return out.masked_fill(lse.isneginf(), 0.0).flatten(1, 2), lse.flatten(1, 2).squeeze(-1)

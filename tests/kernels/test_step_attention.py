@@ -135,7 +135,7 @@ def test_a_new_token_is_written_before_it_is_attended_to(
     assert all(map(torch.equal, (key, value, *result), (*whole, *want)))
 
 
-# Query heads, queries, tokens of the window, dims, programs, and ids: so many, by query heads.
+# A case has query heads, queries, tokens, dims, programs, ids, and whether each head has its own.
 MEANS: dict[str, tuple[int, int, int, tuple[int, int], int | None, int, bool]] = {
     "one query": (4, 1, 70, (16, 16), None, 300, False),
     "heads that select for themselves": (4, 1, 70, (9, 5), None, 7, True),

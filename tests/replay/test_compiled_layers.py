@@ -250,7 +250,7 @@ def _compiled_layers(model: PreTrainedModel) -> int:
     return sum(isinstance(one._compiled_call_impl, CompiledLayer) for one in model.modules())
 
 
-# What may become of an MLP between two steps of one loop.
+# Each of these changes an MLP between two steps of one loop.
 CHANGES: dict[str, Any] = {
     "parameter": lambda mlp: setattr(mlp.up_proj, "weight", torch.nn.Parameter(torch.eye(32))),
     "module": lambda mlp: setattr(mlp, "act_fn", torch.nn.Tanh()),

@@ -163,7 +163,9 @@ def lookup_scores(
         WrongIdError: a ValueError, with ``"naive"``: a code of no codeword.
     """
     _check_look_up(table, codes, valid)
-    return run(__name__, "lookup_scores", backend, table, codes, valid)
+    counts = run(__name__, "code_counts", backend, codes, table.shape[3], valid)
+    shares = run(__name__, "best_shares", backend, table, counts)
+    return run(__name__, "lookup", backend, shares, codes, valid)
 
 
 def _check_codebook(codebook: torch.Tensor, heads: int, dim: int, device: torch.device) -> None:

@@ -253,14 +253,6 @@ _TOKENS = 1024
 _CODEWORDS = 4096
 
 
-def lookup_scores(
-    table: torch.Tensor, codes: torch.Tensor, valid: torch.Tensor | None
-) -> torch.Tensor:
-    """See ``hf_kvret_kernels.codebook.lookup_scores``."""
-    counts = code_counts(codes, table.shape[3], valid)
-    return lookup(best_shares(table, counts), codes, valid)
-
-
 def code_counts(codes: torch.Tensor, codewords: int, valid: torch.Tensor | None) -> torch.Tensor:
     """``[B, H, C]`` int32: how many valid tokens of ``codes [B, H, n]`` have each code."""
     B, H, n = codes.shape

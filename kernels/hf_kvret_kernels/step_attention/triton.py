@@ -276,7 +276,7 @@ def step_attention(
         shares = layout.other_splits, layout.share, id_count, 0 if ids is None else ids.shape[-1]
         constants = {
             "HAS_SINKS": sink_logits is not None,
-            # Numbers of a key at once; 0 without a mean.
+            # So many numbers of a key are read at once; 0 says that there is no mean.
             "MEAN": 0
             if mean is None
             else max(16, min(128, triton.next_power_of_2(call.query.shape[3]))),

@@ -11,13 +11,13 @@ import triton
 import triton.language as tl
 
 from hf_kvret_kernels._triton_shared import LN_2, capped_scores, merge_some
+from hf_kvret_kernels.mean_tokens import LEAST_SPREAD
 
-# Rows of the moments that a program multiplies at once, and counts of programs that it adds.
+# A program multiplies so many rows of the moments at once, and adds so many counts.
 _ROWS_AT_ONCE, _COUNTS_AT_ONCE = tl.constexpr(16), tl.constexpr(16)
-# Ids of a query that a program counts at once.
+# A program counts so many ids of a query at once.
 _IDS_AT_ONCE = tl.constexpr(256)
-# With a smaller spread of scores a regression would follow rounding errors.
-_LEAST_SPREAD = tl.constexpr(1e-3)
+_LEAST_SPREAD = tl.constexpr(LEAST_SPREAD)
 _ROOT_HALF, _INVERSE_ROOT_TAU = tl.constexpr(0.5**0.5), tl.constexpr(0.3989422804014327)
 
 
@@ -146,7 +146,7 @@ def _normal_below(x):
     """``(log Phi(x), phi(x) / Phi(x))`` of the normal distribution, to some 1e-6 of each."""
     root = tl.abs(x) * _ROOT_HALF
     t = 1.0 / (1.0 + 0.5 * root)
-    # A polynomial fitted to log(erfcx(root) / t).
+    # It is a polynomial that was fitted to log(erfcx(root) / t).
     p = 0.170872878
     p = p * t - 0.822152257
     p = p * t + 1.48851586
@@ -169,7 +169,7 @@ def _quantile_above(share):
     """The number that a share of a normal distribution is above; a huge one for 0."""
     tail = tl.minimum(share, 1.0 - share)
     log_tail = tl.log(tl.maximum(tail, 1e-30))
-    # Newton's method, from below.
+    # Newton's method comes from below.
     x = -tl.sqrt(-2.0 * log_tail)
     for _ in tl.static_range(4):
         log, ratio = _normal_below(x)
