@@ -131,12 +131,6 @@ class RetrievalConfig:
     follows_model: ClassVar[bool] = False
     # Options by the name of a preset: "paper", as published.
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
-    # Options that were removed, with the value that saved caches must have: what is done now.
-    retired: ClassVar[Mapping[str, Any]] = {
-        "select_heads": None,
-        "warn_lost_mass": None,
-        "rest_blocks": None,
-    }
 
     top_k: int | float | None = option(
         1024,
@@ -263,28 +257,6 @@ class RetrievalConfig:
                     f"{', '.join(names)}{', preset' if cls.presets else ''}"
                 )
         return cls(**values)
-
-    @classmethod
-    def from_saved(cls, **options: Any) -> Self:
-        """The configuration of a saved cache, whose ``options`` may name ``retired`` ones.
-
-        Raises:
-            ValueError: an unknown option, or a retired one that asks for what was removed.
-        """
-        # Rows of a removed store may lie anywhere, and codes are compared with an artifact's.
-        for name in ("device_budget", "artifact_sha256"):
-            options.pop(name, None)
-        if options.get("store") == "split":
-            options["store"] = "auto"
-        for base in cls.__mro__:
-            for name, value in vars(base).get("retired", {}).items():
-                saved = options.pop(name, value)
-                if saved != value:
-                    raise ValueError(
-                        f"{name}={saved!r}: this version only does as {name}={value!r}; fill a new "
-                        "cache, or load this one with the version that saved it"
-                    )
-        return cls.from_options(**options)
 
     @classmethod
     def of(cls, options: object, changes: Mapping[str, Any], owner: str) -> Self:

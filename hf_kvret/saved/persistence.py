@@ -159,8 +159,7 @@ def _fill(
             state.load_state_dict(tensors.with_prefix(f"{name}."), device)
     if content["tokens"] is not None:
         cache.tokens.passes = [InputDigest(*one) for one in content["tokens"]["passes"]]
-    # Caches that were saved before there were snapshots have none.
-    cache.snapshots.load(content.get("snapshots", ()), tensors.with_prefix("snapshots."))
+    cache.snapshots.load(content["snapshots"], tensors.with_prefix("snapshots."))
     cache.snapshots.trim(cache.options.snapshots)
     identity = content["identity"]
     cache.identity = None if identity is None else CacheIdentity(**identity)
@@ -213,7 +212,7 @@ def _options_to_load(
     """
     check_load(changes, cls.needs_artifact)
     try:
-        options = cls.Config.from_saved(**saved)
+        options = cls.Config.from_options(**saved)
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"{directory} has options that this hf_kvret does not take ({error}): fill a new cache"

@@ -43,7 +43,7 @@ class QuantizedStore(WrappedStore):
 
     codes_rows = True
 
-    # ``[B, Hkv, Dk]`` fp32, what is taken off the keys; None where nothing is, as in older saves.
+    # ``[B, Hkv, Dk]`` fp32, what is taken off the keys; None where they contain the values.
     _key_mean: torch.Tensor | None = tensor(
         optional=True, shared=True, dims="B H D", dtype=torch.float32
     )

@@ -88,12 +88,3 @@ def test_a_group_that_does_not_fit_the_model_is_refused_before_any_token() -> No
     with pytest.raises(ValueError, match="this model can't be coded"):
         AquaKVCache(odd, predictor="none")
     assert AquaKVCache(odd, predictor="none", bits=16).options.bits == 16
-
-
-def test_a_saved_cache_may_name_the_codec_that_is_left() -> None:
-    """As caches of 0.1.0 do."""
-    saved = {"backbone": "higgs", "anchor_every": None, "keep": "codes", "predictor": "none"}
-    assert AquaConfig.from_saved(**saved) == _plain()
-    for name, value in (("backbone", "kivi"), ("anchor_every", 2), ("keep", "rows")):
-        with pytest.raises(ValueError, match=f"{name}={value!r}: this version only does as"):
-            AquaConfig.from_saved(**{**saved, name: value})

@@ -110,15 +110,6 @@ def test_the_numbers_of_the_paper() -> None:
     assert (paper.pending, paper.questions, paper.update_lists) == (0, False, "recalled")
 
 
-def test_saved_caches_may_name_options_that_are_gone() -> None:
-    gone = {"seed": 0, "causal": False, "coverage": 0.5, "rerank": "auto"}
-    assert CTkvrConfig.from_saved(**gone) == CTkvrConfig(similarity="max", following=0)
-    recalled = {"update_lists": "recalled", **gone}
-    with pytest.raises(ValueError, match=r"coverage=0\.5: this version only does as coverage=0"):
-        CTkvrConfig.from_saved(**recalled)
-    assert CTkvrConfig.from_saved(**{**recalled, "coverage": 0.0}).update_lists == "recalled"
-
-
 def _chosen(
     sampler: CentroidSampler | MixedSampler, count: int, cuts: tuple[int, ...]
 ) -> list[int]:

@@ -1,6 +1,6 @@
 """Options: what is refused, what the numbers mean, sizes of memory, and that they survive JSON."""
 
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
@@ -49,20 +49,6 @@ def test_sizes_are_read(size: int | str, count: int) -> None:
 def test_what_is_no_size_is_refused(size: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match="is not a memory size: write '80GB', '75GiB', or bytes"):
         byte_count(size)
-
-
-def test_a_saved_cache_may_name_an_option_that_was_removed_where_it_changes_nothing() -> None:
-    class _Config(FlatConfig):
-        retired: ClassVar[dict[str, Any]] = {"codec": "higgs"}
-
-    assert _Config.from_saved(top_k=8, codec="higgs") == _Config.from_saved(top_k=8)
-    gone = {"store": "split", "device_budget": "9GB", "artifact_sha256": "0" * 64}
-    assert _Config.from_saved(**gone) == _Config()
-    with pytest.raises(ValueError, match=r"codec='kivi': .*fill a new cache"):
-        _Config.from_saved(top_k=8, codec="kivi")
-    for make in (_Config.from_options, FlatConfig.from_saved):
-        with pytest.raises(ValueError, match="no option 'codec'"):
-            make(codec="higgs")
 
 
 @pytest.mark.parametrize(

@@ -111,17 +111,6 @@ def test_a_key_with_nan_or_infinity_spoils_no_other_row() -> None:
     assert store.state_dict()["key_mean"].isfinite().all()
 
 
-def test_older_saves_have_keys_without_a_mean() -> None:
-    state = _filled().state_dict()
-    mean = state.pop("key_mean")
-    loaded = QuantizedStore(DeviceMemory(CPU), 4)
-    loaded.load_state_dict(state, CPU)
-    ((_, keys, _),) = loaded.chunks()
-    ((_, expected, _),) = _filled().chunks()
-    torch.testing.assert_close(keys + mean[:, :, None], expected, atol=ERROR, rtol=ERROR)
-    assert "key_mean" not in loaded.state_dict()
-
-
 @pytest.mark.parametrize("dims", [(20, 16), (16, 12)])
 def test_dims_that_no_group_divides_are_refused(dims: tuple[int, int]) -> None:
     words = rf"heads of {dims[0]} and {dims[1]} numbers: .* that 8 divides; use store='device'"

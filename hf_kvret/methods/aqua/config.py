@@ -50,11 +50,6 @@ class AquaConfig(ArtifactConfig):
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "paper": {"sink": 4, "recent": 1, "flush": 127, "dense_below": 0}
     }
-    retired: ClassVar[Mapping[str, Any]] = {
-        "backbone": "higgs",
-        "anchor_every": None,
-        "keep": "codes",
-    }
 
     top_k: int | float | None = 1.0
     rest: Literal["mean"] | None = None

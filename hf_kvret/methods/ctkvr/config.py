@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from hf_kvret.options.config import RetrievalConfig
 from hf_kvret.options.declare import FLAG, OneOf, integer, option, real
@@ -52,13 +52,6 @@ class CTkvrConfig(RetrievalConfig):
         }
     }
 
-    retired: ClassVar[Mapping[str, Any]] = {
-        "seed": 0,
-        "causal": False,
-        "coverage": 0.0,
-        "rerank": "auto",
-    }
-
     centroids: int = option(2048, integer(1))
     tokens_per_centroid: int = option(16, integer(1))
     choice: str = option("mixed", OneOf("mixed", "last"))
@@ -70,16 +63,6 @@ class CTkvrConfig(RetrievalConfig):
     update_lists: str = option("all", OneOf("all", "recalled"))
     pending: int = option(2048, integer(0))
     questions: bool = option(True, FLAG)
-
-    @classmethod
-    def from_saved(cls, **options: Any) -> Self:
-        """As for every method; ``coverage`` was for recalled lists alone.
-
-        Caches of before recalled as published.
-        """
-        if options.get("update_lists") != "recalled":
-            options.pop("coverage", None)
-        return super().from_saved(**{"similarity": "max", "following": 0, **options})
 
     @property
     def even_len(self) -> int:

@@ -53,13 +53,6 @@ class LRQKConfig(RetrievalConfig):
         }
     }
 
-    retired: ClassVar[Mapping[str, Any]] = {
-        "init": "randn",
-        "tolerance": 0.01,
-        "shared": True,
-        "center": True,
-    }
-
     top_k: int | float | None = None
     rank: int | Literal["auto"] | None = option("auto", integer(1), OneOf("auto", None))
     factors: str = option("closed", OneOf("closed", "als"))

@@ -12,7 +12,7 @@ import torch
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.contracts.block import TokenBlock
 from hf_kvret.contracts.index import CapturableIndex, ColdTokens, Index, SearchCost
-from hf_kvret.contracts.state import FLOATS, Schema, Tensors, number, tensor, transient
+from hf_kvret.contracts.state import Schema, Tensors, number, tensor, transient
 from hf_kvret.contracts.store import Store
 from hf_kvret.contracts.token_buffer import TokenBuffer, tokens
 from hf_kvret.options.config import RetrievalConfig
@@ -82,12 +82,6 @@ class ParisConfig(RetrievalConfig):
             "per_selected": 1.0,
             "rest": None,
         }
-    }
-
-    retired: ClassVar[Mapping[str, Any]] = {
-        "tiers": None,
-        "levels": None,
-        "schedule": [list(row) for row in SCHEDULES["ours"]],
     }
 
     subspace_dim: int = option(8, OneOf(4, 8))
@@ -371,19 +365,16 @@ class ParisIndex(CapturableIndex, Index):
         return super().state_dict()
 
     def check_saved(self, state: Tensors, schema: Schema) -> None:
-        """As for every state; widths follow from other tensors. See ``_with_records``."""
+        """As for every state; the width of a record follows from other tensors."""
         super().check_saved(state, schema)
-        if {"sign", "counts"} <= state.keys():
-            magnitudes, weights = 3 * state["sign"].shape[3], state["counts"].shape[2]
-            widths = {"record": magnitudes + weights, "magnitude": magnitudes, "weight": weights}
-            for name in widths.keys() & state.keys():
-                dtype = FLOATS if name == "weight" else torch.uint8
-                schema.check(name, state[name], f"B H N {widths[name]}", dtype)
+        if {"sign", "counts", "record"} <= state.keys():
+            width = 3 * state["sign"].shape[3] + state["counts"].shape[2]
+            schema.check("record", state["record"], f"B H N {width}", torch.uint8)
 
     def load_state_dict(self, state: Tensors, device: torch.device | None = None) -> None:
         """As for every state."""
         if "counts" in state:
-            super().load_state_dict(_with_records(state), device)
+            super().load_state_dict(state, device)
             return
         self.reset()
         if "energy" in state:
@@ -410,14 +401,6 @@ class ParisIndex(CapturableIndex, Index):
 
     def _codes(self) -> paris.ParisCodes:
         return paris.ParisCodes(self._sign.rows, self._record.rows)
-
-
-def _with_records(state: Tensors) -> Tensors:
-    """``state`` of a cache that was saved with weights of floats, negative ones of padding."""
-    if "magnitude" not in state:
-        return state
-    weight = paris.code_weights(state["weight"].float())
-    return {**state, "record": torch.cat([state["magnitude"], weight], dim=-1)}
 
 
 class ParisKVCache(RetrievalCache):
