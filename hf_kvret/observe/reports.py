@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from hf_kvret.layer.hybrid import foreign_layers_of
 from hf_kvret.layer.indexed import IndexedLayer, indexer_nbytes
@@ -87,7 +88,8 @@ def memory_report(
             device, host = device + kv.store.nbytes() - on_host, host + on_host
         heads = kv.window.keys.shape[1]
         full += kv.batch_size * kv.length * heads * _row_bytes(layer) + indexer_nbytes(layer)
-    other = sum(_tensor_bytes(vars(part)) for part in foreign_layers_of(layers).values())
+    held = pytree.tree_leaves([vars(part) for part in foreign_layers_of(layers).values()])
+    other = sum(x.nbytes for x in held if isinstance(x, torch.Tensor))
     return MemoryReport(window, index, shared, device, host, other, full + other, snapshots)
 
 
@@ -164,13 +166,3 @@ def _row_bytes(layer: RetrievalLayer) -> int:
         return 0
     window = layer.kv.window
     return window.row_dim * window.keys.element_size()
-
-
-def _tensor_bytes(value: Any) -> int:
-    if isinstance(value, torch.Tensor):
-        return value.numel() * value.element_size()
-    if isinstance(value, dict):
-        return sum(map(_tensor_bytes, value.values()))
-    if isinstance(value, list | tuple):
-        return sum(map(_tensor_bytes, value))
-    return 0

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer, LinearAttentionLayer
 
@@ -242,7 +242,8 @@ class DecodeGraph:
             assert frame.replay is not None, "a captured step has a replay"
             frame.replay()
         self.replays += 1
-        return _copy(frame.output)
+        # Objects other than tensors, such as the cache, are shared.
+        return pytree.tree_map_only(torch.Tensor, torch.clone, frame.output)
 
     def _rehearse(self, frame: Frame) -> Any:
         """Run a step as it will be captured, but for real."""
@@ -355,18 +356,6 @@ def _tokens(inputs: dict[str, Any]) -> int:
     """Tokens of each sequence in this call; 0 for embeddings."""
     tokens = inputs.get("input_ids")
     return 0 if tokens is None else int(tokens.shape[1])
-
-
-def _copy(output: Any) -> Any:
-    """A model's output with copies of its tensors; other objects, such as the cache, are shared."""
-    if isinstance(output, torch.Tensor):
-        return output.clone()
-    if isinstance(output, dict):
-        twin = copy.copy(output)
-        for name, value in output.items():
-            twin[name] = _copy(value)
-        return twin
-    return tuple(map(_copy, output)) if isinstance(output, tuple) else output
 
 
 def _split(inputs: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:

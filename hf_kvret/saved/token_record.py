@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, Self
 import torch
 
 from hf_kvret.contracts.signals import SIGNALS_WAIT
-from hf_kvret.contracts.state import State, Tensors, listed
-from hf_kvret.contracts.token_buffer import TokenBuffer, TokensField
+from hf_kvret.contracts.state import State, Tensors, listed, part
+from hf_kvret.contracts.token_buffer import TokenBuffer
 
 UNKNOWN = -1
 """In place of the id of a token that came as something else."""
@@ -57,23 +57,6 @@ class InputDigest(NamedTuple):
         return cls(start, end, digest.hexdigest())
 
 
-class _IdsField(TokensField):
-    """A ``TokenBuffer`` of ids ``[B, 1, n]``, as buffers have heads, saved as ``[B, n]``."""
-
-    def to_save(self, value: Any) -> Tensors:
-        return {self.key: value.rows[:, 0].contiguous()} if value.is_allocated else {}
-
-    def loaded(self, value: Any, state: Tensors, device: torch.device | None) -> Any:
-        if self.key in state:
-            # As in `TokenRecord.write_pending`.
-            with torch.inference_mode(False):
-                value.append(state[self.key][:, None].to(device))
-        return value
-
-
-_token_ids: Callable[..., Any] = _IdsField
-
-
 class TokenRecord(State):
     """Ids of the tokens in a cache, as far as it saw them, and digests of its other inputs.
 
@@ -90,7 +73,8 @@ class TokenRecord(State):
         start: index of the first token of that pass.
     """
 
-    _ids: TokenBuffer = _token_ids()
+    # `[B, 1, n]`, as buffers have heads.
+    _ids: TokenBuffer = part(TokenBuffer, saved=False)
     passes: list[InputDigest] = listed(lambda one: one.end)
 
     def __init__(self) -> None:
@@ -134,8 +118,14 @@ class TokenRecord(State):
             super().reorder(rows.to(self._ids.rows.device))
 
     def state_dict(self) -> Tensors:
+        """``ids [B, n]``; nothing where none were written."""
         self.write_pending()
-        return super().state_dict()
+        return {"ids": self._ids.rows[:, 0].contiguous()} if self._ids.is_allocated else {}
+
+    def load_state_dict(self, state: Tensors, device: torch.device | None = None) -> None:
+        self.reset()
+        if "ids" in state:
+            self.write(state["ids"].to(device), 0)
 
     def write(self, ids: torch.Tensor, start: int) -> None:
         """Write ``ids`` ``[B, n]`` of the tokens from ``start`` on; earlier gaps are unknown."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -21,15 +20,8 @@ UNCODED = 16
 """Bits of an element that is not coded."""
 
 
-class Choice(NamedTuple):
-    """The name of a store, and why it was chosen, for reports."""
-
-    store: str
-    reason: str
-
-
-def choose(device: torch.device, rows_bytes: int, options: RetrievalConfig) -> Choice:
-    """Rows lie on the device or, from a GPU that lacks room, on the host.
+def choose(device: torch.device, rows_bytes: int, options: RetrievalConfig) -> tuple[str, str]:
+    """The name of a store, and why: on the device or, from a GPU that lacks room, on the host.
 
     Where there is too little memory, the last of these is taken all the same, with a warning. Rows
     may take a share of what is free: a pass and an index need the rest.
@@ -71,7 +63,7 @@ def choose(device: torch.device, rows_bytes: int, options: RetrievalConfig) -> C
             reason,
             codes if options.takes("store", coded) else "",
         )
-    return Choice(store, reason)
+    return store, reason
 
 
 def free_bytes(device: torch.device) -> int | None:

@@ -9,7 +9,6 @@ from transformers import PreTrainedModel
 from hf_kvret import FlatKVCache, attach, stores
 from hf_kvret.generate import chunks
 from hf_kvret.stores import paged
-from hf_kvret.stores.placement import Choice
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
 from hf_kvret.testing.scenario import prompt
 
@@ -22,9 +21,9 @@ def sizes_chosen_for(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The bytes of rows of each choice of a store from now on; all choose the device."""
     sizes: list[int] = []
 
-    def choose(device: torch.device, rows_bytes: int, *args: Any) -> Choice:
+    def choose(device: torch.device, rows_bytes: int, *args: Any) -> tuple[str, str]:
         sizes.append(rows_bytes)
-        return Choice("device", "a test")
+        return "device", "a test"
 
     monkeypatch.setattr(stores, "choose", choose)
     return sizes

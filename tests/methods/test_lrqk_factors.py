@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from hf_kvret.methods.lrqk.als import AlternatingFactors, Moments, alternating
+from hf_kvret.methods.lrqk.als import Moments, alternating
 from hf_kvret.methods.lrqk.factors import Factors, KeyGrams, QueryGrams, closed_form
 from hf_kvret.testing.tape import TapeRecorder
 
@@ -54,15 +54,6 @@ def _error(q: torch.Tensor, k: torch.Tensor, to_query: torch.Tensor, to_key: tor
 def _optimum(q: torch.Tensor, k: torch.Tensor, rank: int) -> float:
     singular = torch.linalg.svdvals(q @ k.mT)
     return float(singular[rank:].norm() / singular.norm().clamp(min=1e-300))
-
-
-def _als(
-    q: torch.Tensor, k: torch.Tensor, rank: int, rounds: int = 2, penalty: float = 1.0
-) -> AlternatingFactors:
-    of_q, of_k = Moments(), Moments()
-    of_q.add(q.float()[None, None], rank, 5)
-    of_k.add(k.float()[None, None], rank, 6)
-    return alternating(of_q.gram, of_k.gram, of_q.start(), of_k.start(), rounds, penalty)
 
 
 @pytest.mark.parametrize(
@@ -127,17 +118,21 @@ def _literal(
 def test_als_on_grams_is_algorithm_1_on_full_matrices(penalty: float, rounds: int) -> None:
     """Grams were added up in fp32: 1e-7, times the condition of what is solved, some hundred."""
     q, k = (rows.float().double() for rows in _case("ragged"))
-    als = _als(q, k, RANK, rounds, penalty)
+    of_q, of_k = Moments(), Moments()
+    of_q.add(q.float()[None, None], RANK, 5)
+    of_k.add(k.float()[None, None], RANK, 6)
+    starts = of_q.start(), of_k.start()
+    factors, bases = alternating(of_q.gram, of_k.gram, *starts, rounds, penalty)
     # A_Q and A_K of eq. 22.
-    starts = [
+    literal_starts = [
         torch.randn(len(rows), RANK, generator=torch.Generator().manual_seed(seed)).double()
         for seed, rows in ((5, q), (6, k))
     ]
-    a_q, a_k, b_q, b_k = _literal(q, k, *starts, rounds, penalty)
-    assert _relative(q @ als.to_query[0, 0].double(), a_q) < 1e-4
-    assert _relative(k @ als.to_key[0, 0].double(), a_k) < 1e-4
-    assert _relative(als.query_basis[0, 0].double(), b_q) < 1e-4
-    assert _relative(als.key_basis[0, 0].double(), b_k) < 1e-4
+    a_q, a_k, b_q, b_k = _literal(q, k, *literal_starts, rounds, penalty)
+    assert _relative(q @ factors.to_query[0, 0].double(), a_q) < 1e-4
+    assert _relative(k @ factors.to_key[0, 0].double(), a_k) < 1e-4
+    assert _relative(bases.query[0, 0].double(), b_q) < 1e-4
+    assert _relative(bases.key[0, 0].double(), b_k) < 1e-4
 
 
 def _tokens(batch: int = 2, heads: int = 4, count: int = 150) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,7 +14,7 @@ from hf_kvret.methods.aqua import AquaConfig
 from hf_kvret.methods.flat import FlatConfig
 from hf_kvret.methods.paris import ParisConfig
 from hf_kvret.stores import placement
-from hf_kvret.stores.placement import Choice, choose, free_host_bytes
+from hf_kvret.stores.placement import choose, free_host_bytes
 from hf_kvret.testing.scenario import prompt
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -54,7 +54,7 @@ def test_rows_go_to_the_first_memory_with_room(
     free: Any, caplog: Any, device: torch.device, rows: int, store: str, fits: bool
 ) -> None:
     free(1000 if device == GPU else 1024, 1000)
-    assert choose(device, rows, ParisConfig()).store == store
+    assert choose(device, rows, ParisConfig())[0] == store
     assert len(warnings_of(caplog)) == (not fits)
 
 
@@ -85,8 +85,8 @@ def test_where_free_memory_is_unknown_rows_go_to_the_device(
     (tmp_path / "meminfo").write_text("MemTotal: 9999999 kB\n")
     assert free_host_bytes() is None
     chosen = choose(CPU, 2**60, FlatConfig())
-    assert chosen == Choice("device", "device: how much memory is free is unknown here")
-    assert choose(torch.device("mps"), 2**60, FlatConfig()).store == "device"
+    assert chosen == ("device", "device: how much memory is free is unknown here")
+    assert choose(torch.device("mps"), 2**60, FlatConfig())[0] == "device"
     assert warnings_of(caplog) == []
 
 

@@ -118,12 +118,6 @@ class AquaStore(Store):
         rows, ids = self._dense(ids)
         return rows.begin(query, ids, scale, softcap)
 
-    def scores(
-        self, query: torch.Tensor, ids: torch.Tensor, scale: float, softcap: float | None = None
-    ) -> torch.Tensor:
-        rows, ids = self._dense(ids)
-        return rows.scores(query, ids, scale, softcap)
-
     def gather(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         rows, ids = self._dense(ids)
         return rows.gather(ids)

@@ -13,7 +13,7 @@ from hf_kvret.contracts.index import ColdTokens, Index, SearchCost
 from hf_kvret.contracts.state import State, number, part, tensor, transient
 from hf_kvret.contracts.token_buffer import TokenBuffer, passed
 from hf_kvret.methods.lrqk.config import LRQKConfig
-from hf_kvret.methods.lrqk.factors import Proxies, finite, float_chunks, project
+from hf_kvret.methods.lrqk.factors import Factors, Proxies, finite, float_chunks, project
 from hf_kvret_kernels import proxy
 from hf_kvret_kernels.host_step import HostSearch, ProxySearch
 
@@ -55,20 +55,6 @@ class Sketch:
         return solve(self.own, self.cross)
 
 
-@dataclass(frozen=True, eq=False)
-class AlternatingFactors:
-    """Result of algorithm 1: A_Q = Q X_Q, A_K = K X_K, and B_Q, B_K fitted to them.
-
-    ``to_query``, ``to_key`` ``[..., D, r]`` are X_Q, X_K; ``query_basis``, ``key_basis``
-    ``[..., r, D]`` are B_Q, B_K; all fp32.
-    """
-
-    to_query: torch.Tensor
-    to_key: torch.Tensor
-    query_basis: torch.Tensor
-    key_basis: torch.Tensor
-
-
 def alternating(
     query_gram: torch.Tensor,
     key_gram: torch.Tensor,
@@ -76,9 +62,10 @@ def alternating(
     key_start: Sketch,
     iterations: int,
     penalty: float,
-) -> AlternatingFactors:
+) -> tuple[Factors, Bases]:
     """Algorithm 1: ``iterations`` rounds of B_Q, B_K, A_K, A_Q (eq. 6), then B_Q, B_K once more.
 
+    Returns X_Q and X_K of A_Q = Q X_Q and A_K = K X_K, and B_Q and B_K fitted to them.
     Each update needs A_Q and A_K by their products with Q, K and themselves only, and gives
     A_K = K X_K: so Grams are enough. B is refitted at the end, as the authors' code does, because
     decoding starts from it.
@@ -92,9 +79,8 @@ def alternating(
         a_k = Sketch.of_map(to_key, g_k)
         to_query = _update(a_k, b_q, penalty)
         a_q = Sketch.of_map(to_query, g_q)
-    return AlternatingFactors(
-        to_query.float(), to_key.float(), a_q.basis().float(), a_k.basis().float()
-    )
+    bases = Bases(a_q.basis().float(), a_k.basis().float())
+    return Factors(to_query.float(), to_key.float()), bases
 
 
 def _update(other: Sketch, basis: torch.Tensor, penalty: float) -> torch.Tensor:
@@ -349,8 +335,8 @@ class PaperLRQKIndex(Index):
         assert queries.gram is not None and keys.gram is not None, "on_forward comes first"
         starts = queries.start(), keys.start()
         limits = options.iterations, options.penalty
-        factors = alternating(queries.gram, keys.gram, *starts, *limits)
-        self._query_basis, self._key_basis = factors.query_basis, factors.key_basis
+        factors, bases = alternating(queries.gram, keys.gram, *starts, *limits)
+        self._query_basis, self._key_basis = bases.query, bases.key
         self._omega = None
         self._recent.start(factors.to_key)
         self._proxies.replace(

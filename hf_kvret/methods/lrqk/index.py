@@ -29,6 +29,8 @@ from hf_kvret_kernels.host_step import HostSearch, ProxySearch
 
 # An error (share of the squared scores) too small to justify reading all keys again.
 _NEGLIGIBLE = 1e-4
+# Tensors that there are once tokens are cold.
+_LATER: dict[str, Any] = {"optional": True, "shared": True, "dtype": torch.float32}
 
 
 class LRQKIndex(CapturableIndex, Index):
@@ -45,15 +47,9 @@ class LRQKIndex(CapturableIndex, Index):
     _queries: QueryGrams = part()
     _proxies: Proxies = part(may_be_empty=True)
     # The maps of the factors, [B, F, D, r], and the mean key, [B, Hkv, D].
-    _to_query: torch.Tensor | None = tensor(
-        optional=True, shared=True, dims="B f D r", dtype=torch.float32
-    )
-    _to_key: torch.Tensor | None = tensor(
-        optional=True, shared=True, dims="B f D r", dtype=torch.float32
-    )
-    _mean: torch.Tensor | None = tensor(
-        optional=True, shared=True, dims="B H D", dtype=torch.float32
-    )
+    _to_query: torch.Tensor | None = tensor(dims="B f D r", **_LATER)
+    _to_key: torch.Tensor | None = tensor(dims="B f D r", **_LATER)
+    _mean: torch.Tensor | None = tensor(dims="B H D", **_LATER)
     # The error for the newest queries at the last check, [B, F].
     _reference_error: torch.Tensor | None = tensor(
         key="expected", optional=True, shared=True, dims="B f", dtype=torch.float64

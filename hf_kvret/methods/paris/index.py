@@ -47,6 +47,8 @@ Below ``length`` cold tokens a share beta of them are candidates, and rho of the
 _NUMBERS, _LEAST = 1 << 22, 1e-3
 # Queries that say what others will ask for.
 _FEWEST = 8
+# How tensors are kept that not every index has.
+_CENTERED: dict[str, Any] = {"optional": True, "shared": True, "dtype": torch.float32}
 _PAPER_LEVELS = (0.0420, 0.1266, 0.2129, 0.3023, 0.3968, 0.4990, 0.6148, 0.7604)
 
 
@@ -154,17 +156,11 @@ class ParisIndex(CapturableIndex, Index):
     # Keys in each centroid of each subspace.
     _counts: torch.Tensor | None = tensor(shared=True, dims="B H s c", dtype=torch.int32)
     # The mean key, [B, Hkv, D] fp32, and of how many tokens it is.
-    _mean: torch.Tensor | None = tensor(
-        shared=True, optional=True, dims="B H D", dtype=torch.float32
-    )
+    _mean: torch.Tensor | None = tensor(dims="B H D", **_CENTERED)
     _mean_len: int = number(0)
     # Sums of squares of a prompt's newest queries; powers of two that queries are multiplied by.
-    _energy: torch.Tensor | None = tensor(
-        shared=True, optional=True, dims="B g D", dtype=torch.float32
-    )
-    _factors: torch.Tensor | None = tensor(
-        shared=True, optional=True, dims="B H D", dtype=torch.float32
-    )
+    _energy: torch.Tensor | None = tensor(dims="B g D", **_CENTERED)
+    _factors: torch.Tensor | None = tensor(dims="B H D", **_CENTERED)
     # Random signs of the rotation, times the factors, [B, H, P] fp32, and the [8] fp32 levels of
     # magnitudes.
     _signs: torch.Tensor | None = tensor(saved=False, shared=True)
