@@ -71,7 +71,8 @@ def retrieval_attention(
     """
     if isinstance(attention_mask, Marker):
         return attend(query, key, value), None
-    if not torch.compiler.is_compiling() and NOW.calls is not None:
+    is_traced = torch.compiler.is_compiling()
+    if not is_traced and NOW.calls is not None:
         keywords = {**kwargs, "dropout": dropout, "scaling": scaling}
         NOW.calls.append((module, attention_mask, keywords))
     layer: RetrievalLayer | None = getattr(key, HANDLE, None)
@@ -106,6 +107,10 @@ def retrieval_attention(
     softcap, sink_logits = kwargs.get("softcap"), kwargs.get("s_aux")
     heads = ModuleHeads(module) if layer.is_latent else _PLAIN
     scoring = Scoring(valid, scale, softcap)
+    if not is_traced and valid is choice is sink_logits is None and heads is _PLAIN:
+        again = layer.attend_again(query, key, value, scoring)
+        if again is not None:
+            return again, None
 
     def is_causal() -> bool:
         info = mask_info(attention_mask)

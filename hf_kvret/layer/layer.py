@@ -20,7 +20,7 @@ from hf_kvret.layer.exact_attention import attend_exactly
 from hf_kvret.layer.layer_kv import DraftRound, LayerKV, MakeStore
 from hf_kvret.layer.prompt_groups import PromptPass
 from hf_kvret.layer.queries import AttentionCall, Heads, NewTokens
-from hf_kvret.layer.step import BorrowedIndex, Lender, Subscriber, attend_step
+from hf_kvret.layer.step import BorrowedIndex, Lender, Subscriber, attend_again, attend_step
 from hf_kvret.models.compatibility import AttentionShape
 from hf_kvret.models.compiled import not_compiled
 from hf_kvret.models.ranks import WHOLE, Part
@@ -256,6 +256,23 @@ class RetrievalLayer(CacheLayerMixin):
         # A sum that is kept in fp32 would get parts in bf16.
         with torch.autocast(query.device.type, enabled=False):
             return self._attend(query, key, value, call)
+
+    def attend_again(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
+    ) -> torch.Tensor | None:
+        """``attend`` where a step does as the one before, ``[B, 1, Hq, Dv]``; else None.
+
+        There is no padding and there are no sink logits. With None nothing was done.
+        """
+        kv, given = self.kv, (value.data_ptr(), key.shape, value.shape)
+        if kv is None or kv.next_step is None or given != self._update_key:
+            return None
+        if not self.pending_attention or torch._C._is_any_autocast_enabled():
+            return None
+        past, out = kv.length, attend_again(kv, query, key, value, scoring, self.subscribers)
+        if out is not None:
+            self.past_len, self.pending_attention = past, False
+        return out
 
     def _attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall

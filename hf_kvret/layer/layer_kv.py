@@ -19,7 +19,7 @@ from hf_kvret.layer.cold_sums import ColdSums
 from hf_kvret.layer.queries import AttentionCall
 from hf_kvret.layer.window import Window
 from hf_kvret.options.config import RetrievalConfig
-from hf_kvret_kernels.host_step import HostCold
+from hf_kvret_kernels.host_step import HostCold, PackedStep
 from hf_kvret_kernels.ids import WrongIdError
 from hf_kvret_kernels.mean_tokens import MeanToken
 
@@ -140,8 +140,9 @@ class LayerKV(State):
     built: bool = number(False)
     _retrievable: torch.Tensor | None = transient()
     _cold: ColdTokens | None = transient()
-    # The newest step gave this to the compiled library.
+    # The newest step gave this to the compiled library, and the next one may give it this.
     host_cold: HostCold | None = transient()
+    next_step: PackedStep | None = transient()
     # Scale and soft cap that it was made for.
     _cold_key: tuple[float, float | None] | None = transient()
 
@@ -217,8 +218,7 @@ class LayerKV(State):
             ValueError: no ``positions [B, n]``, and the store needs them.
         """
         start = self.length if start is None else start
-        end = start + keys.shape[2]
-        new_valid = None if valid is None else valid[:, start:end]
+        new_valid = None if valid is None else valid[:, start : start + keys.shape[2]]
         capture = self.window.capture
         if capture is not None and new_valid is not None:
             # Replays are for other slots than the captured step, so read the validity by column.
@@ -328,7 +328,7 @@ class LayerKV(State):
 
     def _forget_cold(self) -> None:
         """Other tokens are cold, or other options hold."""
-        self._retrievable = self._cold = self._cold_key = self.host_cold = None
+        self._retrievable = self._cold = self._cold_key = self.host_cold = self.next_step = None
 
     def set_options(self, config: RetrievalConfig) -> None:
         """Go on with other options; ValueError where they don't fit the tokens held."""

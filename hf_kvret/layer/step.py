@@ -14,12 +14,20 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import is_
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from hf_kvret.contracts.block import TokenBlock
-from hf_kvret.contracts.index import CapturableIndex, ColdTokens, Index, SearchCost, blamed_on
+from hf_kvret.contracts.index import (
+    CapturableIndex,
+    ColdTokens,
+    Index,
+    Scoring,
+    SearchCost,
+    blamed_on,
+)
 from hf_kvret.contracts.store import AttentionResult
 from hf_kvret.layer.exact_attention import attend_cold, merge
 from hf_kvret.layer.layer_kv import LayerKV
@@ -27,6 +35,7 @@ from hf_kvret.layer.queries import AttentionCall
 from hf_kvret.stores.chunks import chunk_len
 from hf_kvret_kernels import host_step
 from hf_kvret_kernels._dispatch import PREFERRED
+from hf_kvret_kernels.host_step import HostSearch, PackedStep
 from hf_kvret_kernels.ids import WrongIdError
 from hf_kvret_kernels.merge import Partials
 from hf_kvret_kernels.prompt_attention import prompt_partials
@@ -91,6 +100,8 @@ class LayerCounters(Subscriber):
     # Candidates of one query and head, and what their number depends on.
     _candidates: int = field(default=0, init=False)
     _key: tuple[object, ...] = field(default=(), init=False)
+    # Of the newest step: its searches, and the rows of each.
+    _newest: tuple[int, int] = field(default=(0, 0), init=False)
 
     def __call__(self, record: StepRecord) -> None:
         """Count a step."""
@@ -109,6 +120,15 @@ class LayerCounters(Subscriber):
             # Without an index the model's own named them.
             cost = None if kv.index is None else kv.index.cost(count, cold.budget)
             self._key, self._candidates = key, 0 if cost is None else cost.candidates
+        self.candidates += self._candidates * searches
+        self._newest = searches, count
+
+    def count_again(self) -> None:
+        """Count a step of one query that is like the newest one."""
+        searches, count = self._newest
+        self.steps += 1
+        self.queries += 1
+        self.cold_rows += count * searches
         self.candidates += self._candidates * searches
 
     def reset(self) -> None:
@@ -142,7 +162,10 @@ def attend_step(
     cold = kv.cold(call.scoring)
     # Without an index all cold tokens are attended to.
     index = None if cold is None else kv.ready_index(cold)
+    before = kv.host_cold
     result = _attend_on_host(kv, query, call, cold, index)
+    if result is not None and before is not None and kv.host_cold is before:
+        kv.next_step = _pack_next(kv, query, call, subscribers)
     if result is None and cold is not None and index is not None:
         result = _attend_by_search(kv, query, call, cold, index)
     elif result is None:
@@ -202,6 +225,85 @@ def _attend_on_host(
     if index is not None and "after_search" in index.hooks:
         kv.after_search(ids)
     return out, ids
+
+
+def attend_again(
+    kv: LayerKV,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scoring: Scoring,
+    subscribers: Sequence[Subscriber],
+) -> torch.Tensor | None:
+    """Take in a token, and ``attend_step`` where it does as the step before.
+
+    Between two flushes a step of a layer whose index learns nothing from it does the same on the
+    same memory, one column further. To see that takes less than to find out anew what to do. What
+    an environment variable says of the library is asked after a flush alone.
+
+    Args:
+        kv: of the layer.
+        query: ``[B, Hq, 1, Dk]``, of a plain layer without padding and sink logits.
+        key: ``[B, Hkv, 1, Dk]``, not taken in yet; ``value [B, Hkv, 1, Dv]``.
+        scoring: of the call.
+        subscribers: of the layer.
+
+    Returns:
+        ``[B, 1, Hq, Dv]``; None, and nothing was done, where this step is unlike the one before.
+    """
+    step, window, index, cold = kv.next_step, kv.window, kv.index, kv.cold(scoring)
+    kv.next_step = None
+    if step is None or index is None or cold is None or "search" in vars(index):
+        return None
+    length = window.sink + window.length + 1
+    if length > window.capacity or kv.step_flushes() or PREFERRED.get() is not None:
+        return None
+    parts = _parts(kv, cold, index.host_search(query, cold), subscribers)
+    if step.form != _form(query) or not all(map(is_, step.parts, parts)):
+        return None
+    out = step.run(query, key, value, length)
+    if out is not None:
+        kv.next_step = step
+        window.length += 1
+        for each in subscribers:
+            if isinstance(each, LayerCounters):
+                each.count_again()
+    return out
+
+
+def _pack_next(
+    kv: LayerKV, query: torch.Tensor, call: AttentionCall, subscribers: Sequence[Subscriber]
+) -> PackedStep | None:
+    """For ``attend_again`` after a step of ``query``; None where the next one may be unlike it."""
+    index, host_cold, scoring, library = kv.index, kv.host_cold, call.scoring, host_step.library()
+    cold = None if scoring.valid is not None else kv.cold(scoring)
+    if cold is None or host_cold is None or index is None or library is None:
+        return None
+    learns = kv.watches or not index.hooks.isdisjoint(("before_search", "after_search"))
+    unlike = query.shape[2] > 1 or call.sink_logits is not None or call.heads.makes_rows
+    # Subscribers other than the counters look at each step.
+    counts = [type(each) for each in subscribers] == [LayerCounters]
+    if learns or unlike or not counts or not kv.window.sinks_full:
+        return None
+    near, scores = kv.window.on_host(None), (scoring.scale, scoring.softcap, None)
+    step = PackedStep(library, query, near, host_cold, scores, kv.selected)
+    step.form, step.parts = _form(query), _parts(kv, cold, host_cold.search, subscribers)
+    return step
+
+
+def _form(query: torch.Tensor) -> tuple[object, ...]:
+    """What steps that are alike have equal."""
+    return query.shape, query.dtype, torch.get_num_threads()
+
+
+def _parts(
+    kv: LayerKV, cold: ColdTokens, search: HostSearch | None, subscribers: Sequence[Subscriber]
+) -> tuple[object, ...]:
+    """What stays in its place as long as steps are alike."""
+    window = kv.window
+    held = kv, kv.config, kv.index, kv.host_cold, kv.selected, window.host, window.keys
+    packed = None if search is None else search.packed
+    return (*held, kv.drafts, window.capture, cold, search, packed, subscribers)
 
 
 def _attend_by_search(

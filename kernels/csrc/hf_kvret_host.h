@@ -13,7 +13,7 @@
 #define HFK_API extern "C" __attribute__((visibility("default")))
 
 // Raised with every change of hfk_request or of a function's meaning; the caller compares.
-#define HFK_VERSION 18
+#define HFK_VERSION 19
 
 // HFK_INT8 is for the rows of hfk_proxy alone.
 enum hfk_dtype { HFK_FLOAT32 = 0, HFK_FLOAT16 = 1, HFK_BFLOAT16 = 2, HFK_INT8 = 3 };
@@ -244,6 +244,9 @@ struct hfk_step {
     int64_t *selected;            // the number of ids that are no holes is added; or null
     void *result;                 // as attention.out, of the request's dtype, and in its place;
                                   // null where attention.out is to be written
+    const void *new_key;          // [batch, kv_heads, key_dim]: of the window's newest token, which
+                                  // the step writes there first; null where it is there already
+    const void *new_value;        // [batch, kv_heads, value_dim]; null where keys hold the values
     int32_t search_kind;
     int32_t reserved;
 };

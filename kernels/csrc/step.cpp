@@ -1,5 +1,6 @@
 // The C interface of whole decode steps.
 #include <cstdlib>
+#include <cstring>
 #include <new>
 
 #include "job.h"
@@ -223,7 +224,24 @@ bool is_good(const hfk_step &step) {
     const hfk_window &window = step.window;
     return is_good(step.attention) && step.tokens >= 0 && window.length <= window.capacity &&
            window.value_row >= step.attention.value_dim &&
-           (window.length == 0 || window.length >= step.attention.queries);
+           (window.length == 0 ? step.new_key == nullptr
+                               : window.length >= step.attention.queries);
+}
+
+// Writes `token [batch, kv_heads, dim]` behind the others of `rows`, `row` numbers from one to the
+// next.
+void write_newest(const hfk_step &step, const void *token, const void *rows, int64_t dim,
+                  int64_t row) {
+    if (token == nullptr) return;
+    const hfk_window &window = step.window;
+    const int64_t number = step.attention.dtype == HFK_FLOAT32 ? 4 : 2;
+    const char *from = static_cast<const char *>(token);
+    char *to = static_cast<char *>(const_cast<void *>(rows)) + (window.length - 1) * row * number;
+    const int64_t heads = step.attention.batch * step.attention.kv_heads;
+    for (int64_t head = 0; head < heads; ++head) {
+        std::memcpy(to + head * window.capacity * row * number, from + head * dim * number,
+                    dim * number);
+    }
 }
 
 int32_t serve(const hfk_step &step, bool attends, const hfk_paris_trace *trace) {
@@ -237,7 +255,13 @@ int32_t serve(const hfk_step &step, bool attends, const hfk_paris_trace *trace) 
             if (search == nullptr) return HFK_BAD_REQUEST;
         }
         Step job(step, *kernel, search.get());
-        if (attends) return job.run();
+        if (attends) {
+            const hfk_request &request = step.attention;
+            write_newest(step, step.new_key, step.window.keys, request.key_dim, request.key_dim);
+            write_newest(step, step.new_value, step.window.values, request.value_dim,
+                         step.window.value_row);
+            return job.run();
+        }
         if (search == nullptr || (trace != nullptr && step.search_kind != HFK_SEARCH_PARIS)) {
             return HFK_BAD_REQUEST;
         }

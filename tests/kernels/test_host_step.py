@@ -10,7 +10,14 @@ import torch
 
 from hf_kvret_kernels import host_library as library
 from hf_kvret_kernels import host_step
-from hf_kvret_kernels.host_step import FlatSearch, GivenIds, HostCold, HostWindow, run_step
+from hf_kvret_kernels.host_step import (
+    FlatSearch,
+    GivenIds,
+    HostCold,
+    HostWindow,
+    PackedStep,
+    run_step,
+)
 from hf_kvret_kernels.ids import WrongIdError
 from hf_kvret_kernels.mean_tokens import MeanToken
 
@@ -105,6 +112,36 @@ def test_a_result_is_rounded_as_torch_rounds(dtype: torch.dtype, threads: int, p
     assert torch.equal(rounded.nan_to_num(7.0), exact.to(dtype).nan_to_num(7.0))
     assert torch.equal(rounded.isnan(), exact.isnan())
     assert rounded.isnan().any()
+
+
+@pytest.mark.factor("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.factor("in_key", [False, True])
+def test_a_packed_step_writes_its_token_first(dtype: torch.dtype, in_key: bool, path: str) -> None:
+    shape = Shape(300, batch=2, dim=40, group=3, dtype=dtype)
+    query, window, cold = flat_step(shape, 20)
+    keys = window.keys.nan_to_num(0.0)
+    values = keys[..., :24] if in_key else window.values.nan_to_num(0.0)
+    counts = [torch.tensor(0) for _ in range(2)]
+    packed_keys = keys.clone()
+    packed_values = packed_keys[..., :24] if in_key else values.clone()
+    near = HostWindow(packed_keys, packed_values, 20)
+    scores = 0.2, None, None
+    packed = PackedStep(library.load(), query, near, cold, scores, counts[0])
+    for length in (21, 22):
+        key, value = (draw(2, shape.heads, 1, dim, seed=length, dtype=dtype) for dim in (40, 24))
+        keys[:, :, length - 1 : length] = key
+        if not in_key:
+            values[:, :, length - 1 : length] = value
+        # Rows that don't lie side by side.
+        query, key = -query, key.mT.contiguous().mT
+        out = packed.run(query, key, value, length)
+        own = HostWindow(keys, values, length)
+        options: dict[str, Any] = {"scale": 0.2, "selected": counts[1], "dtype": dtype}
+        expected, _ = run_step(query, own, cold, **options)
+        assert out is not None and torch.equal(out, expected.transpose(1, 2))
+    assert torch.equal(packed_keys, keys) and torch.equal(packed_values, values)
+    assert counts[0] == counts[1] > 0
+    assert packed.run(query, key, value, len(keys[0, 0]) + 1) is None
 
 
 def test_a_result_is_of_float32_or_the_querys_dtype() -> None:

@@ -74,7 +74,9 @@ class Driver:
         keys: ``[B, HEADS, T, DIM]`` of all tokens held, as are ``values``.
         mask: ``[B, T]`` bool of them.
         query: of the last pass.
-        ids: what was selected in the last pass; None: nothing was.
+        ids: what was selected in the last pass; None: nothing was, or it is not looked at.
+        repeats: whether steps like the one before are done again, as attention does them.
+        repeated: how many were.
     """
 
     def __init__(
@@ -82,9 +84,11 @@ class Driver:
         kind: type[RetrievalCache] = FlatKVCache,
         softcap: float | None = None,
         sinks: bool = False,
+        repeats: bool = False,
         **options: Any,
     ) -> None:
         self.cache = kind(CONFIG, **{**SIZES, **options})
+        self.repeats, self.repeated, self.scale = repeats, 0, SCALE
         self.softcap = softcap
         self.generator = torch.Generator().manual_seed(0)
         self.sink_logits = torch.randn(HEADS * GROUP, generator=self.generator) if sinks else None
@@ -118,12 +122,18 @@ class Driver:
         key, value = key + 0.5, value + 1.0
         self.keys = torch.cat([self.keys, key], dim=2)
         self.values = torch.cat([self.values, value], dim=2)
-        scoring = Scoring(None if self.mask.all() else self.mask, SCALE, self.softcap)
+        scoring = Scoring(None if self.mask.all() else self.mask, self.scale, self.softcap)
         self.ids, self.query = None, query
         # The model's own attention, which does the first pass.
         dense = self.exact().to(query.dtype)
         key, value = self.cache.update(key, value, 0)
         call = AttentionCall(scoring, lambda: dense, self.sink_logits)
+        if self.repeats:
+            again = None
+            if scoring.valid is None and self.sink_logits is None:
+                again = layer.attend_again(query, key, value, scoring)
+            self.repeated += again is not None
+            return layer.attend(query, key, value, call) if again is None else again.transpose(1, 2)
         own = layer.subscribers
         layer.subscribers = (*own, self._keep_ids)  # type: ignore[assignment]
         try:
@@ -136,7 +146,7 @@ class Driver:
 
     def exact(self) -> torch.Tensor:
         """The last pass by full attention, in float64."""
-        scoring = Scoring(self.mask, SCALE, self.softcap)
+        scoring = Scoring(self.mask, self.scale, self.softcap)
         return full_attention(self.query, self.keys, self.values, scoring, self.sink_logits)
 
     def crop(self, count: int) -> None:
@@ -156,9 +166,9 @@ class Driver:
         twin.cache = self.cache.fork(**changes)
         return twin
 
-    def life(self) -> Iterator[torch.Tensor]:
+    def life(self, padded: int = 11) -> Iterator[torch.Tensor]:
         """Results of steps, between all that may happen to a cache."""
-        self.forward(90, padded=11)
+        self.forward(90, padded)
         for count in (*[1] * 6, 4):
             yield self.forward(count)
         self.layer.kv = copy.deepcopy(self.kv)

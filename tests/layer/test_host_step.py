@@ -1,7 +1,8 @@
 """A layer's step in one call of the CPU library does what it does step by step."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from typing import Any
 
 import pytest
@@ -9,8 +10,10 @@ import torch
 
 from hf_kvret import FlatKVCache, ParisKVCache
 from hf_kvret.contracts.index import ColdTokens, Scoring
+from hf_kvret.layer import step
 from hf_kvret.layer.layer import RetrievalLayer
 from hf_kvret.methods.flat import FlatIndex
+from hf_kvret.observe.recall import RecallMeter
 from hf_kvret_kernels import host_step
 from hf_kvret_kernels.host_step import FlatSearch
 
@@ -40,6 +43,73 @@ def test_one_call_is_all_the_steps(
     for name, value in one.items():
         close = pytest.approx(other[name], rel=1e-5) if isinstance(value, float) else other[name]
         assert value == close, name
+
+
+@pytest.mark.parametrize("padded", [0, 11])
+@pytest.mark.parametrize("softcap", [None, 4.0])
+@pytest.mark.parametrize("method", list(METHODS))
+def test_a_step_like_the_one_before_is_a_step(
+    method: str, softcap: float | None, padded: int
+) -> None:
+    kind, options = METHODS[method]
+    drivers = [Driver(kind, softcap, repeats=repeats, **options) for repeats in (True, False)]
+    lives = [list(driver.life(padded)) for driver in drivers]
+    assert all(map(torch.equal, *lives))
+    one, other = drivers
+    assert one.cache.stats() == other.cache.stats()
+    assert all(map(torch.equal, one.kv.rows(one.kv.length), other.kv.rows(other.kv.length)))
+    assert one.repeated == (5 if method.startswith("paris") and not padded else 0)
+
+
+def _observed(driver: Driver) -> None:
+    layer = driver.layer
+    layer.subscribers = (*layer.subscribers, RecallMeter())
+
+
+CHANGES: dict[str, Callable[[Driver, pytest.MonkeyPatch], object]] = {
+    "nothing": lambda driver, patch: None,
+    "crop": lambda driver, patch: driver.crop(1),
+    "scale": lambda driver, patch: setattr(driver, "scale", 0.7),
+    "soft cap": lambda driver, patch: setattr(driver, "softcap", 3.0),
+    "options": lambda driver, patch: driver.layer.set_options(
+        driver.cache.options.replace(top_k=9), lambda: None
+    ),
+    "rows": lambda driver, patch: driver.reorder([1, 0]),
+    "fewer rows": lambda driver, patch: driver.reorder([1]),
+    "deep crop": lambda driver, patch: driver.crop(30),
+    "flush": lambda driver, patch: driver.kv.flush(None),
+    "observer": lambda driver, patch: _observed(driver),
+    "index": lambda driver, patch: setattr(driver.kv, "index", driver.kv.index.fork()),
+    "search": lambda driver, patch: patch.setattr(
+        driver.kv.index, "search", driver.kv.index.search
+    ),
+    "drafts": lambda driver, patch: setattr(driver.kv, "drafts", True),
+    "backend": lambda driver, patch: patch.setattr(step, "PREFERRED", ContextVar("", default="x")),
+    "threads": lambda driver, patch: patch.setattr(torch, "get_num_threads", lambda: 2),
+    "count": lambda driver, patch: setattr(driver.kv, "selected", driver.kv.selected.clone()),
+    "fork": lambda driver, patch: vars(driver).update(vars(driver.fork())),
+    "loaded": lambda driver, patch: driver.layer.load_state_dict(
+        driver.layer.state_dict(), torch.device("cpu")
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_between_two_steps_is_noticed(
+    change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = (Driver(ParisKVCache, repeats=repeats, flush=40) for repeats in (True, False))
+    for driver in (one, other):
+        driver.forward(150)
+        for _ in range(3):
+            driver.forward(1)
+    assert one.repeated == 1
+    with monkeypatch.context() as patch:
+        for driver in (one, other):
+            CHANGES[change](driver, patch)
+        assert torch.equal(one.forward(1), other.forward(1))
+    assert one.repeated == 1 + (change in ("nothing", "crop"))
+    assert torch.equal(one.forward(1), other.forward(1))
 
 
 def test_a_failed_step_counts_nothing_and_can_be_cropped(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,6 +39,7 @@ __all__ = [
     "HostSearch",
     "HostWindow",
     "ListSearch",
+    "PackedStep",
     "ParisSearch",
     "ProxySearch",
     "library",
@@ -47,9 +48,12 @@ __all__ = [
 ]
 
 # hfk_step of csrc/hf_kvret_host.h: hfk_request as of ``host_library.pack_request``; window; valid,
-# its stride and the cold tokens; addresses of search, rest, sinks, the count of selected tokens and
-# the result; kind of the search, a reserved number.
-_STEP = struct.Struct("@7P14q2d4i3P4qP2q5P2i")
+# its stride and the cold tokens; addresses of search, rest, sinks, the count of chosen tokens, the
+# result, a new key and a new value; kind of the search, a reserved number.
+_STEP = struct.Struct("@7P14q2d4i3P4qP2q7P2i")
+# Places of 8 bytes in it: the query, the result in fp32, the window's length, the result in the
+# query's dtype, a new key and a new value.
+_QUERY, _OUT, _LENGTH, _RESULT, _NEW_KEY, _NEW_VALUE = 0, 4, 30, 39, 40, 41
 
 
 @dataclass(eq=False)
@@ -83,6 +87,11 @@ class HostWindow(WithoutAddresses):
     @functools.cached_property
     def _addresses(self) -> tuple[int, int]:
         return self.keys.data_ptr(), self.values.data_ptr()
+
+    @property
+    def in_key(self) -> bool:
+        """Whether values are the first numbers of keys."""
+        return self._addresses[0] == self._addresses[1]
 
 
 @dataclass(frozen=True, eq=False)
@@ -263,9 +272,60 @@ def _pack_step(
         0 if sink_logits is None else sink_logits.data_ptr(),
         0 if selected is None else selected.data_ptr(),
         0 if is_fp32 else out_at,
-        *(kind, 0),
+        *(0, 0, kind, 0),
     )
     return step, (cold, near, sink_logits)
+
+
+class PackedStep:
+    """Steps of one query that differ in it and in the window's newest token alone.
+
+    Arguments are those of ``run_unchecked``: what the steps have in common. What they hold must
+    stay where it is.
+
+    Attributes:
+        form: what the caller has to find equal before each of them.
+        parts: what it has to find in its place.
+    """
+
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        query: torch.Tensor,
+        window: HostWindow,
+        cold: HostCold,
+        scores: tuple[float, float | None, torch.Tensor | None],
+        selected: torch.Tensor,
+    ) -> None:
+        batch, heads = query.shape[:2]
+        self._shape = batch, 1, heads, window.values.shape[3]
+        self._library, self._in_key = library, window.in_key
+        id_heads = cold.search.heads or window.keys.shape[1]
+        ids = query.new_empty(batch, id_heads, 1, cold.budget, dtype=torch.int32)
+        threads = min(torch.get_num_threads(), host_library.PROCESSORS)
+        self.form: tuple[object, ...] = ()
+        self.parts: tuple[object, ...] = ()
+        out = query.new_empty(self._shape)
+        packed = _pack_step(query, window, cold, scores, ids, out, selected, threads)
+        self._step, self._keep = ctypes.create_string_buffer(packed[0]), (packed[1], ids, selected)
+        self._words = (ctypes.c_int64 * (_STEP.size // 8)).from_buffer(self._step)
+        self._out_at = _OUT if query.dtype == torch.float32 else _RESULT
+
+    def run(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, length: int
+    ) -> torch.Tensor | None:
+        """The step of ``query [B, Hq, 1, Dk]`` with ``length`` rows in the window.
+
+        The last of them is written first: ``key [B, Hkv, 1, Dk]`` and ``value [B, Hkv, 1, Dv]``.
+        Returns ``[B, 1, Hq, Dv]`` in the query's dtype; None where it can't be done, and nothing
+        was chosen or counted.
+        """
+        query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+        out, words = query.new_empty(self._shape), self._words
+        words[_QUERY], words[self._out_at] = query.data_ptr(), out.data_ptr()
+        words[_NEW_KEY], words[_LENGTH] = key.data_ptr(), length
+        words[_NEW_VALUE] = 0 if self._in_key else value.data_ptr()
+        return None if self._library.hfk_run_step(self._step) else out
 
 
 def _check_window(query: torch.Tensor, window: HostWindow) -> None:
