@@ -301,7 +301,7 @@ def _parts(
 ) -> tuple[object, ...]:
     """What stays in its place as long as steps are alike."""
     window = kv.window
-    held = kv, kv.config, kv.index, kv.host_cold, kv.selected, window.host, window.keys
+    held = kv.config, kv.index, kv.host_cold, kv.selected, window.host, window.keys
     packed = None if search is None else search.packed
     return (*held, kv.drafts, window.capture, cold, search, packed, subscribers)
 

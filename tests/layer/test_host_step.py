@@ -1,5 +1,6 @@
 """A layer's step in one call of the CPU library does what it does step by step."""
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
@@ -56,7 +57,7 @@ def test_a_step_like_the_one_before_is_a_step(
     lives = [list(driver.life(padded)) for driver in drivers]
     assert all(map(torch.equal, *lives))
     one, other = drivers
-    assert one.cache.stats() == other.cache.stats()
+    assert one.cache.stats()["layers"] == other.cache.stats()["layers"]
     assert all(map(torch.equal, one.kv.rows(one.kv.length), other.kv.rows(other.kv.length)))
     assert one.repeated == (5 if method.startswith("paris") and not padded else 0)
 
@@ -87,6 +88,7 @@ CHANGES: dict[str, Callable[[Driver, pytest.MonkeyPatch], object]] = {
     "backend": lambda driver, patch: patch.setattr(step, "PREFERRED", ContextVar("", default="x")),
     "threads": lambda driver, patch: patch.setattr(torch, "get_num_threads", lambda: 2),
     "count": lambda driver, patch: setattr(driver.kv, "selected", driver.kv.selected.clone()),
+    "copy": lambda driver, patch: setattr(driver.layer, "kv", copy.deepcopy(driver.kv)),
     "fork": lambda driver, patch: vars(driver).update(vars(driver.fork())),
     "loaded": lambda driver, patch: driver.layer.load_state_dict(
         driver.layer.state_dict(), torch.device("cpu")

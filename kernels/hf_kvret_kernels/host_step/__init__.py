@@ -311,6 +311,9 @@ class PackedStep:
         self._words = (ctypes.c_int64 * (_STEP.size // 8)).from_buffer(self._step)
         self._out_at = _OUT if query.dtype == torch.float32 else _RESULT
 
+    def __deepcopy__(self, memo: dict[int, object]) -> None:
+        """None: what a copy of its owner holds lies elsewhere."""
+
     def run(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, length: int
     ) -> torch.Tensor | None:
