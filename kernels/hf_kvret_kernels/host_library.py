@@ -180,51 +180,26 @@ def near_points(grid: torch.Tensor) -> torch.Tensor:
     return near
 
 
-def encode(
-    rows: torch.Tensor,
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    coding: bytes,
-    merits: torch.Tensor,
-    near: torch.Tensor,
-) -> None:
-    """Write codes and scales, uint8 ``[n, bytes]``, of ``rows [n, W]``; all are contiguous.
-
-    ``merits [4^bits, 4]`` fp32: x, y and half the square of each point of the grid, and 0.
-    ``near``: ``near_points`` of the grid.
-    """
-    tables = merits.data_ptr(), near.data_ptr()
-    _run_codes("hfk_encode", rows, codes, scales, coding, None, tables)
-
-
-def decode(
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    coding: bytes,
-    out: torch.Tensor,
-    added: torch.Tensor | None,
-) -> None:
-    """Write to ``out [n, W]`` what ``codes`` and ``scales [n, bytes]`` stand for.
-
-    ``added [m, W]`` fp32, contiguous: each row of it is added to ``n / m`` rows in turn.
-    """
-    _run_codes("hfk_decode", out, codes, scales, coding, added, (0, 0))
-
-
-def _run_codes(
+def run_codes(
     function: Literal["hfk_encode", "hfk_decode"],
     rows: torch.Tensor,
     codes: torch.Tensor,
     scales: torch.Tensor,
     coding: bytes,
-    added: torch.Tensor | None,
-    tables: tuple[int, int],
+    added: torch.Tensor | None = None,
+    tables: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
 ) -> None:
-    """Call the function; ``tables``: addresses of what encoding looks up."""
+    """Write codes and scales, uint8 ``[n, bytes]``, of ``rows [n, W]``, or rows of these.
+
+    All are contiguous, or codes and scales that are decoded each row by itself.
+
+    ``coding`` is of ``pack_coding``. To decode, each row of ``added [m, W]`` fp32, contiguous, is
+    added to ``n / m`` rows in turn. To encode, ``tables`` are ``[4^bits, 4]`` fp32 of x, y and half
+    the square of each point of the grid, and 0; and ``near_points`` of the grid.
+    """
     threads = thread_count()
     work = _CODES.pack(
-        *map(_address, (rows, codes, scales, added)),
-        *tables,
+        *map(_address, (rows, codes, scales, added, *tables)),
         *_CODING.unpack(coding),
         *rows.shape,
         codes.stride(0),

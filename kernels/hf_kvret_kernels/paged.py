@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, Protocol
 
 import torch
 
@@ -407,26 +407,13 @@ class PagedRows:
     def _take_side(
         self, blocks: torch.Tensor, slots: torch.Tensor, first: int, dim: int
     ) -> torch.Tensor:
-        """``[N, dim]``: keys or values of slots in blocks, each a head of a page, from ``first``.
-
-        Rows begin at multiples of some numbers: selecting from all that do copies them whole.
-        """
+        """``[N, dim]``: keys or values of slots in blocks, which are heads of pages."""
         size = self.page_len * self.width
+        # The largest units that rows are made of, and begin at multiples of.
         unit = math.gcd(size, first, dim)
-        units = size // unit
-        starts = [
-            chunk.as_strided(((chunk.numel() - dim) // unit + 1, dim), (unit, 1))
-            for chunk in self.chunks
-        ]
-        index = blocks * units + (first + slots * dim) // unit
-        if len(starts) == 1:
-            return starts[0].index_select(0, index)
-        result = self.chunks[0].new_empty(len(index), dim)
-        for chunk, rows in zip(self.chunks, starts, strict=True):
-            inside = ((index >= 0) & (index < chunk.numel() // unit)).nonzero()[:, 0]
-            result.index_copy_(0, inside, rows.index_select(0, index[inside]))
-            index = index - chunk.numel() // unit
-        return result
+        starts = blocks * (size // unit) + (first + slots * dim) // unit
+        index = (starts[:, None] + torch.arange(dim // unit, device=starts.device)).flatten()
+        return select([chunk.view(-1, unit) for chunk in self.chunks], index).view(-1, dim)
 
     def _check_readable(self) -> None:
         device = self.table.device
@@ -541,12 +528,8 @@ def _copy_with_torch(rows: PagedRows, first: int, last: int, width: int) -> torc
     return pages.transpose(1, 2).flatten(2, 3).contiguous()
 
 
-class _Run(NamedTuple):
-    """Consecutive pages of a chunk, and the row and first column of the table that name them."""
-
-    row: int
-    column: int
-    pages: torch.Tensor
+# Consecutive pages of a chunk, behind the row and first column of the table that name them.
+_Run = tuple[int, int, torch.Tensor]
 
 
 def _runs(table: list[list[int]], chunks: Sequence[torch.Tensor]) -> Iterator[_Run]:
@@ -558,7 +541,7 @@ def _runs(table: list[list[int]], chunks: Sequence[torch.Tensor]) -> Iterator[_R
                 continue
             number = bisect.bisect_right(starts, page) - 1
             inside = pages[first] - starts[number]
-            yield _Run(row, first, chunks[number][inside : inside + column - first])
+            yield row, first, chunks[number][inside : inside + column - first]
             first = column
 
 

@@ -149,18 +149,8 @@ def lookup_scores(
     -inf for tokens that are not valid. The softmax of each query head is over the valid tokens.
     Tokens of one code score alike, so with N_c of them its denominator is the sum over codewords
     of ``N_c * exp(table_c)``, and the comparison of the G heads is made once for each codeword:
-    a token costs one look-up, not G. ``top_k`` takes the best.
-
-    Args:
-        table: ``[B, Hq, Q, C]`` fp32, any strides, as ``score_table`` gives it; query head h goes
-            with head ``h // (Hq // H)`` of the codes.
-        codes: ``[B, H, n]`` int16, as of ``lookup``.
-        valid: ``[B, n]`` bool, any strides, or None for all valid.
-        backend: ``"auto"``, ``"naive"`` or ``"triton"``.
-
-    Raises:
-        ValueError: shapes, dtypes or devices that do not fit.
-        WrongIdError: a ValueError, with ``"naive"``: a code of no codeword.
+    a token costs one look-up, not G. ``top_k`` takes the best. Arguments and errors are those of
+    ``lookup``.
     """
     _check_look_up(table, codes, valid)
     counts = run(__name__, "code_counts", backend, codes, table.shape[3], valid)

@@ -237,7 +237,9 @@ class HiggsCodec:
         if backend == "cpp":
             codes = rows.new_empty(len(rows), self.code_bytes(rows.shape[1]), dtype=torch.uint8)
             scales = rows.new_empty(len(rows), self.scale_bytes(rows.shape[1]), dtype=torch.uint8)
-            host_library.encode(rows, codes, scales, self.host_coding(), *_nearest(self.bits))
+            tables = _nearest(self.bits)
+            coding = self.host_coding()
+            host_library.run_codes("hfk_encode", rows, codes, scales, coding, tables=tables)
             return codes, scales
         if backend == "triton":
             from hf_kvret_kernels.higgs import triton_codes
@@ -264,7 +266,8 @@ class HiggsCodec:
             width = codes.shape[1] * 8 // self.bits
             out = codes.new_empty(len(codes), width, dtype=dtype)
             codes, scales = (x if x.stride(1) == 1 else x.contiguous() for x in (codes, scales))
-            host_library.decode(codes, scales, self.host_coding(), out, added)
+            coding = self.host_coding()
+            host_library.run_codes("hfk_decode", out, codes, scales, coding, added)
             return out
         exact = dtype if added is None else torch.float32
         if backend == "triton":
@@ -286,7 +289,7 @@ class HiggsCodec:
 
 @cache
 def _nearest(bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the compiled library looks up to encode: ``merits`` and ``near`` of its ``encode``."""
+    """What the compiled library looks up to encode: the ``tables`` of its ``run_codes``."""
     cpu = torch.device("cpu")
     merits = torch.nn.functional.pad(naive.grid_merits(bits, cpu), (0, 1))
     return merits, host_library.near_points(naive.grid_points(bits, cpu))

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-from itertools import pairwise
-
 import torch
 
 from hf_kvret_kernels import host_library
@@ -119,62 +116,29 @@ def decode(codes: ParisCodes, levels: torch.Tensor, *, m: int = 8) -> torch.Tens
     return naive.decode(codes, levels, m)
 
 
-_GRID = 1 << 16
-_MAX_ROUNDS = 20_000
-_TOLERANCE = 1e-9
+# By coordinates of a subspace; the authors' table (0.0420, 0.1266, ... for 8) stops a little early.
+_LEVELS = {
+    4: (
+        *(0.0563762225, 0.169369459, 0.283111781, 0.398201495),
+        *(0.515428305, 0.635981619, 0.76200074, 0.898741424),
+    ),
+    8: (
+        *(0.0425086729, 0.128043666, 0.215201244, 0.305323839),
+        *(0.400271297, 0.503022075, 0.619347692, 0.764835119),
+    ),
+}
 
 
-def magnitude_levels(m: int, count: int = 8) -> torch.Tensor:
-    """``[count]`` fp32 on the CPU, ascending in (0, 1): levels for ``|u_j|``.
+def magnitude_levels(m: int) -> torch.Tensor:
+    """``[8]`` fp32 on the CPU, ascending in (0, 1): levels for ``|u_j|``.
 
     ``u`` is uniform on the unit sphere of ``R^m``, so that ``u_j`` has a density proportional
     to ``(1 - x^2)^((m - 3) / 2)`` (ParisKV, proposition 4.1, eq. 12). Among all quantizers
-    with ``count`` levels these have the least mean squared error; a magnitude belongs to the
-    nearest level, so the boundaries are the midpoints. Converged here, where the authors'
-    table (0.0420, 0.1266, ... for m = 8) stops a little early.
+    with 8 levels these have the least mean squared error, where Lloyd's iteration ends: a level is
+    the mean of the magnitudes nearest to it.
 
     Raises:
-        ValueError: ``m`` below 3 (the density has a pole at 1) or ``count`` below 1.
+        ValueError: ``m`` is not 4 or 8.
     """
-    if m < 3:
-        raise ValueError(f"m={m}: subspaces of at least 3 coordinates have such levels")
-    if count < 1:
-        raise ValueError(f"count={count}: at least one level is needed")
-    # Whatever a user has made torch's default device.
-    with torch.device("cpu"):
-        return _converged_levels(m, count).clone()
-
-
-@lru_cache(maxsize=16)
-def _converged_levels(m: int, count: int) -> torch.Tensor:
-    """Lloyd's iteration in fp64: levels to midpoints to the means between the midpoints.
-
-    In Python's own numbers, as there are few: calls of torch would take ten times as long.
-    """
-    width = 1.0 / _GRID
-    centre = (torch.arange(_GRID, dtype=torch.float64) + 0.5) * width
-    density = (1.0 - centre.square()).pow((m - 3) / 2)
-    start = torch.zeros(1, dtype=torch.float64)
-    mass = (torch.cat([start, density.cumsum(0)]) * width).tolist()
-    moment = (torch.cat([start, (density * centre).cumsum(0)]) * width).tolist()
-
-    levels = [(number + 0.5) / count for number in range(count)]
-    for _ in range(_MAX_ROUNDS):
-        edges = [0.0, *((low + high) / 2 for low, high in pairwise(levels)), 1.0]
-        moments, masses = _differences(moment, edges), _differences(mass, edges)
-        new_levels = [x / y for x, y in zip(moments, masses, strict=True)]
-        change = max(abs(x - y) for x, y in zip(new_levels, levels, strict=True))
-        levels = new_levels
-        if change < _TOLERANCE:
-            break
-    return torch.tensor(levels, dtype=torch.float64).float()
-
-
-def _differences(table: list[float], edges: list[float]) -> list[float]:
-    """Between ``edges`` in [0, 1], of a function given on the grid and linear in between."""
-    values = []
-    for x in edges:
-        index = min(int(x * _GRID), _GRID - 1)
-        share = x * _GRID - index
-        values.append(table[index] * (1 - share) + table[index + 1] * share)
-    return [high - low for low, high in pairwise(values)]
+    check_subspace_dim(m)
+    return torch.tensor(_LEVELS[m], dtype=torch.float32, device="cpu")
