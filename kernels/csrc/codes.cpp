@@ -1,6 +1,4 @@
 // Rows to and from codes, on several threads.
-#include <new>
-
 #include "job.h"
 
 bool is_good(const hfk_coding &coding, int64_t width) {
@@ -17,31 +15,25 @@ constexpr int64_t kItemNumbers = int64_t{1} << 14;
 using CodeRows = void (*)(const hfk_codes &work, int64_t first, int64_t last);
 
 struct CodeJob {
-    const hfk_codes &work;
+    const hfk_codes &codes;
     CodeRows run;
     int64_t rows; // of an item
 
-    static void item(void *job, int64_t item, int) {
-        const CodeJob &self = *static_cast<CodeJob *>(job);
-        const int64_t first = item * self.rows;
-        self.run(self.work, first, std::min(first + self.rows, self.work.rows));
+    void work(int64_t item, int) const {
+        run(codes, item * rows, std::min((item + 1) * rows, codes.rows));
     }
 };
 
 int32_t serve(const hfk_codes &work, CodeRows Kernel::*function) {
     const bool is_known = work.dtype >= HFK_FLOAT32 && work.dtype <= HFK_BFLOAT16;
-    if (!is_known || work.rows < 0 || !is_good(work.coding, work.width)) return HFK_BAD_REQUEST;
-    const Kernel *kernel = find_kernel(work.path);
-    if (kernel == nullptr) return HFK_NO_PATH;
-    const int64_t rows = std::max<int64_t>(1, kItemNumbers / work.width);
-    CodeJob job{work, kernel->*function, rows};
-    const int32_t threads = std::clamp(work.threads, 1, kMostThreads);
-    try {
-        Pool::instance().run((work.rows + rows - 1) / rows, threads, &CodeJob::item, &job);
-    } catch (const std::bad_alloc &) {
-        return HFK_NO_MEMORY;
-    }
-    return HFK_OK;
+    const bool is_whole = is_known && work.rows >= 0 && is_good(work.coding, work.width);
+    return serve(is_whole, work.path, [&](const Kernel &kernel) {
+        const int64_t rows = std::max<int64_t>(1, kItemNumbers / work.width);
+        CodeJob job{work, kernel.*function, rows};
+        const int32_t threads = std::clamp(work.threads, 1, kMostThreads);
+        Pool::instance().run((work.rows + rows - 1) / rows, threads, job);
+        return HFK_OK;
+    });
 }
 
 } // namespace

@@ -1,6 +1,4 @@
 // The C interface of attention to given ids; chooses the instruction set.
-#include <new>
-
 #include "job.h"
 #include "processor.h"
 
@@ -67,20 +65,11 @@ bool is_good(const hfk_request &request) {
            divides(request.id_heads, request.query_heads);
 }
 
-namespace {
-
-int32_t serve(const hfk_request *request, bool attends) {
-    if (!is_good(*request)) return HFK_BAD_REQUEST;
-    const Kernel *kernel = find_kernel(request->path);
-    if (kernel == nullptr) return HFK_NO_PATH;
-    try {
-        return Job(*request, *kernel, attends).run();
-    } catch (const std::bad_alloc &) {
-        return HFK_NO_MEMORY;
-    }
+static int32_t serve(const hfk_request &request, bool attends) {
+    return serve(is_good(request), request.path, [&](const Kernel &kernel) {
+        return Job(request, kernel, attends).run();
+    });
 }
-
-} // namespace
 
 int32_t hfk_version(void) { return HFK_VERSION; }
 
@@ -88,9 +77,9 @@ const char *hfk_sources(void) { return HFK_SOURCES; }
 
 int32_t hfk_has_path(int32_t path) { return find_kernel(path) != nullptr; }
 
-int32_t hfk_attend(const hfk_request *request) { return serve(request, true); }
+int32_t hfk_attend(const hfk_request *request) { return serve(*request, true); }
 
-int32_t hfk_scores(const hfk_request *request) { return serve(request, false); }
+int32_t hfk_scores(const hfk_request *request) { return serve(*request, false); }
 
 int32_t hfk_exp(int32_t path, const float *in, float *out, int64_t count) {
     const Kernel *kernel = find_kernel(path);

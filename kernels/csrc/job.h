@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cmath>
 #include <limits>
+#include <new>
 #include <vector>
 
 #include "files.h"
@@ -26,6 +27,18 @@ constexpr int64_t kChunkStep = 16;
 // Items for each thread: threads that are late, or share a core, leave theirs to others.
 constexpr int64_t kItemsPerThread = 4;
 constexpr int32_t kMostThreads = 1024;
+
+// The status of a request, which `answer(kernel)` gives where the request is good.
+template <class Answer> int32_t serve(bool is_good, int32_t path, const Answer &answer) {
+    if (!is_good) return HFK_BAD_REQUEST;
+    const Kernel *kernel = find_kernel(path);
+    if (kernel == nullptr) return HFK_NO_PATH;
+    try {
+        return answer(*kernel);
+    } catch (const std::bad_alloc &) {
+        return HFK_NO_MEMORY;
+    }
+}
 
 // One request, split into selections and these into chunks of their ids.
 class Job {
@@ -55,17 +68,12 @@ class Job {
             part_lse_.resize(items * heads_);
         }
         misses_rows_ = misses_rows(request_);
-        Pool::instance().run(items, threads_, &Job::work, this);
+        Pool::instance().run(items, threads_, *this);
         if (!whole_) return HFK_BAD_ID;
         if (attends_ && chunks_ > 1) {
             for (int64_t span = 0; span < spans_; ++span) merge(span);
         }
         return HFK_OK;
-    }
-
-  private:
-    static void work(void *job, int64_t item, int slot) {
-        static_cast<Job *>(job)->work(item, slot);
     }
 
     void work(int64_t item, int slot) {
@@ -90,6 +98,7 @@ class Job {
         if (!whole) whole_.store(false, std::memory_order_relaxed);
     }
 
+  private:
     Span locate(int64_t item) const {
         const int64_t chunk = item % chunks_;
         int64_t rest = item / chunks_;

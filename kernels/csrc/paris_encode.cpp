@@ -1,9 +1,6 @@
 // ParisKV's codes of keys, on all threads.
-#include <new>
-
+#include "job.h"
 #include "paris_encode_kernel.h"
-#include "kernel.h"
-#include "pool.h"
 
 void encode_portable(const hfk_paris_encoding &request, int64_t batch, int64_t head, int64_t first,
                      int64_t last) {
@@ -13,19 +10,16 @@ void encode_portable(const hfk_paris_encoding &request, int64_t batch, int64_t h
 namespace {
 
 constexpr int64_t kKeys = 256; // of an item of work
-constexpr int32_t kMostThreads = 1024;
 
 struct Encoding {
     const hfk_paris_encoding &request;
     EncodeKeys encode;
     int64_t parts;
 
-    static void work(void *encoding, int64_t item, int) {
-        const Encoding &all = *static_cast<const Encoding *>(encoding);
-        const int64_t group = item / all.parts, first = item % all.parts * kKeys;
-        const hfk_paris_encoding &request = all.request;
-        all.encode(request, group / request.heads, group % request.heads, first,
-                   std::min(first + kKeys, request.tokens));
+    void work(int64_t item, int) const {
+        const int64_t group = item / parts, first = item % parts * kKeys;
+        encode(request, group / request.heads, group % request.heads, first,
+               std::min(first + kKeys, request.tokens));
     }
 };
 
@@ -40,20 +34,15 @@ bool is_good(const hfk_paris_encoding &request) {
 } // namespace
 
 int32_t hfk_paris_encode(const hfk_paris_encoding *request) {
-    if (!is_good(*request)) return HFK_BAD_REQUEST;
-    const Kernel *kernel = find_kernel(request->path);
-    if (kernel == nullptr) return HFK_NO_PATH;
-    EncodeKeys encode = encode_portable;
+    return serve(is_good(*request), request->path, [request](const Kernel &kernel) {
+        EncodeKeys encode = encode_portable;
 #ifdef HFK_X86
-    // All others have AVX2.
-    if (kernel != &portable_kernel) encode = encode_avx2;
+        // All others have AVX2.
+        if (&kernel != &portable_kernel) encode = encode_avx2;
 #endif
-    Encoding all{*request, encode, (request->tokens + kKeys - 1) / kKeys};
-    try {
+        Encoding all{*request, encode, (request->tokens + kKeys - 1) / kKeys};
         Pool::instance().run(request->batch * request->heads * all.parts,
-                             std::clamp(request->threads, 1, kMostThreads), &Encoding::work, &all);
-    } catch (const std::bad_alloc &) {
-        return HFK_NO_MEMORY;
-    }
-    return HFK_OK;
+                             std::clamp(request->threads, 1, kMostThreads), all);
+        return HFK_OK;
+    });
 }

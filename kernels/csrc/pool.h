@@ -25,6 +25,14 @@ class Pool {
     // Throws std::bad_alloc. Where the system refuses threads, fewer do the work.
     void run(int64_t count, int threads, Work work, void *context);
 
+    // As above, with job.work(item, slot).
+    template <class Job> void run(int64_t count, int threads, Job &job) {
+        const auto work = [](void *context, int64_t item, int slot) {
+            static_cast<Job *>(context)->work(item, slot);
+        };
+        run(count, threads, work, &job);
+    }
+
   private:
     struct Loop {
         Work work;

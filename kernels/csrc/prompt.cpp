@@ -1,20 +1,13 @@
 // Attention of many queries over rows that lie side by side, on several threads.
-#include <algorithm>
-#include <new>
-#include <vector>
-
-#include "kernel.h"
-#include "pool.h"
+#include "job.h"
 #include "processor.h"
 
 namespace {
 
-constexpr int32_t kMostThreads = 1024;
 // A tile has so many rows of queries. Fewer would read the same keys more often, and more would not
 // fit into the second-level cache.
 constexpr int64_t kMostRows = 256, kLeastRows = 48;
 constexpr int64_t kLine = 16; // floats of a cache line
-constexpr int64_t kItemsPerThread = 4;
 
 class PromptJob {
   public:
@@ -39,12 +32,7 @@ class PromptJob {
         scratch_.resize(floats_ * threads_ + kLine);
         const auto address = reinterpret_cast<uintptr_t>(scratch_.data()) / sizeof(float);
         first_ = scratch_.data() + (kLine - address % kLine) % kLine;
-        Pool::instance().run(items, threads_, &PromptJob::work, this);
-    }
-
-  private:
-    static void work(void *job, int64_t item, int slot) {
-        static_cast<PromptJob *>(job)->work(item, slot);
+        Pool::instance().run(items, threads_, *this);
     }
 
     void work(int64_t item, int slot) {
@@ -56,6 +44,7 @@ class PromptJob {
                                   first_ + slot * floats_});
     }
 
+  private:
     const hfk_prompt &request_;
     const Kernel &kernel_;
     const int threads_;
@@ -74,26 +63,21 @@ bool is_good(const hfk_prompt &request) {
 }
 
 // Prompts multiply bf16 in fp32 where that is faster.
-const Kernel *kernel_of(const hfk_prompt &request) {
+int32_t path_of(const hfk_prompt &request) {
 #ifdef HFK_X86_BF16
     const bool chooses = request.path == HFK_AUTO && request.dtype == HFK_BFLOAT16;
     if (chooses && Processor::instance().avx512 && !Processor::instance().fast_pairs) {
-        return find_kernel(HFK_AVX512);
+        return HFK_AVX512;
     }
 #endif
-    return find_kernel(request.path);
+    return request.path;
 }
 
 } // namespace
 
 int32_t hfk_prompt_attention(const hfk_prompt *request) {
-    if (!is_good(*request)) return HFK_BAD_REQUEST;
-    const Kernel *kernel = kernel_of(*request);
-    if (kernel == nullptr) return HFK_NO_PATH;
-    try {
-        PromptJob(*request, *kernel).run();
-    } catch (const std::bad_alloc &) {
-        return HFK_NO_MEMORY;
-    }
-    return HFK_OK;
+    return serve(is_good(*request), path_of(*request), [request](const Kernel &kernel) {
+        PromptJob(*request, kernel).run();
+        return HFK_OK;
+    });
 }

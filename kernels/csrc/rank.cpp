@@ -1,17 +1,10 @@
 // The best of some tokens by their scores: what a rerank does after scoring.
-#include <algorithm>
-#include <cmath>
-#include <limits>
-#include <new>
 #include <numeric>
-#include <vector>
 
-#include "kernel.h"
-#include "pool.h"
+#include "job.h"
 
 namespace {
 
-constexpr int32_t kMostThreads = 1024;
 constexpr float kInf = std::numeric_limits<float>::infinity();
 
 class Ranking {
@@ -26,12 +19,7 @@ class Ranking {
         relevance_.resize(slots * request_.count);
         weights_.resize(slots * request_.count);
         order_.resize(slots * request_.count);
-        Pool::instance().run(items, slots, &Ranking::work, this);
-    }
-
-  private:
-    static void work(void *ranking, int64_t item, int slot) {
-        static_cast<Ranking *>(ranking)->work(item, slot);
+        Pool::instance().run(items, slots, *this);
     }
 
     void work(int64_t item, int slot) {
@@ -68,6 +56,7 @@ class Ranking {
         std::fill(best + kept, best + wanted, -1);
     }
 
+  private:
     // Natural log of the sum of exp; NaN is left out. -inf without a score becomes 0, as nothing is
     // compared with it.
     float log_sum(const float *scores, float *weights) const {
@@ -99,13 +88,8 @@ bool is_good(const hfk_ranking &request) {
 } // namespace
 
 int32_t hfk_rank(const hfk_ranking *request) {
-    if (!is_good(*request)) return HFK_BAD_REQUEST;
-    const Kernel *kernel = find_kernel(request->path);
-    if (kernel == nullptr) return HFK_NO_PATH;
-    try {
-        Ranking(*request, *kernel).run();
-    } catch (const std::bad_alloc &) {
-        return HFK_NO_MEMORY;
-    }
-    return HFK_OK;
+    return serve(is_good(*request), request->path, [request](const Kernel &kernel) {
+        Ranking(*request, kernel).run();
+        return HFK_OK;
+    });
 }
