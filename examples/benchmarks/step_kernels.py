@@ -136,11 +136,13 @@ def _wide_paris(shape: StepShape, heads: int, group: int, head_dim: int) -> None
 
 
 def _lrqk(shape: StepShape) -> None:
-    from hf_kvret_kernels.proxy import ProxyCall, triton
+    from hf_kvret_kernels.proxy import KeptQueries, Projection, ProxyCall, triton
 
-    query = torch.empty(shape.batch, shape.query_heads, 1, LRQK_RANK, device=_META)
-    proxies, valid = shape.tokens(LRQK_RANK, dtype=_HALF), shape.valid()
-    triton.top_indices(ProxyCall(query, proxies, shape.heads, valid, None, None), LRQK_K)
+    query, proxies = shape.query(), shape.tokens(LRQK_RANK, dtype=_HALF)
+    maps = torch.empty(shape.batch, shape.heads, shape.head_dim, LRQK_RANK, device=_META)
+    kept = KeptQueries(torch.cat([query] * 64, dim=2), maps.new_empty(2).long())
+    options = shape.heads, shape.valid(), None, shape.scale, Projection(maps), kept
+    triton.top_indices(ProxyCall(query, proxies, *options), LRQK_K)
 
 
 def _a2ats(shape: StepShape) -> None:
@@ -150,12 +152,11 @@ def _a2ats(shape: StepShape) -> None:
 
     words = torch.empty(shape.heads, CODEWORDS, shape.head_dim, dtype=_HALF, device=_META)
     rows = words.expand(shape.batch, -1, -1, -1)
-    query, hq = shape.query().float(), shape.query_heads
-    table = triton.relevance(ProxyCall(query, rows, hq, None, None, None))
+    call = ProxyCall(shape.query().float(), rows, shape.query_heads, None, None)
+    table = triton.relevance(call)
     codes, valid = shape.tokens(dtype=torch.int16), shape.valid()
     counts = code_counts(codes, CODEWORDS, valid)
-    shares = best_shares(table, counts)
-    top_k(lookup(shares, codes, valid), shape.a2ats_k)
+    top_k(lookup(best_shares(table, counts), codes, valid), shape.a2ats_k)
 
 
 def _ctkvr(shape: StepShape) -> None:
@@ -174,15 +175,14 @@ def _ctkvr(shape: StepShape) -> None:
     ids = triton.unite(shape.ids(RECALLED), shape.valid())
     rows = shape.pages(2 * shape.head_dim, shape.head_dim, _HALF)
     scores = gather_scores(shape.query(), rows, ids, shape.scale, None)
-    grouped = scores.unflatten(1, (shape.heads, -1)).transpose(2, 3)
-    best_ids(grouped, ids, CTKVR_K)
+    best_ids(scores.unflatten(1, (shape.heads, -1)).transpose(2, 3), ids, CTKVR_K)
 
 
 def _flat(shape: StepShape) -> None:
-    from hf_kvret_kernels.relevance import triton
+    from hf_kvret_kernels.proxy import ProxyCall, triton
 
-    scores = torch.empty(shape.batch, shape.query_heads, 1, shape.cold_len, device=_META)
-    triton.top_indices(scores, shape.heads, FLAT_K)
+    keys, options = shape.tokens(shape.head_dim, dtype=_HALF), (shape.heads, shape.valid(), None)
+    triton.top_indices(ProxyCall(shape.query(), keys, *options), FLAT_K)
 
 
 def _count(shape: StepShape) -> None:

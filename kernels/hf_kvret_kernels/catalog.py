@@ -541,12 +541,13 @@ CODEBOOK_OPS = (
 
 
 def _proxy_top(shape: KernelShape, draw: Draw) -> Any:
-    query = draw.normal(shape.batch, shape.query_heads, shape.queries, shape.rank) * shape.scale
-    lead = (shape.batch, shape.heads, shape.length)
-    rows = draw.in_buffer(draw.normal(*lead, shape.rank, dtype=torch.bfloat16))
+    lead, sizes = (shape.batch, shape.heads), (shape.head_dim, shape.rank)
+    query = draw.query(shape)
+    projection = proxy.Projection(draw.normal(*lead, *sizes) * shape.head_dim**-0.5)
+    rows = draw.in_buffer(draw.normal(*lead, shape.length, shape.rank, dtype=torch.bfloat16))
     arguments = query, rows, shape.heads, shape.top_k
-    valid = draw.valid(shape)
-    return partial(proxy.top_indices, *arguments, valid=valid, softcap=shape.softcap)
+    options = {"valid": draw.valid(shape), "projection": projection, **shape.scoring}
+    return partial(proxy.top_indices, *arguments, **options)
 
 
 def _top_k(shape: KernelShape, draw: Draw) -> Any:

@@ -49,7 +49,7 @@ def _more_calls() -> Iterator[partial]:
     from hf_kvret_kernels.paged import PagedRows
     from hf_kvret_kernels.paged_triton import gather_rows
     from hf_kvret_kernels.paris import triton_encode
-    from hf_kvret_kernels.proxy import ROW_DTYPES, ProxyCall
+    from hf_kvret_kernels.proxy import ROW_DTYPES, Projection, ProxyCall
     from hf_kvret_kernels.proxy import triton as proxy
     from hf_kvret_kernels.relevance import triton as relevance
 
@@ -57,9 +57,14 @@ def _more_calls() -> Iterator[partial]:
     for dtype in ROW_DTYPES:
         for rank, queries, heads, softcap in ((32, 1, 8, None), (200, 9, 2, 50.0)):
             query, proxies = torch.zeros(1, 8, queries, rank), torch.zeros(1, 2, 501, rank)
-            offset = None if softcap is None else torch.zeros(1, 8, queries)
-            call = ProxyCall(query, proxies.to(dtype), heads, valid, offset, softcap)
+            call = ProxyCall(query, proxies.to(dtype), heads, valid, softcap)
             yield partial(proxy.relevance, call)
+            maps, steps, mean = (
+                torch.zeros(1, 2, *size) for size in ((128, rank), (1, rank), (128,))
+            )
+            query = torch.zeros(1, 8, queries, 128, dtype=HALF)
+            projection = Projection(maps, steps, mean)
+            yield partial(proxy.relevance, call._replace(query=query, projection=projection))
     # Programs share the codewords of few tokens.
     for x_dtype, dtype, dim in ((HALF, HALF, 128), (FULL, FULL, 256), (FULL, HALF, 576)):
         words, x = torch.zeros(2, 4000, dim, dtype=dtype), torch.zeros(1, 2, 1, dim, dtype=x_dtype)

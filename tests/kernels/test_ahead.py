@@ -17,11 +17,11 @@ import pytest
 import torch
 
 # Kernels that are asked for when there are three times as many tokens, and then 40 times.
-BEST, SPLIT = ["_best_kernel"], ["_border_kernel", "_compact_kernel", "_count_kernel"]
+BEST, SPLIT = ["_best_kernel"], ["_border_kernel", "_count_kernel"]
 LATER = {
     "places": [*BEST, *SPLIT],
     "ids of groups": [*BEST, *SPLIT],
-    "places of groups": ["_count_kernel"],
+    "places of groups": [],
     "candidates": ["_rank_kernel", *BEST],
     # Windows of more than one chunk, and one with a mask.
     "windows": ["_finish_kernel"] * 2,

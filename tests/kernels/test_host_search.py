@@ -4,7 +4,7 @@ import ctypes
 import math
 import struct
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -343,11 +343,13 @@ def test_proxies_choose_the_tokens_of_their_highest_scores(
     shape = Shape(1100, dim=64, group=3, batch=2, queries=2)
     proxies = 2 * draw(2, sets, 1100, rank, seed=7)
     proxies = (proxies * 20 if dtype == torch.int8 else proxies).to(dtype)
-    query = draw(2, 6, 2, rank, seed=8) * (0.02 if sets == 6 else 0.1)
-    offset = draw(2, 6, 2, seed=9) if softcap else None
-    ids = _found(shape, ProxySearch(query, proxies, offset, heads=heads), softcap, scale=1.0)
-    options = {"valid": shape.mask(), "offset": offset, "softcap": softcap}
-    check_best(ids, proxy.relevance(query, proxies, heads, backend="naive", **options))
+    query = draw(2, 6, 2, 1, seed=8) * (0.02 if sets == 6 else 0.1)
+    mean = draw(2, sets, 1, seed=9) * 10 if softcap else None
+    projection = proxy.Projection(draw(2, sets, 1, rank, seed=10), mean=mean)
+    own_query, offset = projection.of(query)
+    ids = _found(shape, ProxySearch(own_query, proxies, offset, heads=heads), softcap, scale=1.0)
+    options: dict[str, Any] = {"projection": projection, "softcap": softcap, "backend": "naive"}
+    check_best(ids, proxy.relevance(query, proxies, heads, valid=shape.mask(), **options))
 
 
 def test_of_equal_tokens_the_first_are_chosen(path: str) -> None:

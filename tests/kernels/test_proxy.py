@@ -8,7 +8,7 @@ import torch
 
 from hf_kvret_kernels import proxy
 
-from .draws import Place, best_share, draw, generator, run_at
+from .draws import Place, best_places, best_share, draw, generator, run_at
 
 INF = float("inf")
 # The error may be this share of the sum of a score's absolute products. fp32 sums of 200 products,
@@ -35,20 +35,27 @@ def check_relevance(
     rows: torch.Tensor,
     heads: int,
     valid: torch.Tensor | None = None,
-    offset: torch.Tensor | None = None,
+    projection: proxy.Projection | None = None,
     softcap: float | None = None,
 ) -> None:
     """Against float64; the error is measured by the size of what is summed up."""
-    options: dict[str, Any] = {"valid": valid, "offset": offset, "softcap": softcap}
-    got = run_at(place, proxy.relevance, query, rows, heads, **options)
+    options: dict[str, Any] = {"valid": valid, "projection": projection, "softcap": softcap}
+    got = run_at(place, proxy.relevance, query, rows, heads, scale=0.5, **options)
     missing = torch.zeros(len(rows), rows.shape[2]) if valid is None else ~valid
     missing = missing.bool()[:, None, :, None]
     keys = rows.double().masked_fill(missing, 0.0)
-    keys = keys.repeat_interleave(query.shape[1] // rows.shape[1], dim=1)
-    shift = torch.zeros(1).expand(query.shape[:3]) if offset is None else offset
-    shift, query = shift.double().unsqueeze(-1), query.double()
+    query = 0.5 * query.double()
+    sizes, shift, shift_size = query.abs(), torch.zeros(1), torch.zeros(1)
+    group = query.shape[1] // rows.shape[1]
+    if projection is not None:
+        maps, steps, mean = (
+            each.double().repeat_interleave(group, dim=1) for each in projection if each is not None
+        )
+        shift, shift_size = query @ mean.unsqueeze(-1), sizes @ mean.abs().unsqueeze(-1)
+        query, sizes = query @ maps * steps, sizes @ maps.abs() * steps.abs()
+    keys = keys.repeat_interleave(group, dim=1)
     scores = query @ keys.mT + shift
-    size = (query.abs() @ keys.abs().mT).amax(-1, keepdim=True) + (softcap or 0) + shift.abs()
+    size = (sizes @ keys.abs().mT).amax(-1, keepdim=True) + (softcap or 0) + shift_size
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(missing.mT, -INF)
@@ -65,10 +72,10 @@ def check_relevance(
 @pytest.mark.factor("rank", [1, 40])
 @pytest.mark.factor(("sets", "heads"), [(2, 4), (1, 2), (4, 1)])
 @pytest.mark.factor(("queries", "length"), [(2, 77), (3, 1)])
-@pytest.mark.factor(("softcap", "with_offset"), [(None, False), (8.0, True)])
+@pytest.mark.factor(("softcap", "projects"), [(None, False), (8.0, True)])
 def test_relevance_is_the_score_of_a_head_and_the_best_share_of_a_group(
     place: Place,
-    with_offset: bool,
+    projects: bool,
     softcap: float | None,
     queries: int,
     length: int,
@@ -84,8 +91,12 @@ def test_relevance_is_the_score_of_a_head_and_the_best_share_of_a_group(
     rows.masked_fill_(~valid[:, None, :, None], poison(dtype))
     # Scores are of one order of magnitude, whatever the dtype of the rows.
     query = draw(2, 4, queries, rank) / (64 if dtype == torch.int8 else 1)
-    offset = 5 * draw(2, 4, queries, seed=13) if with_offset else None
-    check_relevance(place, query, rows, heads, valid, offset, softcap)
+    projection = None
+    if projects:
+        maps, steps, mean = ((2, sets, *size) for size in ((70, rank), (1, rank), (70,)))
+        projection = proxy.Projection(*(draw(*size, seed=13) for size in (maps, steps, mean)))
+        query = (draw(2, 4, queries, 70) / (64 if dtype == torch.int8 else 1)).bfloat16()
+    check_relevance(place, query, rows, heads, valid, projection, softcap)
 
 
 @pytest.mark.parametrize(("length", "room"), [(128, 128), (257, 272), (257, 262)])
@@ -110,11 +121,11 @@ def test_a_query_keeps_its_last_digits(place: Place, dtype: torch.dtype, readers
 
 
 def test_blocks_of_a_text_count_together(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More blocks of scores than are added up at a time, more tokens than are compared at one."""
+    """Several programs with several blocks each, more tokens than are compared at a time."""
     if place[0] == "triton":
         from hf_kvret_kernels.proxy import triton
 
-        monkeypatch.setattr(triton, "_SUMS", 2)
+        monkeypatch.setattr(triton, "_WAVES", 4)
     rows, query = random_rows(1, 1, 1300, 6), draw(1, 4, 1, 6)
     # Some heads score hundreds in the first block, whose exponentials no fp32 holds.
     rows[:, :, 0] *= 128
@@ -137,3 +148,20 @@ def test_a_share_does_not_depend_on_a_constant_that_a_head_adds(place: Place) ->
     # 300 of fp32 have a last bit of 3e-5.
     higher = run_at(place, proxy.relevance, query, rows, 1)
     torch.testing.assert_close(higher, plain, rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize(("query_heads", "heads"), [(4, 4), (18, 2)])
+def test_a_query_is_kept_where_the_next_one_goes(
+    place: Place, query_heads: int, heads: int
+) -> None:
+    """By several programs, of which the last one counts."""
+    rows, query = random_rows(2, 2, 40, 16).to(place[1]), draw(2, query_heads, 1, 70).to(place[1])
+    projection = proxy.Projection(draw(2, 2, 70, 16).to(place[1]))
+    kept = proxy.KeptQueries(draw(2, query_heads, 8, 70), torch.tensor([5, 0]))
+    before, kept = kept.rows.clone(), proxy.KeptQueries(*(each.to(place[1]) for each in kept))
+    options: dict[str, Any] = {"projection": projection, "backend": place[0]}
+    ids = proxy.top_indices(query, rows, heads, 7, kept=kept, **options)
+    relevance = proxy.relevance(query, rows, heads, **options).cpu()
+    assert torch.equal(ids.cpu(), best_places(relevance, 7))
+    before[:, :, 5] = query[:, :, 0].cpu()
+    assert torch.equal(kept.rows.cpu(), before) and kept.next.tolist() == [6, 0]

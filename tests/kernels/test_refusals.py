@@ -36,7 +36,11 @@ def of_proxies_and_relevance() -> Iterator[Refusal]:
     yield "heads are 3", partial(scores_of, rows, 3)
     mask = torch.ones(1, 7, dtype=torch.bool)
     yield r"valid is .* pass bool \[1, 6\]", partial(scores_of, rows, 2, valid=mask)
-    yield "offset is .* pass fp32", partial(scores_of, rows, 2, offset=torch.zeros(1, 4))
+    maps = torch.zeros(1, 2, 8, 8)
+    projection = proxy.Projection(maps, mean=torch.zeros(1, 4))
+    yield "mean is .* pass fp32", partial(scores_of, rows, 2, projection=projection)
+    kept = proxy.KeptQueries(torch.zeros(1, 4, 8, 8).mT, torch.zeros(2).long())
+    yield "kept: pass contiguous", partial(proxy.top_indices, query, rows, 2, 3, kept=kept)
 
     scores = torch.zeros(1, 4, 1, 9)
     yield r"scores is torch\.float64", partial(top_k, scores.double(), 3)

@@ -233,5 +233,5 @@ def test_queries_of_replayed_steps_are_summed_in_the_groups_of_usual_ones(
         replay()
     for query in queries:
         usual.add(query, None)
-    assert replayed._buffer.count == usual._buffer.count
+    assert replayed.buffer.count == usual.buffer.count
     assert torch.equal(replayed.weighted(0.5), usual.weighted(0.5))

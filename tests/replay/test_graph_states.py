@@ -96,7 +96,7 @@ def test_lrqk_sums_the_same_queries_in_the_same_groups(monkeypatch: pytest.Monke
         loop.mask[0, -1] = 0
         logits = torch.cat([first, loop.run(5)])
         queries = loop.cache.retrieval_layers[0].kv.index._queries
-        count = torch.tensor([queries._buffer.count])
+        count = torch.tensor([queries.buffer.count])
         queries.fold()
         return torch.cat([logits.flatten(), queries.steady.flatten(), count])
 
@@ -192,8 +192,8 @@ def test_a_failed_capture_leaves_what_an_index_notes_as_it_was() -> None:
         loop.run(1)
         model.model.norm = Waiting(norm)
         logits = loop.run(2)
-        buffer = loop.cache.retrieval_layers[0].kv.index._queries._buffer
-        assert buffer.count == int(buffer._next)
+        buffer = loop.cache.retrieval_layers[0].kv.index._queries.buffer
+        assert buffer.count == int(buffer._next[0])
         return logits
 
     step = compare(act, "lrqk", model=model, flush=7)

@@ -37,15 +37,12 @@ class FlatIndex(CapturableIndex, Index):
         self._keys.append(block.keys)
 
     def search(self, query: torch.Tensor, cold: ColdTokens) -> torch.Tensor:
-        keys = self._keys.rows
+        keys, budget = self._keys.rows, cold.budget
         if keys.shape[3] <= proxy.MOST_RANK:
-            scaled = query.float() * cold.scale
-            return proxy.top_indices(
-                scaled, keys, keys.shape[1], cold.budget, valid=cold.valid, softcap=cold.softcap
-            )
+            return proxy.top_indices(query, keys, keys.shape[1], budget, **cold.scoring._asdict())
         scores = exact_scores(query, keys, cold.scale, cold.softcap)
         scores = scores.masked_fill(~cold.valid[:, None, None], float("-inf"))
-        return top_indices(scores, keys.shape[1], cold.budget)
+        return top_indices(scores, keys.shape[1], budget)
 
     def host_search(self, query: torch.Tensor, cold: ColdTokens) -> HostSearch:
         return FlatSearch(self._keys.rows)

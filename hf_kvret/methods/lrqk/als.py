@@ -363,24 +363,19 @@ class PaperLRQKIndex(Index):
             self._omega = self._omega.plus(Sketch.of_rows(proxies, keys[:, :, 0]))
 
     def search(self, query: torch.Tensor, cold: ColdTokens) -> torch.Tensor:
-        return proxy.top_indices(
-            self._solve(query, cold),
-            self._proxies.rows,
-            query.shape[1],
-            cold.budget,
-            valid=cold.valid,
-            softcap=cold.softcap,
-        )
+        proxies, rows, scoring = self._solve(query), self._proxies.rows, cold.scoring._asdict()
+        return proxy.top_indices(proxies, rows, query.shape[1], cold.budget, **scoring)
 
     def host_search(self, query: torch.Tensor, cold: ColdTokens) -> HostSearch:
-        return ProxySearch(self._solve(query, cold), self._proxies.rows, heads=query.shape[1])
+        rows, heads = self._proxies.rows, query.shape[1]
+        return ProxySearch(self._solve(query) * cold.scale, rows, heads=heads)
 
     def after_search(self, ids: torch.Tensor) -> None:
         """Remember the selection of the newest query."""
         self._selection = ids[:, :, -1:]
 
-    def _solve(self, query: torch.Tensor, cold: ColdTokens) -> torch.Tensor:
-        """Scaled proxies ``[B, Hq, Q, r]`` fp32 of the queries; takes the steps of the bases."""
+    def _solve(self, query: torch.Tensor) -> torch.Tensor:
+        """Proxies ``[B, Hq, Q, r]`` fp32 of the queries; takes the steps of the bases."""
         assert self._bases is not None, "build comes first"
         options = self.options
         if self._valid is not None:
@@ -396,7 +391,8 @@ class PaperLRQKIndex(Index):
         self._query_basis, self._key_basis = bases.query, bases.key
         newest = torch.stack(key_proxies, dim=2)
         self._recent.proxies.put(newest, self._recent.end - newest.shape[2])
-        return self._proxies.weigh(torch.stack(query_proxies, dim=2)) * cold.scale
+        proxies = torch.stack(query_proxies, dim=2)
+        return proxies if self._proxies.steps is None else proxies * self._proxies.steps
 
     def crop(self, length: int) -> None:
         """As for every state; drops the selection, which may contain cropped tokens."""

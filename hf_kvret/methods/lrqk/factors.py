@@ -18,6 +18,7 @@ import torch
 
 from hf_kvret.contracts.state import State, Tensors, number, part, tensor
 from hf_kvret.contracts.token_buffer import TokenBuffer, tokens
+from hf_kvret_kernels.proxy import KeptQueries
 
 # Squared singular values below this share of the largest are rounding, not directions.
 _LEAST_SQUARE = 1e-13
@@ -114,24 +115,48 @@ class QueryBuffer(State):
     """At most ``_PENDING`` queries ``[B, Hq, q, D]`` in the order in which they came.
 
     The next position is on the device, too, so that a decode step can be captured once and replayed
-    (``count`` is raised on the host before).
+    (``count`` is raised on the host before). Behind it is a ticket of the kernel that writes.
 
     Attributes:
         count: queries in the buffer.
+        new: the newest of them, not written yet; None: all are.
     """
 
     count: int = number(0, saved=False)
     _rows: torch.Tensor | None = tensor(saved=False)
     _valid: torch.Tensor | None = tensor(saved=False)
     _next: torch.Tensor | None = tensor(saved=False, batched=False)
+    new: torch.Tensor | None = tensor(saved=False, shared=True)
 
-    def put(self, queries: torch.Tensor, valid: torch.Tensor | None) -> None:
-        """Add ``queries [B, Hq, q, D]``; ``valid [B, q]`` bool or None. There must be room."""
+    def put(self, queries: torch.Tensor, valid: torch.Tensor | None, later: bool = False) -> None:
+        """Add ``queries [B, Hq, q, D]``; ``valid [B, q]`` bool or None. There must be room.
+
+        ``later``: they may be written by whoever calls ``take_new``, which follows.
+        """
+        self._write()
+        self.new = queries
+        self.count += queries.shape[2]
+        if not later or valid is not None or self._valid is not None or self._rows is None:
+            self._write(valid)
+
+    def take_new(self, query: torch.Tensor) -> KeptQueries | None:
+        """Where a kernel is to write ``query [B, Hq, 1, D]``; None where it is written."""
+        rows, at = self._rows, self._next
+        if self.new is not query or query.shape[2] > 1 or rows is None or at is None:
+            self._write()
+            return None
+        self.new = None
+        return KeptQueries(rows, at)
+
+    def _write(self, valid: torch.Tensor | None = None) -> None:
+        queries, self.new = self.new, None
+        if queries is None:
+            return
         if self._rows is None or self._next is None:
             batch, heads, _, dim = queries.shape
             self._rows = queries.new_empty(batch, heads, _PENDING, dim)
-            self._next = torch.zeros(1, dtype=torch.long, device=queries.device)
-        count, indices = queries.shape[2], self._next
+            self._next = torch.zeros(2, dtype=torch.long, device=queries.device)
+        count, indices = queries.shape[2], self._next[:1]
         if count > 1:
             indices = indices + torch.arange(count, device=indices.device)
         self._rows.index_copy_(2, indices, queries)
@@ -141,14 +166,14 @@ class QueryBuffer(State):
         if self._valid is not None:
             mask = self._valid.new_ones(len(queries), count) if valid is None else valid
             self._valid.index_copy_(1, indices, mask)
-        self._next.add_(count)
-        self.count += count
+        self._next[:1].add_(count)
 
     def take(self) -> tuple[torch.Tensor, torch.Tensor | None] | None:
         """Empty the buffer; returns its queries and their validity (None: all valid).
 
         Both are views that the next ``put`` overwrites. None if the buffer was empty.
         """
+        self._write()
         if self._rows is None or self._next is None or not self.count:
             return None
         rows = self._rows[:, :, : self.count]
@@ -177,43 +202,43 @@ class QueryGrams(State):
     scale: torch.Tensor | None = tensor(shared=True, dims="B Q", dtype=_FP32)
     sets: int = number(0, saved=False)
     _is_scaled: bool = number(False, saved=False)
-    _buffer: QueryBuffer = part(QueryBuffer, saved=False)
+    buffer: QueryBuffer = part(QueryBuffer, saved=False)
 
     def __init__(self, sets: int, half_life: float) -> None:
         self.sets, self.half_life = sets, half_life
         self._count_before = 0
 
-    def add(self, queries: torch.Tensor, valid: torch.Tensor | None) -> None:
-        """Add the newest ``queries [B, Hq, q, D]``; ``valid [B, q]`` bool or None."""
+    def add(self, queries: torch.Tensor, valid: torch.Tensor | None, later: bool = False) -> None:
+        """Add the newest ``queries [B, Hq, q, D]``; other arguments as of ``QueryBuffer.put``."""
         self._make_room(queries.shape[2])
         if queries.shape[2] > _PENDING:
             # A prompt is not copied.
             self._fold(queries, valid)
             return
-        self._buffer.put(queries, valid)
+        self.buffer.put(queries, valid, later)
 
     def before_capture(self) -> None:
         """Make room for the token of a step that will be captured."""
         self._make_room(1)
-        self._count_before = self._buffer.count
+        self._count_before = self.buffer.count
 
     def capture_failed(self) -> None:
         """The captured step did nothing: restore the count."""
-        self._buffer.count = self._count_before
+        self.buffer.count, self.buffer.new = self._count_before, None
 
     def before_replay(self) -> None:
         """A captured ``add`` of one token is about to be replayed."""
         self._make_room(1)
-        self._buffer.count += 1
+        self.buffer.count += 1
 
     def fold(self) -> None:
         """Add buffered queries to the matrices."""
-        batch = self._buffer.take()
+        batch = self.buffer.take()
         if batch is not None:
             self._fold(*batch)
 
     def _make_room(self, count: int) -> None:
-        if self._buffer.count + count > _PENDING:
+        if self.buffer.count + count > _PENDING:
             self.fold()
 
     def _fold(self, queries: torch.Tensor, valid: torch.Tensor | None) -> None:
@@ -256,7 +281,7 @@ class QueryGrams(State):
     def reorder(self, rows: torch.Tensor) -> None:
         """As for every state, after a fold, because the batch size may change."""
         self.fold()
-        self._buffer.reset()
+        self.buffer.reset()
         super().reorder(rows)
 
     def state_dict(self) -> Tensors:
@@ -399,10 +424,6 @@ class Proxies(State):
             assert self.steps is not None
             rows = (rows.float() / self.steps).round_().clamp_(-_MOST, _MOST).nan_to_num_(nan=0.0)
         self._rows.append(rows.to(self.dtype))
-
-    def weigh(self, query: torch.Tensor) -> torch.Tensor:
-        """``query [B, F, *, r]`` fp32, scaled so that inner products with the rows are scores."""
-        return query if self.steps is None else query * self.steps
 
     def values(self, rows: torch.Tensor) -> torch.Tensor:
         """The ``rows [B, F, *, r]`` of ``self.rows`` in fp32."""

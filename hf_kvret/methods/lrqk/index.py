@@ -78,7 +78,9 @@ class LRQKIndex(CapturableIndex, Index):
         if not self._queries.sets:
             self.options.rank_of(keys.shape[-1])
             self._queries.sets = keys.shape[1]
-        self._queries.add(queries, valid)
+        # Where there are proxies, a search follows, whose kernel writes the query down.
+        later = queries.is_cuda and self._to_query is not None and not self.options.lossless
+        self._queries.add(queries, valid, later and self._proxies.rows.shape[2] > 0)
         self._check |= queries.shape[2] > 1
         self._queries_since_projection += queries.shape[2]
 
@@ -122,39 +124,25 @@ class LRQKIndex(CapturableIndex, Index):
                 self._reproject(factors, cold.store, gains.any(dim=1))
 
     def search(self, query: torch.Tensor, cold: ColdTokens) -> torch.Tensor:
-        proxies, offset = self._query_proxies(query, cold)
         return proxy.top_indices(
-            proxies,
+            query,
             self._proxies.rows,
             self._heads(),
             cold.budget,
-            valid=cold.valid,
-            offset=offset,
-            softcap=cold.softcap,
+            **cold.scoring._asdict(),
+            projection=self._projection(cold),
+            kept=self._queries.buffer.take_new(query),
         )
 
     def host_search(self, query: torch.Tensor, cold: ColdTokens) -> HostSearch:
-        proxies, offset = self._query_proxies(query, cold)
+        proxies, offset = self._projection(cold).of(query.float() * cold.scale)
         return ProxySearch(proxies, self._proxies.rows, offset)
 
-    def _query_proxies(
-        self, query: torch.Tensor, cold: ColdTokens
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """``[B, Hq, Q, r]`` fp32 whose products with the rows are scores; what a cap adds to them.
-
-        That is ``[B, Hq, Q]``, the mean key's part.
-        """
-        assert self._factors is not None and self._mean is not None, "add comes first"
-        batch, query_heads, count, dim = query.shape
-        sets = self._factors.to_query.shape[1]
-        group_queries = query.float().reshape(batch, sets, -1, dim) * cold.scale
-        proxies = self._proxies.weigh(group_queries @ self._factors.to_query)
-        offset = None
-        if cold.softcap is not None:
-            # The cap applies to the whole score, including the part of the mean key.
-            mean = self._mean.repeat_interleave(query_heads // self._mean.shape[1], dim=1)
-            offset = (query.float() * mean.unsqueeze(2)).sum(-1) * cold.scale
-        return proxies.view(batch, query_heads, count, -1), offset
+    def _projection(self, cold: ColdTokens) -> proxy.Projection:
+        assert self._to_query is not None, "add comes first"
+        # The cap applies to the whole score, including the part of the mean key.
+        mean = None if cold.softcap is None else self._mean
+        return proxy.Projection(self._to_query, self._proxies.steps, mean)
 
     def before_capture(self) -> None:
         self._queries.before_capture()

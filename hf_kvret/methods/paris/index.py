@@ -292,9 +292,7 @@ class ParisIndex(CapturableIndex, Index):
             survivors=self._candidates(length, cold.budget),
             shares=paris.share_units(rho, options.tiers_for(counts.shape[2])),
             m=options.subspace_dim,
-            valid=cold.valid,
-            scale=cold.scale,
-            softcap=cold.softcap,
+            **cold.scoring._asdict(),
             offset=offset,
         )
         return paris.search_unchecked(call)

@@ -186,7 +186,7 @@ def score_table(query: torch.Tensor, codebook: torch.Tensor, softcap: float | No
     B, Hq, Q, D = query.shape
     if D <= MOST_RANK:
         rows = codebook.contiguous().expand(B, -1, -1, -1)
-        return proxy.relevance(ProxyCall(query, rows, Hq, None, None, softcap))
+        return proxy.relevance(ProxyCall(query, rows, Hq, None, softcap))
     H, C, _ = codebook.shape
     table = query.new_empty(B, Hq, Q, C)
     if table.numel() == 0:

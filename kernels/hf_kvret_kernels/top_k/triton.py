@@ -1,12 +1,12 @@
-"""The highest scores in Triton: in a single launch where these are few, else in three.
+"""The highest scores in Triton: in a single launch where these are few, else in two.
 
 In one launch each program chooses the best of a block of candidates, and the last program of a row
-to arrive chooses among those. In three launches, for any number of scores:
+to arrive chooses among those. In two launches, for any number of scores:
 
 1. the scores of a row are counted in 2,048 bins;
-2. programs write down what lies in the threshold's bin, and the last one of a row to arrive settles
-   the threshold, eight bits after the other;
-3. every block writes what is above it behind what the blocks before it have taken.
+2. programs write down what lies in the threshold's bin, and a bit for each score above it. The last
+   one of a row to arrive settles the threshold, eight bits after the other, and goes through the
+   bits to write what is taken.
 
 Nothing is sorted, and nothing waits for the host.
 """
@@ -36,10 +36,12 @@ _CHANGING = (
     *("sum_stride_b", "sum_stride_h", "sum_stride_q", "sum_stride_g"),
     *("length", "units", "chunks", "count"),
 )
-# Tokens of a program of the three launches, and what the last one takes at once: of blocks or of
-# the threshold's bin.
+# Tokens of a program of the two launches, and what the last one takes at once: words of bits, or
+# tokens of the threshold's bin.
 _TOKENS = 1024
 _CHUNK = 1024
+# Log-sum-exps of a row that a program adds up at a time.
+_SUMS = 256
 # Orders of a row begin at multiples of so many.
 _UNIT = 4
 _BINS = tl.constexpr(2048)
@@ -47,9 +49,8 @@ _HALF = tl.constexpr(1024)
 # Programs count in these: bins, a ticket of the first launch and one of the second, and how many
 # scores lie in the threshold's bin. Rows of a multiple of 16 bytes.
 _COUNTERS = tl.constexpr(2052)
-# Numbers of a row's plan: the threshold's bin, how many of it are taken, how many in all, the
-# threshold, and the last place that is taken on it.
-_PLAN = tl.constexpr(5)
+# Numbers of a row's plan: the threshold's bin, and how many of it are taken.
+_PLAN = tl.constexpr(2)
 # The first 16 bits of 1/4.
 _LEAST_BITS = tl.constexpr(0x3E80)
 
@@ -79,12 +80,18 @@ class _Launch(NamedTuple):
     constants: dict[str, Any]
 
 
-def top_k(scores: torch.Tensor, count: int) -> torch.Tensor:
+def empty_counters(rows: int, device: torch.device) -> torch.Tensor:
+    """``[rows, _COUNTERS]`` int32 of anything, which is to become zeros before a choice."""
+    return torch.empty(rows, _COUNTERS.value, dtype=torch.int32, device=device)
+
+
+def top_k(scores: torch.Tensor, count: int, counters: torch.Tensor | None = None) -> torch.Tensor:
     """See ``hf_kvret_kernels.top_k.top_k``.
 
-    Positions ascend, the missing ones are last; of equal scores the first are taken.
+    Positions ascend, the missing ones are last; of equal scores the first are taken. ``counters``
+    are those of ``empty_counters`` for the rows of scores, made zeros; None for new ones.
     """
-    return best_ids(scores.unsqueeze(3), count)
+    return best_ids(scores.unsqueeze(3), count, counters=counters)
 
 
 def best_ids(
@@ -93,6 +100,7 @@ def best_ids(
     ids: torch.Tensor | None = None,
     sums: torch.Tensor | None = None,
     tickets: torch.Tensor | None = None,
+    counters: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``[B, H, Q, count]`` int32 indices of the highest, ascending, -1 behind; the first of equals.
 
@@ -103,6 +111,7 @@ def best_ids(
             used where G is 1, and the order is that of the scores.
         tickets: ``[B, H, Q]`` int32 of zeros, contiguous, and zeros again afterwards; None for new
             ones.
+        counters: see ``top_k``; they take the place of ``tickets``, too.
     """
     sums = None if scores.shape[3] == 1 else sums
     ids = None if ids is None else ids.contiguous()
@@ -110,7 +119,7 @@ def best_ids(
     batch, heads, queries, group, length = scores.shape
     size = _blocks(length, count)
     if size is None:
-        return split_top_k(scores, count, ids, sums)
+        return split_top_k(scores, count, ids, sums, counters)
     assert group == 1 or sums is not None
     lead, device = (batch, heads, queries), scores.device
     out = torch.empty(*lead, count, dtype=torch.int32, device=device)
@@ -120,7 +129,9 @@ def best_ids(
     # The best of each block, as sortable numbers and as indices.
     orders = torch.empty(*lead, blocks, count, dtype=torch.int32, device=device)
     indices = torch.empty_like(orders)
-    if tickets is None:
+    if counters is not None:
+        tickets = counters
+    elif tickets is None:
         tickets = torch.zeros(lead, dtype=torch.int32, device=device)
     written = out, orders, indices, tickets
     launch = _single_launch(scores, ids, sums, written, length, count, size)
@@ -134,8 +145,9 @@ def split_top_k(
     count: int,
     ids: torch.Tensor | None = None,
     sums: torch.Tensor | None = None,
+    counters: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``best_ids`` in three launches, for any numbers of scores; ``sums`` of any strides."""
+    """``best_ids`` in two launches, for any numbers of scores; ``sums`` of any strides."""
     batch, heads, queries, group, length = scores.shape
     assert group == 1 or sums is not None
     lead, device = (batch, heads, queries), scores.device
@@ -143,14 +155,15 @@ def split_top_k(
     if out.numel() == 0:
         return out
     rows, blocks, units = out.numel() // count, triton.cdiv(length, _TOKENS), -(-length // _UNIT)
-    counters = torch.zeros(rows, _COUNTERS.value, dtype=torch.int32, device=device)
+    if counters is None:
+        counters = empty_counters(rows, device).zero_()
     orders = torch.empty(rows, units * _UNIT, dtype=torch.int32, device=device)
     border_places = torch.empty(rows, length, dtype=torch.int32, device=device)
     plan = torch.empty(rows, _PLAN.value, dtype=torch.int32, device=device)
-    before = torch.empty(rows, blocks, dtype=torch.int32, device=device)
+    words = torch.empty(rows, blocks * (_TOKENS // 32), dtype=torch.int32, device=device)
     # The long axis first: a grid has 2**31 - 1 programs there, and 65,535 on the others.
     grid = (rows, blocks)
-    written = out, counters, orders, border_places, plan, before
+    written = out, counters, orders, border_places, plan, words
     chunks = 0 if sums is None else sums.shape[-1]
     for launch in _launches(scores, ids, sums, written, (length, units, chunks, count)):
         launch.kernel[grid](*launch.arguments, **launch.constants)
@@ -162,7 +175,6 @@ def warm_up(
     count: int,
     ids: torch.Tensor | None = None,
     sums: torch.Tensor | None = None,
-    most_chunks: int | None = None,
     at_once: bool = True,
     choices: Sequence[tuple[int, int]] | None = None,
 ) -> None:
@@ -170,7 +182,6 @@ def warm_up(
 
     Args:
         scores, count, ids, sums: as of ``best_ids``.
-        most_chunks: of ``sums``, if it is known.
         at_once: whether a single launch chooses among few scores.
         choices: numbers of scores and of those to choose; None: all that are to come.
     """
@@ -188,16 +199,8 @@ def warm_up(
             if size is not None
         ]
         choices = [choice for choice in choices if _blocks(*choice) is None]
-    # Beyond 2 chunks all numbers count alike.
-    chunks = {1 if length <= _TOKENS else 2 for length, _ in choices}
-    if sums is None:
-        chunks = {0} if chunks else set()
-    elif most_chunks is not None:
-        chunks = {min(most_chunks, each) for each in chunks}
-    length = scores.shape[4]
-    for each in chunks:
-        numbers = length, -(-length // _UNIT), each, 1
-        launches += _launches(scores, ids, sums, (torch.int32,) * 6, numbers)
+    if choices:
+        launches += _launches(scores, ids, sums, (torch.int32,) * 6, (1, 1, 1, 1))
     for launch in launches:
         dispatch.warm_up(*launch)
 
@@ -246,13 +249,13 @@ def _launches(
     written: Sequence[Any],
     numbers: tuple[int, int, int, int],
 ) -> list[_Launch]:
-    """The three of them.
+    """The two of them.
 
     Args:
-        written: what is written, from ``out`` to ``before``, or their dtypes.
+        written: what is written, from ``out`` to ``words``, or their dtypes.
         numbers: length, units, chunks and count.
     """
-    out, counters, orders, border_places, plan, before = written
+    out, counters, orders, border_places, plan, words = written
     length, units, chunks, count = numbers
     sum_strides = (0, 0, 0, 0) if sums is None else sums.stride()[:4]
     always = {"BLOCK": _TOKENS, "UNIT": _UNIT, "enable_fp_fusion": True}
@@ -265,17 +268,15 @@ def _launches(
                 *sum_strides,
                 *(*scores.shape[1:3], length, units, chunks, count),
             ),
-            always | {"G": scores.shape[3], "CHUNKS": 1 if chunks <= 1 else 256},
+            always | {"G": scores.shape[3], "CHUNKS": _SUMS},
         ),
         _Launch(
             _border_kernel,
-            (orders, border_places, counters, plan, before, length, units),
-            always | {"CHUNK": _CHUNK},
-        ),
-        _Launch(
-            _compact_kernel,
-            (orders, plan, before, out if ids is None else ids, out, length, units, count),
-            always | {"HAS_IDS": ids is not None},
+            (
+                *(orders, border_places, counters, plan, words, out if ids is None else ids, out),
+                *(length, units, count),
+            ),
+            always | {"CHUNK": _CHUNK, "HAS_IDS": ids is not None},
         ),
     ]
 
@@ -452,23 +453,26 @@ def _count_kernel(
         plan_ptr += row * _PLAN
         tl.store(plan_ptr, border)
         tl.store(plan_ptr + 1, tl.minimum(count, total) - above)
-        tl.store(plan_ptr + 2, tl.minimum(count, total))
 
 
 @triton.jit(do_not_specialize=_CHANGING)
 def _border_kernel(
-    orders_ptr, border_ptr, counters_ptr, plan_ptr, before_ptr, length, units,
-    BLOCK: tl.constexpr, CHUNK: tl.constexpr, UNIT: tl.constexpr,
+    orders_ptr, border_ptr, counters_ptr, plan_ptr, words_ptr, ids_ptr, out_ptr, length, units,
+    count,
+    HAS_IDS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """Places of a block in the threshold's bin, and how many of it lie above."""
+    """Places of a block in the threshold's bin, and which lie above; the last program chooses."""
+    WORDS: tl.constexpr = BLOCK // 32
     row = tl.program_id(0).to(tl.int64)
     block, blocks = tl.program_id(1), tl.num_programs(1)
     indices = block * BLOCK + tl.arange(0, BLOCK)
     order = _load_orders(orders_ptr, row, indices, units, UNIT)
-    border = tl.load(plan_ptr + row * _PLAN)
+    plan_ptr += row * _PLAN
+    border = tl.load(plan_ptr)
     bins = tl.where(order == NOTHING, -2, _bins_of(order))
-    before_ptr += row * blocks
-    tl.store(before_ptr + block, tl.sum((bins > border).to(tl.int32), axis=0))
+    bits = tl.reshape((bins > border).to(tl.int32), (WORDS, 32)) << tl.arange(0, 32)[None, :]
+    words_ptr += row * blocks * WORDS
+    tl.store(words_ptr + block * WORDS + tl.arange(0, WORDS), tl.sum(bits, axis=1))
     on_border = (bins == border).to(tl.int32)
     number = tl.sum(on_border, axis=0)
     border_ptr += row * length
@@ -482,26 +486,20 @@ def _border_kernel(
     tl.debug_barrier()
     if tl.atomic_add(counters_ptr + 1, 1, sem="acq_rel") == blocks - 1:
         number = tl.load(counters_ptr + 2, cache_modifier=".cg")
-        _settle(
-            orders_ptr + row * units * UNIT,
-            *(border_ptr, number, plan_ptr + row * _PLAN, before_ptr, blocks, length),
-            *(BLOCK, CHUNK),
+        orders_ptr += row * units * UNIT
+        _settle(orders_ptr, border_ptr, number, tl.load(plan_ptr + 1), words_ptr, length, CHUNK)
+        out_ptr += row * count
+        _write_places(
+            words_ptr, blocks * WORDS, ids_ptr + row * length, out_ptr, count, HAS_IDS, CHUNK
         )
 
 
 @triton.jit
-def _settle(
-    orders_ptr, border_ptr, number, plan_ptr, before_ptr, blocks, length,
-    BLOCK: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    """The threshold of a row, the last place that is taken on it, and what each block is behind.
-
-    ``number`` places lie in the threshold's bin; the plan has how many of them are taken.
-    """
-    threshold = tl.full((), NOTHING, tl.int32)
-    last = length
+def _settle(orders_ptr, border_ptr, number, wanted, words_ptr, length, CHUNK: tl.constexpr):
+    """Set the bits of the ``wanted`` best of the ``number`` places in the threshold's bin."""
     if number > 0:
-        wanted = tl.load(plan_ptr + 1)
+        threshold = tl.full((), NOTHING, tl.int32)
+        last = length
         threshold, wanted, equal = _highest(
             orders_ptr, border_ptr, number, wanted, threshold, False, CHUNK
         )
@@ -516,17 +514,34 @@ def _settle(
             indices = tl.load(border_ptr + here, mask=inside, other=0, cache_modifier=".cg")
             order = tl.load(orders_ptr + indices, mask=inside, other=NOTHING)
             taken = inside & ((order > threshold) | ((order == threshold) & (indices <= last)))
-            tl.atomic_add(before_ptr + indices // BLOCK, 1, mask=taken, sem="relaxed")
+            tl.atomic_or(words_ptr + (indices >> 5), 1 << (indices & 31), mask=taken, sem="relaxed")
         tl.debug_barrier()
-    tl.store(plan_ptr + 3, threshold)
-    tl.store(plan_ptr + 4, last)
+
+
+@triton.jit
+def _write_places(
+    words_ptr, number, ids_ptr, out_ptr, count, HAS_IDS: tl.constexpr, CHUNK: tl.constexpr
+):
+    """Places of the bits that are set in ``number`` words, or their ids, ascending; -1 behind."""
     behind = tl.zeros((), tl.int32)
-    for start in range(0, blocks, CHUNK):
-        others = start + tl.arange(0, CHUNK)
-        mask = others < blocks
-        taken = tl.load(before_ptr + others, mask=mask, other=0, cache_modifier=".cg")
-        tl.store(before_ptr + others, behind + tl.cumsum(taken, axis=0) - taken, mask=mask)
-        behind += tl.sum(taken, axis=0)
+    for start in range(0, number, CHUNK):
+        here = start + tl.arange(0, CHUNK)
+        word = tl.load(words_ptr + here, mask=here < number, other=0, cache_modifier=".cg")
+        word = word.to(tl.uint32, bitcast=True)
+        # Ones of two bits are added up side by side, then those of four and of eight.
+        ones = word - ((word >> 1) & 0x55555555)
+        ones = (ones & 0x33333333) + ((ones >> 2) & 0x33333333)
+        ones = ((((ones + (ones >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24).to(tl.int32)
+        slots = behind + tl.cumsum(ones, axis=0) - ones
+        behind += tl.sum(ones, axis=0)
+        for bit in range(32):
+            taken = ((word >> bit) & 1).to(tl.int32)
+            result = here * 32 + bit
+            if HAS_IDS:
+                result = tl.load(ids_ptr + result, mask=taken > 0, other=-1)
+            tl.store(out_ptr + slots, result, mask=taken > 0)
+            slots += taken
+    fill_empty(out_ptr, behind, count, 0, 1, CHUNK)
 
 
 @triton.jit
@@ -567,27 +582,3 @@ def _highest(
         equal = tl.sum(tl.where(digits == digit, digit_counts, 0), axis=0)
         prefix = (prefix << 8) | digit.to(tl.uint32)
     return (prefix ^ 0x80000000).to(tl.int32, bitcast=True), wanted, equal
-
-
-@triton.jit(do_not_specialize=_CHANGING)
-def _compact_kernel(
-    orders_ptr, plan_ptr, before_ptr, ids_ptr, out_ptr, length, units, count,
-    HAS_IDS: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr,
-):  # fmt: skip
-    """Places of a block that are taken, behind those of the blocks before it."""
-    row = tl.program_id(0).to(tl.int64)
-    block, blocks = tl.program_id(1), tl.num_programs(1)
-    indices = block * BLOCK + tl.arange(0, BLOCK)
-    order = _load_orders(orders_ptr, row, indices, units, UNIT)
-    plan_ptr += row * _PLAN
-    threshold, last = tl.load(plan_ptr + 3), tl.load(plan_ptr + 4)
-    selection = (order > threshold) | ((order == threshold) & (indices <= last))
-    selection = selection & (order != NOTHING)
-    taken = selection.to(tl.int32)
-    slots = tl.load(before_ptr + row * blocks + block) + tl.cumsum(taken, axis=0) - taken
-    result = indices
-    if HAS_IDS:
-        result = tl.load(ids_ptr + row * length + indices, mask=selection, other=-1)
-    out_ptr += row * count
-    tl.store(out_ptr + slots, result, mask=selection)
-    fill_empty(out_ptr, tl.load(plan_ptr + 2), count, block, blocks, BLOCK)
