@@ -289,6 +289,26 @@ def model(llama: Any) -> Any:
 
 
 @pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
+    """``owner, name, note -> list``: what ``note`` says of the arguments of each call.
+
+    ``owner.name`` is a function or a method, and goes on as before.
+    """
+
+    def begin(owner: Any, name: str, note: Callable[..., Any]) -> list[Any]:
+        notes, real = [], getattr(owner, name)
+
+        def noting(*args: Any, **options: Any) -> Any:
+            notes.append(note(*args, **options))
+            return real(*args, **options)
+
+        monkeypatch.setattr(owner, name, noting)
+        return notes
+
+    return begin
+
+
+@pytest.fixture
 def temporaries() -> Callable[[Callable[[], object]], int]:
     """``work -> bytes``: the most that ``work`` allocated on the CPU above what it left.
 

@@ -15,18 +15,10 @@ from hf_kvret.testing.scenario import prompt, ragged
 
 
 @pytest.fixture
-def blocks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+def blocks(watch: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """Makes every matrix too large for the base; lists the shapes of block-wise prompts."""
-    shapes: list[tuple[int, ...]] = []
-    real = attention.prompt_attention
-
-    def noting(query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        shapes.append(tuple(query.shape))
-        return real(query, *args, **kwargs)
-
     monkeypatch.setattr(attention, "_DENSE_ELEMENTS", 1)
-    monkeypatch.setattr(attention, "prompt_attention", noting)
-    return shapes
+    return watch(attention, "prompt_attention", lambda query, *_, **__: tuple(query.shape))
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_kvret
 from hf_kvret import FlatKVCache
+from hf_kvret.attention import attention
 from hf_kvret.attention import base as base_attention
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
 from hf_kvret.testing.scenario import ragged
@@ -95,18 +96,13 @@ def test_flash_attention_is_called_under_its_own_name(flash: FlashStandIn, padde
 
 
 @pytest.mark.parametrize("base", ["sdpa", "eager"])
-def test_the_models_attention_reads_the_prompt(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_models_attention_reads_the_prompt(
+    base: str, watch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = MODELS["llama"].build()
     model.set_attn_implementation(base)
-    names = []
-    real = base_attention.attend_with_base
-
-    def noting(name: str, *args: Any, **kwargs: Any) -> Any:
-        names.append(name)
-        return real(name, *args, **kwargs)
-
-    monkeypatch.setattr("hf_kvret.attention.attention.attend_with_base", noting)
-    monkeypatch.setattr("hf_kvret.attention.attention.compiled", lambda query: False)
+    names = watch(attention, "attend_with_base", lambda name, *_, **__: name)
+    monkeypatch.setattr(attention, "compiled", lambda query: False)
     cache = FlatKVCache(model.config, **COVERING_OPTIONS)
     inputs = _prompt()
     expected = model.generate(**inputs, **RUN)

@@ -3,9 +3,9 @@
 import json
 import shutil
 import socket
-import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from http.client import HTTPConnection
 from pathlib import Path
@@ -177,17 +177,10 @@ def test_the_other_api_goes_the_same_way(
 def test_requests_at_once_and_a_second_turn(
     served: Served, folder: Path, made: list[RetrievalCache]
 ) -> None:
-    answers: dict[int, str] = {}
-
-    def ask(number: int) -> None:
-        answers[number] = served.ask(f"{TEXT}{number}")
-
-    threads = [threading.Thread(target=ask, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert answers == {number: _full(folder, f"{TEXT}{number}") for number in range(2)}
+    texts = [f"{TEXT}{number}" for number in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        answers = [*pool.map(served.ask, texts)]
+    assert answers == [_full(folder, text) for text in texts]
     messages = [
         {"role": "user", "content": TEXT},
         {"role": "assistant", "content": answers[0]},
@@ -244,17 +237,9 @@ def test_a_common_beginning_of_requests_is_read_once(
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[RetrievalCache]:
+def made(watch: Any) -> list[RetrievalCache]:
     """Every cache of ours that is made while a test runs."""
-    caches: list[RetrievalCache] = []
-    init = RetrievalCache.__init__
-
-    def noted(self: RetrievalCache, *arguments: Any, **options: Any) -> None:
-        init(self, *arguments, **options)
-        caches.append(self)
-
-    monkeypatch.setattr(RetrievalCache, "__init__", noted)
-    return caches
+    return watch(RetrievalCache, "__init__", lambda self, *_, **__: self)
 
 
 @pytest.mark.parametrize(

@@ -23,17 +23,10 @@ IDS = torch.arange(9, dtype=torch.long)[None]
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+def calls(watch: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """Shapes of what goes to the library, on a processor without bf16 of its own."""
-    shapes: list[tuple[int, ...]] = []
-
-    def spy(x: torch.Tensor, *rest: Any) -> torch.Tensor:
-        shapes.append(tuple(x.shape))
-        return products.linear(x, *rest)
-
     monkeypatch.setattr(products, "most_tokens", lambda dtype: 64 * (dtype != torch.float32))
-    monkeypatch.setattr(fast_linear, "linear", spy)
-    return shapes
+    return watch(fast_linear, "linear", lambda x, *_: tuple(x.shape))
 
 
 def attached(dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:

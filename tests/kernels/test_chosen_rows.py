@@ -288,15 +288,8 @@ def test_pinned_host_rows_are_read_from_the_gpu(bits: int) -> None:
 
 
 @pytest.mark.skipif(bool(library.why_not()), reason="the CPU kernels are not compiled")
-def test_auto_takes_the_library_for_cpu_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    called = []
-    run = library.run
-
-    def spy(function: Any, *args: Any, **options: Any) -> None:
-        called.append(function)
-        run(function, *args, **options)
-
-    monkeypatch.setattr(library, "run", spy)
+def test_auto_takes_the_library_for_cpu_tensors(watch: Any) -> None:
+    called = watch(library, "run", lambda function, *_, **__: function)
     rows = paged("cpu", TWO_ROWS)
     query, ids = random_query(rows, 4), random_ids(rows, 2, 1, 20)
     for backend in ("auto", "naive", "cpp"):

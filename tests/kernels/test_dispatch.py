@@ -1,6 +1,6 @@
 """Which backend runs: by device, by name, and by what a context prefers."""
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 
 import pytest
@@ -30,12 +30,8 @@ def test_auto_is_what_the_context_prefers_and_only_there() -> None:
 
 @needs_interpreter
 def test_other_threads_keep_their_own() -> None:
-    results = []
-    with prefer("triton"):
-        other = threading.Thread(target=lambda: results.append(choose_backend("auto", TENSOR)))
-        other.start()
-        other.join()
-    assert results == ["naive"]
+    with prefer("triton"), ThreadPoolExecutor(1) as pool:
+        assert pool.submit(choose_backend, "auto", TENSOR).result() == "naive"
 
 
 def test_triton_on_a_cpu_needs_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:

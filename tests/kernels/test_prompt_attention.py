@@ -161,15 +161,8 @@ def test_many_small_torch_blocks_agree(monkeypatch: pytest.MonkeyPatch, queries:
     check(place, *tensors, 70 - queries)
 
 
-def test_torch_never_forms_the_whole_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = []
-    plain = torch.bmm
-
-    def watched(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-        sizes.append(left.shape[1] * right.shape[2])
-        return plain(left, right)
-
-    monkeypatch.setattr(torch, "bmm", watched)
+def test_torch_never_forms_the_whole_matrix(watch: Any) -> None:
+    sizes = watch(torch, "bmm", lambda left, right: left.shape[1] * right.shape[2])
     query, key, value = attention_inputs(
         ("naive", "cpu"), batch=1, queries=1100, tokens=1100, dims=(8, 40)
     )
@@ -183,18 +176,10 @@ LONG = ("auto", "cpu")
 
 
 @pytest.fixture
-def flash_calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+def flash_calls(watch: Any, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """One entry for each call of torch's operator, which goes first: whether it is causal."""
-    calls = []
     monkeypatch.setattr("hf_kvret_kernels.prompt_attention.compiled", lambda query: False)
-    plain = torch_flash._flash
-
-    def watched(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        calls.append(arguments[3])
-        return plain(*arguments)
-
-    monkeypatch.setattr(torch_flash, "_flash", watched)
-    return calls
+    return watch(torch_flash, "_flash", lambda *arguments: arguments[3])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

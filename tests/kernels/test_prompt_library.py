@@ -1,6 +1,7 @@
 """prompt_attention in the compiled library, on each of its instruction sets."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -73,15 +74,8 @@ def test_pairs_of_bf16_go_where_that_is_faster(path: str, monkeypatch: pytest.Mo
     assert [torch.equal(auto, result) for result in out.values()] == [amd, not amd]
 
 
-def test_auto_takes_the_fastest(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-    plain = library.attend_prompt
-
-    def watched(call: DenseCall) -> tuple[torch.Tensor, torch.Tensor]:
-        calls.append(call.query.dtype)
-        return plain(call)
-
-    monkeypatch.setattr(library, "attend_prompt", watched)
+def test_auto_takes_the_fastest(path: str, watch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = watch(library, "attend_prompt", lambda call: call.query.dtype)
     fp32, bf16, fp16 = torch.float32, torch.bfloat16, torch.float16
     for amx in (False, True):
         monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda amx=amx: amx)

@@ -5,6 +5,7 @@ A layer's store leaves its reconstruction to the next, and never one out of date
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from transformers import PreTrainedModel
 
 from hf_kvret.artifacts.shared import shared_artifact
 from hf_kvret.methods.aqua import AquaKVCache, AquaStore
-from hf_kvret.methods.aqua.coder import Rows, split
+from hf_kvret.methods.aqua.coder import split
 from hf_kvret.testing.scenario import prompt, ragged
 from hf_kvret_model_patches.rope import Rope
 
@@ -137,16 +138,9 @@ def test_a_reconstruction_is_dropped_once_read(model: PreTrainedModel, artifact:
 
 
 def test_each_layer_is_decoded_once_a_step(
-    model: PreTrainedModel, artifact: str, monkeypatch: pytest.MonkeyPatch
+    model: PreTrainedModel, artifact: str, watch: Any
 ) -> None:
-    decoded: list[int] = []
-    plain = AquaStore._decode
-
-    def counted(self: AquaStore, first: int, last: int, below: Rows | None) -> Rows:
-        decoded.append(last - first)
-        return plain(self, first, last, below)
-
-    monkeypatch.setattr(AquaStore, "_decode", counted)
+    decoded = watch(AquaStore, "_decode", lambda self, first, last, below: last - first)
     cache = make_cache(model, artifact)
     read(model, cache, prompt(1, 60))
     assert not decoded

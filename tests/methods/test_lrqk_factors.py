@@ -95,22 +95,13 @@ def _literal(
     penalty: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Algorithm 1 line by line, and the authors' last fit of B; everything l rows long, fp64."""
+    inverse = torch.linalg.inv
     for _ in range(rounds):
-        b_q = torch.linalg.inv(a_q.T @ a_q) @ a_q.T @ q
-        b_k = torch.linalg.inv(a_k.T @ a_k) @ a_k.T @ k
-        a_k = (
-            k
-            @ (q.T @ a_q + penalty * b_k.T)
-            @ torch.linalg.inv(a_q.T @ a_q + penalty * b_k @ b_k.T)
-        )
-        a_q = (
-            q
-            @ (k.T @ a_k + penalty * b_q.T)
-            @ torch.linalg.inv(a_k.T @ a_k + penalty * b_q @ b_q.T)
-        )
-    b_q = torch.linalg.inv(a_q.T @ a_q) @ a_q.T @ q
-    b_k = torch.linalg.inv(a_k.T @ a_k) @ a_k.T @ k
-    return a_q, a_k, b_q, b_k
+        b_q = inverse(a_q.T @ a_q) @ a_q.T @ q
+        b_k = inverse(a_k.T @ a_k) @ a_k.T @ k
+        a_k = k @ (q.T @ a_q + penalty * b_k.T) @ inverse(a_q.T @ a_q + penalty * b_k @ b_k.T)
+        a_q = q @ (k.T @ a_k + penalty * b_q.T) @ inverse(a_k.T @ a_k + penalty * b_q @ b_q.T)
+    return a_q, a_k, inverse(a_q.T @ a_q) @ a_q.T @ q, inverse(a_k.T @ a_k) @ a_k.T @ k
 
 
 @pytest.mark.factor("rounds", [1, 2, 4])

@@ -34,17 +34,9 @@ def model() -> PreTrainedModel:
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
+def calls(watch: Any) -> list[nn.Module]:
     """The projections that are asked for their matrix, in order."""
-    modules: list[nn.Module] = []
-    images = products._images
-
-    def logged(module: nn.Module, *args: Any) -> products.Affine:
-        modules.append(module)
-        return images(module, *args)
-
-    monkeypatch.setattr(products, "_images", logged)
-    return modules
+    return watch(products, "_images", lambda module, *_: module)
 
 
 def replaced(model: PreTrainedModel, make: Callable[[nn.Linear], nn.Module]) -> PreTrainedModel:

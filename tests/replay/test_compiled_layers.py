@@ -152,17 +152,14 @@ def test_generate_compiles_where_it_is_asked_to(caplog: pytest.LogCaptureFixture
 
 
 @pytest.mark.skipif(bool(host_library.why_not()), reason="no compiled library")
-def test_weights_of_16_bits_multiply_in_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, product, shapes = small_llama().bfloat16(), host_library.product, []
-
-    def spy(x: torch.Tensor, *rest: Any) -> torch.Tensor:
-        shapes.append(tuple(x.shape))
-        return product(x, *rest)
-
+def test_weights_of_16_bits_multiply_in_the_library(
+    watch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = small_llama().bfloat16()
     expected = compiled(model).run(3)
     torch.compiler.reset()
     monkeypatch.setattr(products, "most_tokens", lambda dtype: 64 * (dtype != torch.float32))
-    monkeypatch.setattr(host_library, "product", spy)
+    shapes = watch(host_library, "product", lambda x, *_: tuple(x.shape))
     hf_kvret.restore(model)
     hf_kvret.attach(model)
     loop = compiled(model)

@@ -6,6 +6,7 @@ Waits are tested without a GPU, with a played debug mode of torch; what graphs d
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -108,13 +109,6 @@ def mode(monkeypatch: pytest.MonkeyPatch) -> Iterator[Mode]:
     assert mode.value == 0
 
 
-def in_thread(call: Callable[[], None]) -> None:
-    """Run it in another thread, to its end."""
-    thread = threading.Thread(target=call)
-    thread.start()
-    thread.join()
-
-
 def test_own_waits_are_collected_with_their_lines(mode: Mode) -> None:
     with waits() as lines:
         mode.wait()
@@ -128,8 +122,8 @@ def test_own_waits_are_collected_with_their_lines(mode: Mode) -> None:
 def test_waits_of_another_thread_are_not_counted_and_not_shown(mode: Mode) -> None:
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        with waits() as lines:
-            in_thread(mode.wait)
+        with waits() as lines, ThreadPoolExecutor(1) as pool:
+            pool.submit(mode.wait).result()
     assert lines == []
     assert warned == []
 

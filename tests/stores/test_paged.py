@@ -55,17 +55,10 @@ def test_bytes_are_exact_and_in_the_right_memory() -> None:
     assert PagedStore(HostMemory(CPU)).host_nbytes() == 0
 
 
-def test_reading_begins_before_the_first_chunk_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_begins_before_the_first_chunk_is_taken(watch: Any) -> None:
     """So that rows come over a bus while something else is done."""
     store, _, _ = filled(DeviceMemory(CPU), 37)
-    starts: list[int] = []
-    read_ahead = paged.read_ahead
-
-    def reading(*how: Any) -> Any:
-        starts.append(1)
-        return read_ahead(*how)
-
-    monkeypatch.setattr(paged, "read_ahead", reading)
+    starts = watch(paged, "read_ahead", lambda *_: 1)
     for reader in (store.chunks, store.key_chunks):
         starts.clear()
         chunks = reader(8)
@@ -177,15 +170,9 @@ def test_chunks_are_read_on_a_stream_of_their_users(monkeypatch: pytest.MonkeyPa
     assert log == [77] and writer.waited == users[near].waited == 1 and other.waited == 0
 
 
-def test_a_prompt_in_chunks_reads_no_page(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_in_chunks_reads_no_page(model: Any, watch: Any) -> None:
     """Its rows are in the store already, and are attended to as they came."""
-    spans: list[tuple[int, int]] = []
-
-    def copy(rows: PagedRows, first: int, last: int, **options: Any) -> torch.Tensor:
-        spans.append((first, last))
-        return copy_pages(rows, first, last)
-
-    monkeypatch.setattr(paged, "copy_pages", copy)
+    spans = watch(paged, "copy_pages", lambda rows, first, last, **_: (first, last))
     options = {**COVERING_OPTIONS, "store": "host", "prefill_chunk": 128}
     cache = FlatKVCache(model.config, **options)
     model.generate(prompt(1, 512), past_key_values=cache, max_new_tokens=1)

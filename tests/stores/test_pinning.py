@@ -4,6 +4,7 @@ import os
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -30,19 +31,11 @@ def gpu() -> Iterator[Simulation]:
 
 
 @pytest.fixture
-def log(gpu: Simulation, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def log(gpu: Simulation, watch: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Pages of each registration."""
-    sizes: list[int] = []
-    register = Runtime.cudaHostRegister
-
-    def noted(self: Runtime, address: int, size: int, flags: int) -> int:
-        sizes.append(size // PAGE_BYTES)
-        return register(self, address, size, flags)
-
     # Whole memory pages and pages of rows are the same here.
     monkeypatch.setattr(host_memory, "MEMORY_PAGE", PAGE_BYTES)
-    monkeypatch.setattr(Runtime, "cudaHostRegister", noted)
-    return sizes
+    return watch(Runtime, "cudaHostRegister", lambda self, _, size, __: size // PAGE_BYTES)
 
 
 def block(start: int, count: int) -> TokenBlock:

@@ -40,17 +40,9 @@ def rows_of(measure: Callable[..., Results]) -> Rows:
 
 
 @pytest.fixture
-def turns(monkeypatch: pytest.MonkeyPatch) -> list[Turn]:
+def turns(watch: Any) -> list[Turn]:
     """The turns of decode steps that were measured."""
-    taken: list[Turn] = []
-    once = Decode.once
-
-    def watched(self: Decode, turn: Turn) -> Any:
-        taken.append(turn)
-        return once(self, turn)
-
-    monkeypatch.setattr(Decode, "once", watched)
-    return taken
+    return watch(Decode, "once", lambda self, turn: turn)
 
 
 def test_decode_measures_every_cache_in_every_round(
@@ -83,24 +75,15 @@ def test_decode_measures_every_cache_in_every_round(
 
 
 def test_prefill_reads_prompts_as_generate_does(
-    rows_of: Rows, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    rows_of: Rows, watch: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    read: list[int] = []
-    expected: list[tuple[int, int]] = []
-    feed, expect = passes.feed, RetrievalCache.expect
-
-    def watched_feed(model: Any, cache: Any, tokens: torch.Tensor, start: int) -> torch.Tensor:
+    def note(model: Any, cache: Any, tokens: torch.Tensor, start: int) -> int:
         # A pass begins where the cache ends.
         assert cache.get_seq_length() == start
-        read.append(tokens.shape[1])
-        return feed(model, cache, tokens, start)
+        return tokens.shape[1]
 
-    def watched_expect(self: RetrievalCache, tokens: int, chunk: int) -> None:
-        expected.append((tokens, chunk))
-        expect(self, tokens, chunk)
-
-    monkeypatch.setattr(passes, "feed", watched_feed)
-    monkeypatch.setattr(RetrievalCache, "expect", watched_expect)
+    read = watch(passes, "feed", note)
+    expected = watch(RetrievalCache, "expect", lambda self, tokens, chunk: (tokens, chunk))
     caches = ["full", f"flat:{SMALL}", f"flat:{SMALL}:prefill_chunk=200"]
     arguments = ["--context", "256,512", "--steps", "1", "--warmup", "0", "--rounds", "1"]
     rows = rows_of("prefill", *arguments, "--caches", ",".join(caches))

@@ -148,17 +148,13 @@ def test_dense_in_cpp_is_for_plain_attention_on_a_cpu() -> None:
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, bool]]:
+def calls(watch: Any) -> list[tuple[bool, bool]]:
     """For each call of sdpa: whether it has a mask, and whether heads share keys and values."""
-    masks: list[tuple[bool, bool]] = []
-    sdpa = torch.nn.functional.scaled_dot_product_attention
 
-    def watched(*tensors: torch.Tensor, **more: Any) -> torch.Tensor:
-        masks.append((more.get("attn_mask") is not None, bool(more.get("enable_gqa"))))
-        return sdpa(*tensors, **more)
+    def note(*_: torch.Tensor, **more: Any) -> tuple[bool, bool]:
+        return more.get("attn_mask") is not None, bool(more.get("enable_gqa"))
 
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
-    return masks
+    return watch(torch.nn.functional, "scaled_dot_product_attention", note)
 
 
 @pytest.fixture

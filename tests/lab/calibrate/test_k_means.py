@@ -1,5 +1,7 @@
 """k-means: clusters that are there, errors that fall, empty clusters, one result."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -89,18 +91,14 @@ def test_means_are_of_their_points_whatever_their_sizes() -> None:
         assert torch.allclose(means[word].double(), expected, rtol=1e-6)
 
 
-def test_seeds_are_drawn_from_a_sample_of_many_points(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_seeds_are_drawn_from_a_sample_of_many_points(
+    watch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Codewords of a sample's seeds fit all points about as well as those of all points' seeds."""
     points = draw(1, 6000, 6, seed=24)
     whole = k_means(points, 40, seed=0)
-    shapes = []
-
-    def watched(points: torch.Tensor, draws: torch.Tensor, seed=module._seed) -> torch.Tensor:
-        shapes.append(tuple(points.shape))
-        return seed(points, draws)
-
     monkeypatch.setattr(module, "_SAMPLE", 100)
-    monkeypatch.setattr(module, "_seed", watched)
+    shapes = watch(module, "_seed", lambda points, draws: tuple(points.shape))
     sampled = k_means(points, 40, seed=0)
     assert shapes == [(160, 6)]
     assert errors_of(points, sampled) <= 1.03 * errors_of(points, whole)

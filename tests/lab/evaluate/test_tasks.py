@@ -227,17 +227,11 @@ RULER = ["--context", 1100, "--samples", 1]
 
 
 def test_ruler_asks_in_both_places_and_a_covering_cache_answers_as_full_attention(
-    drawn: Run, monkeypatch: pytest.MonkeyPatch
+    drawn: Run, watch: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("niah_single_1", "vt"):
         monkeypatch.setitem(ruler.TASKS, name, replace(ruler.TASKS[name], max_new_tokens=4))
-    begin, passes = ruler.begin, list[tuple[bool, int]]()
-
-    def noted(*given: Any, whole: bool) -> Any:
-        passes.append((whole, len(given[3])))
-        return begin(*given, whole=whole)
-
-    monkeypatch.setattr(ruler, "begin", noted)
+    passes = watch(ruler, "begin", lambda *given, whole: (whole, len(given[3])))
     words = ["--tasks", "niah_single_1,vt", "--questions", "both"]
     rows = drawn("ruler", *RULER, *words, "--caches", f"full,flat:top_k=1.0:{SMALL}")
     results = {tuple(cell.values()): row for cell, row in rows}

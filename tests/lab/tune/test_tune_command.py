@@ -28,17 +28,9 @@ def tune(*arguments: str) -> int:
 
 
 @pytest.fixture
-def walked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+def walked(watch: Any) -> list[tuple[str, int]]:
     """The variants and windows that are measured, as they come."""
-    done: list[tuple[str, int]] = []
-    whole = Walker.row
-
-    def note(self: Walker, variant: Any, window: int) -> Any:
-        done.append((variant.name, window))
-        return whole(self, variant, window)
-
-    monkeypatch.setattr(Walker, "row", note)
-    return done
+    return watch(Walker, "row", lambda self, variant, window: (variant.name, window))
 
 
 def test_a_choice_is_printed_written_and_fits_generate(
