@@ -32,7 +32,7 @@ class SlotBuffer(State):
         memory: ``[B, Hkv, S, width]``, the rows.
         key_dim: Dk.
         value_in_key: see ``PagedRows``.
-        requests, misses: 0-dim int64 on the device, rows that were requested and rows fetched.
+        counts: ``[3]`` int64 on the device, see ``SlotMap``.
     """
 
     memory: torch.Tensor = tensor(saved=False)
@@ -41,8 +41,7 @@ class SlotBuffer(State):
     _token: torch.Tensor = tensor(saved=False)
     _stamp: torch.Tensor = tensor(saved=False)
     _clock: torch.Tensor = tensor(saved=False, batched=False)
-    requests: torch.Tensor = tensor(saved=False, batched=False)
-    misses: torch.Tensor = tensor(saved=False, batched=False)
+    counts: torch.Tensor = tensor(saved=False, batched=False)
 
     def __init__(self, rows: PagedRows, slots: int) -> None:
         """An empty buffer of ``slots`` for rows fetched from ``rows``."""
@@ -54,15 +53,13 @@ class SlotBuffer(State):
             for count in (0, slots, slots)
         )
         self._clock = torch.zeros(1, dtype=torch.int32, device=device)
-        self.requests, self.misses = (
-            torch.zeros((), dtype=torch.long, device=device) for _ in range(2)
-        )
+        self.counts = torch.zeros(3, dtype=torch.long, device=device)
         self._rows: PagedRows | None = None
 
     @property
     def slot_map(self) -> SlotMap:
         """Which token lies in which slot."""
-        return SlotMap(self._table, self._token, self._stamp, self._clock)
+        return SlotMap(self._table, self._token, self._stamp, self._clock, self.counts)
 
     @property
     def slots(self) -> int:
@@ -92,8 +89,6 @@ class SlotBuffer(State):
         tokens = ids.reshape(*self.memory.shape[:2], -1)
         slots, fetch_slots = assign(self.slot_map, tokens, tokens=rows.token_count)
         fetch(rows, tokens, fetch_slots, self.memory)
-        self.requests += (slots >= 0).sum()
-        self.misses += (fetch_slots >= 0).sum()
         return slots.view(ids.shape)
 
     @torch.inference_mode(False)
@@ -124,8 +119,7 @@ class SlotBuffer(State):
     def fork(self) -> Self:
         """As every state's; counts start at 0."""
         twin = super().fork()
-        twin.requests.zero_()
-        twin.misses.zero_()
+        twin.counts.zero_()
         twin._rows = None
         return twin
 
@@ -196,7 +190,7 @@ class ResidentStore(WrappedStore):
         the same step for a row that was missing.
         """
         buffer = self._buffer
-        requests, misses = (0, 0) if buffer is None else (int(buffer.requests), int(buffer.misses))
+        requests, misses = (0, 0) if buffer is None else buffer.counts[:2].tolist()
         return {
             "hits": requests - misses,
             "misses": misses,

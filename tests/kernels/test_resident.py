@@ -82,14 +82,17 @@ def test_after_a_fetch_every_request_finds_its_row(place: Place) -> None:
     table = torch.full((2, 2, 32), -1, dtype=torch.int32, device=device)
     token = table[..., :11].contiguous()
     clock = torch.zeros(1, dtype=torch.int32, device=device)
-    slots = SlotMap(table, token, token.clone(), clock)
+    counts = torch.zeros(3, dtype=torch.int64, device=device)
+    slots = SlotMap(table, token, token.clone(), clock, counts)
     buffer, dense = poisoned(rows, 11), dense_rows(rows)
     for step in range(4):
         # A third of the tokens comes more often, so that there are hits, misses and repeats.
         ids, _ = random_fetches(rows, 10, 32 if step % 2 else 11, seed=step)
+        old = counts.clone()
         places, fetched = assign(slots, ids, backend=place[0])
         fetch(rows, ids, fetched, buffer, backend=place[0])
         assert torch.equal(places < 0, ids < 0)
+        assert (counts - old).tolist() == [(ids >= 0).sum(), (fetched >= 0).sum(), 0]
         for b, h, r in (ids >= 0).nonzero().tolist():
             expected = dense[b, h, int(ids[b, h, r])]
             assert torch.equal(buffer[b, h, int(places[b, h, r])].cpu(), expected)

@@ -98,7 +98,7 @@ def test_slots_and_table_are_counted_as_device_memory() -> None:
     _attend_both(pair, same_ids(1, 2, 3))
     slots = 2 * HEADS * 3 * ((KEY_DIM + VALUE_DIM) * 4 + 4 + 4)
     table = 2 * HEADS * 1024 * 4
-    clock_and_counts = 4 + 2 * 8
+    clock_and_counts = 4 + 3 * 8
     assert store.nbytes() - plain.nbytes() == slots + table + clock_and_counts
     assert store.host_nbytes() == plain.host_nbytes()
 

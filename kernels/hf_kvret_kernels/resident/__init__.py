@@ -27,6 +27,9 @@ class SlotMap:
         token: ``[B, H, S]`` token of every slot, -1 for none.
         stamp: ``[B, H, S]`` ``clock`` when the slot was last asked for, -1 for never.
         clock: ``[1]``, counts calls of ``assign``.
+        counts: ``[3]`` int64, to which ``assign`` adds the requests that have a slot, and those
+            whose rows are to be fetched; then a ticket, which is 0 before and afterwards. None:
+            nobody counts.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit.
@@ -36,6 +39,7 @@ class SlotMap:
     token: torch.Tensor
     stamp: torch.Tensor
     clock: torch.Tensor
+    counts: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.table.ndim != 3 or self.token.ndim != 3:
@@ -48,6 +52,8 @@ class SlotMap:
         shapes = {"table": (*lead, self.table.shape[-1]), "token": slots, "stamp": slots}
         for name, shape in {**shapes, "clock": (1,)}.items():
             check_tensor(name, getattr(self, name), shape, (torch.int32,), self.table.device)
+        if self.counts is not None:
+            check_tensor("counts", self.counts, (3,), (torch.int64,), self.table.device)
         if self.table.stride(-1) != 1 and self.table.shape[-1] > 1:
             raise ValueError(
                 f"table has strides {self.table.stride()}: its last dimension must be contiguous, "

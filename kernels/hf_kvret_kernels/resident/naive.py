@@ -43,6 +43,9 @@ def assign(slots: SlotMap, ids: torch.Tensor, tokens: int) -> tuple[torch.Tensor
     indices, fetch_slots = torch.full_like(ids, -1), torch.full_like(ids, -1)
     indices[b, h, r] = table[b, h, t]
     fetch_slots[bm, hm, rm] = victim.int()
+    if slots.counts is not None:
+        slots.counts[0] += len(t)
+        slots.counts[1] += len(tm)
     return indices, fetch_slots
 
 

@@ -2,7 +2,7 @@
 
 ``assign`` is one launch, a program for each row of slots, in steps separated by barriers: within a
 program, and only there, a thread may read after a barrier what another wrote before it. Rows of
-slots share nothing, so programs are independent and no atomics are needed.
+slots share nothing but the counts.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -34,16 +34,19 @@ def assign(slots: SlotMap, ids: torch.Tensor, tokens: int) -> tuple[torch.Tensor
     batch, heads, count = ids.shape
     indices = torch.empty(ids.shape, dtype=torch.int32, device=ids.device)
     fetch_slots = torch.empty_like(indices)
-    slots.clock.add_(1)
     if ids.numel() == 0:
+        slots.clock.add_(1)
         return indices, fetch_slots
-    victims = torch.empty_like(indices)
+    victims, counts = torch.empty_like(indices), slots.counts
+    if counts is None:
+        counts = torch.zeros(3, dtype=torch.int64, device=ids.device)
     _assign_kernel[(batch * heads,)](
         ids,
         slots.table,
         slots.token,
         slots.stamp,
         slots.clock,
+        counts,
         victims,
         indices,
         fetch_slots,
@@ -99,7 +102,8 @@ def _block(size: int) -> int:
 
 @triton.jit(do_not_specialize=["heads", "count", "tokens", "slots"])
 def _assign_kernel(
-    ids_ptr, table_ptr, token_ptr, stamp_ptr, clock_ptr, victims_ptr, places_ptr, fetched_ptr,
+    ids_ptr, table_ptr, token_ptr, stamp_ptr, clock_ptr, counts_ptr, victims_ptr, places_ptr,
+    fetched_ptr,
     stride_ids_b, stride_ids_h, stride_ids_r, stride_table_b, stride_table_h,
     heads, count, tokens, slots,
     BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr,
@@ -114,7 +118,7 @@ def _assign_kernel(
     victims_ptr += row * count
     places_ptr += row * count
     fetched_ptr += row * count
-    clock = tl.load(clock_ptr)
+    clock = tl.load(clock_ptr) + 1
 
     # Hits are stamped. Misses claim their token with values below -1, which means no slot; of
     # several requests for one token, any claim may win.
@@ -158,12 +162,20 @@ def _assign_kernel(
         tl.store(fetched_ptr + request, slot, mask=winner)
     tl.debug_barrier()
 
+    request_count = tl.zeros((), dtype=tl.int32)
     for start in range(0, count, BLOCK_R):
         request = start + tl.arange(0, BLOCK_R)
         inside = request < count
         ids, id_mask = load_ids(ids_ptr, request, inside, stride_ids_r, tokens)
         slot = tl.load(table_ptr + ids, mask=id_mask, other=-1)
         tl.store(places_ptr + request, slot, mask=inside)
+        request_count += tl.sum((slot >= 0).to(tl.int32))
+    tl.atomic_add(counts_ptr, request_count.to(tl.int64), sem="relaxed")
+    tl.atomic_add(counts_ptr + 1, miss_count.to(tl.int64), sem="relaxed")
+    # All programs have read the clock before the last one counts it up.
+    if tl.atomic_add(counts_ptr + 2, 1, sem="acq_rel") == tl.num_programs(0) - 1:
+        tl.store(counts_ptr + 2, 0)
+        tl.store(clock_ptr, clock)
 
 
 @triton.jit
