@@ -208,7 +208,7 @@ def test_sums_for_als_are_of_one_random_matrix_without_padding(cuts: tuple[int, 
 def test_queries_of_replayed_steps_are_summed_in_the_groups_of_usual_ones(
     earlier: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Wherever in the buffer the step was captured; no replay writes behind it."""
+    """Wherever the step was captured; usual ones were left to a kernel that never came."""
     monkeypatch.setattr("hf_kvret.methods.lrqk.factors._PENDING", 4)
     queries = torch.randn(earlier + 5, 1, 2, 1, DIM)
     usual, replayed = (QueryGrams(1, half_life=3.0) for _ in range(2))
@@ -223,6 +223,6 @@ def test_queries_of_replayed_steps_are_summed_in_the_groups_of_usual_ones(
         step_query.copy_(query)
         replay()
     for query in queries:
-        usual.add(query, None)
+        usual.add(query, None, later=True)
     assert replayed.buffer.count == usual.buffer.count
     assert torch.equal(replayed.weighted(0.5), usual.weighted(0.5))
