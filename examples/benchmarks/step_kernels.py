@@ -27,7 +27,7 @@ WINDOW_LEN = 4 + 256 + 512
 """Sink tokens, recent ones, and those until a flush."""
 LEAST_CONTEXT = 32_768
 """From there on ParisKV's shares and LRQK's budget are those below."""
-PARIS_SHARES = (0.05, 0.15, 0.30, 0.50, 0.75, 1.0)
+PARIS_SHARES: tuple[float, ...] = ()
 PARIS_LONG_ROW_SHARES = (0.15, 0.50, 1.0)
 """Of rows of more than 42 subspaces."""
 PARIS_RHO, PARIS_BETA, PARIS_LONG, PARIS_LONG_BETA = 0.75, 0.10, 512 << 10, 0.07

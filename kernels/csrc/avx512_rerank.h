@@ -88,28 +88,27 @@ template <class Places> class BlockRerank {
     template <int M, int Blocks, int Heads>
     static void estimate_all(const Rerank &work, const float *queries, int64_t first_head) {
         // Few heads leave room in four sums for more than one candidate.
-        constexpr int kRows = Heads == 1 ? 4 : Heads == 2 ? 2 : 1;
+        constexpr int kRows = Heads <= 2 ? 4 : 1;
         float both[16];
         for (int i = 0; i < 8; ++i) both[i] = -work.levels[i], both[8 + i] = work.levels[i];
         const __m512 levels = _mm512_loadu_ps(both);
         float *out = work.out + first_head * work.stride;
         int64_t place = work.first;
         for (; place + kRows <= work.last; place += kRows) {
-            const __m128 sums = estimate<M, Blocks, Heads, kRows>(work, queries, levels, place);
-            store<Heads, kRows>(sums, out + place, work.stride);
+            estimate<M, Blocks, Heads, kRows>(work, queries, levels, place, out + place);
         }
         for (; place < work.last; ++place) {
-            const __m128 sums = estimate<M, Blocks, Heads, 1>(work, queries, levels, place);
-            store<Heads, 1>(sums, out + place, work.stride);
+            estimate<M, Blocks, Heads, 1>(work, queries, levels, place, out + place);
         }
     }
 
     // Sum `g * Rows + r` is of head g and the candidate at `place + r`.
     template <int M, int Blocks, int Heads, int Rows>
-    static __m128 estimate(const Rerank &work, const float *queries, __m512 levels, int64_t place) {
+    static void estimate(const Rerank &work, const float *queries, __m512 levels, int64_t place,
+                         float *to) {
         const ParisCodes &codes = work.codes;
-        __m512 sums[4];
-        HFK_UNROLL for (int i = 0; i < 4; ++i) sums[i] = _mm512_setzero_ps();
+        __m512 sums[8];
+        HFK_UNROLL for (int i = 0; i < 8; ++i) sums[i] = _mm512_setzero_ps();
         HFK_UNROLL for (int r = 0; r < Rows; ++r) {
             const int64_t far = std::min(place + r + kCandidatesAhead, work.last - 1);
             prefetch_codes(codes, work.ids[far]);
@@ -140,18 +139,14 @@ template <class Places> class BlockRerank {
                 HFK_UNROLL for (int b = 0; b < Blocks; ++b) add(b);
             }
         }
-        return Avx512::sums(sums[0], sums[1], sums[2], sums[3]);
-    }
-
-    template <int Heads, int Rows>
-    static void store(__m128 sums, float *to, int64_t stride) {
+        const __m128 first = Avx512::sums(sums[0], sums[1], sums[2], sums[3]);
         if constexpr (Rows == 4) {
-            _mm_storeu_ps(to, sums);
-        } else if constexpr (Rows == 2) {
-            _mm_storel_pi(reinterpret_cast<__m64 *>(to), sums);
-            _mm_storeh_pi(reinterpret_cast<__m64 *>(to + stride), sums);
+            _mm_storeu_ps(to, first);
+            if constexpr (Heads == 2) {
+                _mm_storeu_ps(to + work.stride, Avx512::sums(sums[4], sums[5], sums[6], sums[7]));
+            }
         } else {
-            for (int g = 0; g < Heads; ++g) to[g * stride] = sums[g];
+            for (int g = 0; g < Heads; ++g) to[g * work.stride] = first[g];
         }
     }
 

@@ -274,7 +274,7 @@ struct hfk_paris {
     int64_t record_head;
     int64_t dim;              // P: a multiple of 8 up to 1,024, at least key_dim
     int64_t m;                // 4 or 8
-    int64_t tiers;            // tiers * dim / m is below 255
+    int64_t tiers;            // tiers * dim / m is below 255; 0: points are by similarity, for m = 8
     int64_t candidates;       // tokens that are reranked, at most
     int32_t mean_query;       // one query for the group, the mean of its own
     int32_t reserved;

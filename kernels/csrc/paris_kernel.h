@@ -9,6 +9,34 @@
 
 namespace {
 
+
+// Similarities of `M` coordinates with all sign patterns; returns the largest.
+template <int M> float similarities(const float *query, float *sims) {
+    float size = 0.0f;
+    sims[0] = 0.0f;
+    // One coordinate after the other, as the naive code adds them; the first half has it negative.
+    for (int j = 0; j < M; ++j) {
+        const int half = 1 << j;
+        const float x = query[j];
+        for (int c = 0; c < half; ++c) sims[half + c] = sims[c] + x;
+        for (int c = 0; c < half; ++c) sims[c] -= x;
+        size += std::fabs(x);
+    }
+    return size;
+}
+
+// Points that rise with the similarity, `scale` for 1, see paris/naive.py.
+inline void similar_points(const float *query, float scale, uint8_t *points) {
+    float sims[256];
+    const float half = similarities<8>(query, sims) / 2;
+    for (int c = 0; c < 256; ++c) {
+        float own = (sims[c] + half) * scale;
+        own = own > 0.0f ? own : 0.0f;
+        own = own < kMostSimilar ? own : static_cast<float>(kMostSimilar);
+        points[c] = static_cast<uint8_t>(static_cast<int32_t>(own));
+    }
+}
+
 // The points of the members of a bin that limits fall into, in descending order of similarity, with
 // `ahead` keys in the bins before.
 template <class I, int M>
@@ -50,16 +78,7 @@ void subspace_points(const float *query, const int32_t *counts, const int64_t *l
     constexpr int kCentroids = 1 << M;
     constexpr int kBins = 256;
     float sims[kCentroids];
-    float size = 0.0f;
-    sims[0] = 0.0f;
-    // One coordinate after the other, as the naive code adds them; the first half has it negative.
-    for (int j = 0; j < M; ++j) {
-        const int half = 1 << j;
-        const float x = query[j];
-        for (int c = 0; c < half; ++c) sims[half + c] = sims[c] + x;
-        for (int c = 0; c < half; ++c) sims[c] -= x;
-        size += std::fabs(x);
-    }
+    const float size = similarities<M>(query, sims);
     // Falls with similarity, also after rounding. Numbers that are not finite stay within the bins.
     const float top = size * 1.000001f, scale = size > 0.0f ? 127.49f / size : 0.0f;
     alignas(64) uint8_t bins[kCentroids < 64 ? 64 : kCentroids] = {};
@@ -88,8 +107,9 @@ void subspace_points(const float *query, const int32_t *counts, const int64_t *l
 }
 
 template <class I>
-void sign_points(const float *query, int64_t m, const int32_t *counts,
-                        const int64_t *limits, int64_t tiers, uint8_t *points) {
+void sign_points(const float *query, int64_t m, const int32_t *counts, const int64_t *limits,
+                 int64_t tiers, float scale, uint8_t *points) {
+    if (tiers == 0) return similar_points(query, scale, points);
     if (m == 8) {
         subspace_points<I, 8>(query, counts, limits, tiers, points);
         return;
@@ -169,29 +189,30 @@ template <class I> int64_t count_scores(const uint8_t *scores, int64_t end, uint
 template <class I>
 int64_t candidates(const uint8_t *scores, int64_t n, int64_t count, int32_t *ids) {
     const int64_t end = (n + 63) / 64 * 64;
-    // The lowest score that is taken, and how many are above it.
+    // The lowest score that is taken, and how many reach it.
     int low = 1, high = 256;
-    int64_t above = 0;
+    int64_t at_least = -1;
     while (high - low > 1) {
         const int middle = (low + high) / 2;
         const int64_t reached = count_scores<I>(scores, end, static_cast<uint8_t>(middle));
         if (reached >= count) {
-            low = middle;
+            low = middle, at_least = reached;
         } else {
-            high = middle, above = reached;
+            high = middle;
         }
     }
-    int64_t left = count - above, found = 0;
+    if (at_least < 0) at_least = count_scores<I>(scores, end, 1);
+    // The first ones of those on it are left out.
+    int64_t surplus = std::max<int64_t>(at_least - count, 0), found = 0;
     for (int64_t i = 0; i < end; i += 64) {
         uint64_t chosen =
             low == 255 ? 0 : I::at_least64(scores + i, static_cast<uint8_t>(low + 1));
-        if (left > 0) {
-            uint64_t equal = I::at_least64(scores + i, static_cast<uint8_t>(low)) & ~chosen;
-            const int64_t surplus = __builtin_popcountll(equal) - left;
-            for (int64_t s = 0; s < surplus; ++s) equal &= ~(uint64_t{1} << (63 - __builtin_clzll(equal)));
-            left -= __builtin_popcountll(equal);
-            chosen |= equal;
-        }
+        uint64_t equal = I::at_least64(scores + i, static_cast<uint8_t>(low)) & ~chosen;
+        const int64_t left_out = std::min<int64_t>(surplus, __builtin_popcountll(equal));
+        surplus -= left_out;
+        if (surplus > 0) equal = 0;
+        for (int64_t s = 0; s < left_out && equal != 0; ++s) equal &= equal - 1;
+        chosen |= equal;
         if (chosen != 0) found += I::put_places(chosen, static_cast<int32_t>(i), ids + found);
     }
     return found;

@@ -110,7 +110,8 @@ class ParisSearch : public Search {
 
     PointTables tables(char *work) const {
         // Two subspaces of four coordinates share a byte.
-        const int64_t most = paris_.tiers * (paris_.m == 4 ? 2 : 1);
+        const int64_t most =
+            paris_.tiers == 0 ? kMostSimilar : paris_.tiers * (paris_.m == 4 ? 2 : 1);
         if (work == nullptr) return {tables_, row_bytes_, most, nullptr, nullptr};
         return {tables_, row_bytes_, most, at<uint8_t>(work, points_), work + packed_};
     }
@@ -175,6 +176,19 @@ class ParisSearch : public Search {
         for (int64_t d = 0; d < dim; ++d) x[d] *= factor;
     }
 
+    // Points for a similarity of 1. It has three bits behind the first one, see paris/naive.py.
+    static float similarity_scale(const float *query, int64_t dim) {
+        float squares = 0.0f;
+        for (int64_t d = 0; d < dim; ++d) squares += query[d] * query[d];
+        const float scale = std::sqrt(static_cast<float>(dim) / squares) * (2.0f / 3.0f);
+        uint32_t bits;
+        __builtin_memcpy(&bits, &scale, sizeof bits);
+        bits &= ~((uint32_t{1} << 20) - 1);
+        float few;
+        __builtin_memcpy(&few, &bits, sizeof few);
+        return few;
+    }
+
     void make_tables(int64_t head, char *work, int64_t first, int64_t last) const {
         constexpr int64_t kUnit = 1000000;
         const int64_t subspaces = paris_.dim / paris_.m, centroids = int64_t{1} << paris_.m;
@@ -189,9 +203,10 @@ class ParisSearch : public Search {
         uint8_t *points = at<uint8_t>(work, points_);
         for (int64_t g = first; g < last; ++g) {
             const float *query = at<float>(work, rotated_) + g * paris_.dim;
+            const float scale = similarity_scale(query, paris_.dim);
             for (int64_t s = 0; s < row_bytes_; ++s) {
                 kernel_.points(query + 8 * s, paris_.m, counts + s * per_byte, limits,
-                               paris_.tiers, points + (g * row_bytes_ + s) * 256);
+                               paris_.tiers, scale, points + (g * row_bytes_ + s) * 256);
             }
         }
     }
@@ -225,8 +240,10 @@ class ParisSearch : public Search {
 
 bool is_good(const hfk_paris &paris, const hfk_request &request) {
     return paris.dim >= 8 && paris.dim <= kMostDim && paris.dim % 8 == 0 &&
-           paris.dim >= request.key_dim && (paris.m == 4 || paris.m == 8) && paris.tiers > 0 &&
-           paris.tiers * (paris.dim / paris.m) < 255 && paris.candidates >= 0;
+           paris.dim >= request.key_dim && (paris.m == 4 || paris.m == 8) &&
+           (paris.tiers > 0 || (paris.tiers == 0 && paris.m == 8)) &&
+           (paris.tiers == 0 ? kMostSimilar : paris.tiers) * (paris.dim / paris.m) < 255 &&
+           paris.candidates >= 0;
 }
 
 } // namespace

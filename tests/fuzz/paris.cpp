@@ -18,7 +18,9 @@ class ParisCase : public SearchCase {
         if (random.one_in(3)) paris_.dim = random.pick((r.key_dim + 7) / 8, 80) * 8;
         paris_.m = random.one_in(2) ? 4 : 8;
         const int64_t subspaces = paris_.dim / paris_.m; // at most 160
-        paris_.tiers = random.pick(1, std::min<int64_t>(15, 254 / subspaces));
+        // None: points are by similarity, which are for 36 subspaces of eight.
+        const int64_t fewest = paris_.m == 8 && subspaces <= 36 ? 0 : 1;
+        paris_.tiers = random.pick(fewest, std::min<int64_t>(15, 254 / subspaces));
         paris_.mean_query = random.one_in(3);
         group_ = r.query_heads / r.id_heads;
         tables_ = paris_.mean_query ? 1 : group_;
@@ -203,7 +205,32 @@ class ParisCase : public SearchCase {
         return points;
     }
 
+    // By similarity, where a scale that is about to be cut off may have been cut the other way.
+    bool has_similar_points(int64_t row, const Trace &trace, float nudge) const {
+        const float *query = trace.rotated.data() + row * paris_.dim;
+        double squares = 0.0;
+        for (int64_t d = 0; d < paris_.dim; ++d) squares += double(query[d]) * query[d];
+        float scale = static_cast<float>(std::sqrt(paris_.dim / squares) * 2.0 / 3.0) * nudge;
+        uint32_t bits;
+        std::memcpy(&bits, &scale, sizeof bits);
+        bits &= 0xfff00000;
+        std::memcpy(&scale, &bits, sizeof bits);
+        for (int64_t i = 0; i < paris_.dim * 32; ++i) {
+            const float *own = query + i / 256 * 8;
+            float sim = 0.0f, size = 0.0f;
+            for (int j = 0; j < 8; ++j) sim += i >> j & 1 ? own[j] : -own[j], size += std::abs(own[j]);
+            const float points = (sim + size / 2) * scale;
+            const int want = points > 0.0f ? static_cast<int>(std::min(points, 7.0f)) : 0;
+            if (trace.points[row * paris_.dim * 32 + i] != want) return false;
+        }
+        return true;
+    }
+
     bool has_points(int64_t head, int64_t row, const Trace &trace) const {
+        if (paris_.tiers == 0) {
+            return has_similar_points(row, trace, 1.0f - 1e-5f) ||
+                   has_similar_points(row, trace, 1.0f + 1e-5f);
+        }
         const float *query = trace.rotated.data() + row * paris_.dim;
         for (int64_t byte = 0; byte < paris_.dim / 8; ++byte) {
             const uint8_t *got = trace.points.data() + (row * paris_.dim / 8 + byte) * 256;
@@ -245,8 +272,10 @@ class ParisCase : public SearchCase {
         for (int32_t i = 0; i < step.tokens; ++i) {
             if (scores[i] > 0) want.push_back(i);
         }
-        std::stable_sort(want.begin(), want.end(),
-                         [&](int32_t a, int32_t b) { return scores[a] > scores[b]; });
+        // Of equal ones the last.
+        std::sort(want.begin(), want.end(), [&](int32_t a, int32_t b) {
+            return scores[a] != scores[b] ? scores[a] > scores[b] : a > b;
+        });
         if (static_cast<int64_t>(want.size()) > paris_.candidates) want.resize(paris_.candidates);
         std::sort(want.begin(), want.end());
         want.resize(paris_.candidates, -1);

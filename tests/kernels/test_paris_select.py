@@ -41,7 +41,9 @@ def collisions(
     """The scores of all tokens, of stage 1."""
     shares = paris.share_units(rho, tiers)
     if backend == "naive":
-        return naive.collide(sign, naive.bonus_table(q_rot, counts, shares, m), m, valid)
+        by_rank = naive.bonus_table(q_rot, counts, shares, m) if shares else None
+        points = naive.similarity_points(q_rot) if by_rank is None else by_rank
+        return naive.collide(sign, points, m, valid)
     from hf_kvret_kernels.paris import triton
 
     points = triton.bonus(q_rot, None, counts, shares, m)
@@ -51,7 +53,7 @@ def collisions(
 def check_candidates(
     place: Place, inputs: tuple[torch.Tensor, ...], count: int, **options: Any
 ) -> torch.Tensor:
-    """They are the head of a stable sort of the scores, which are those of torch; returns these.
+    """They are the best of the scores, of equal ones the last; returns these, which are torch's.
 
     A search that may take all of its candidates shows them.
     """
@@ -67,7 +69,10 @@ def check_candidates(
     given = query, None, codes, counts, paris.magnitude_levels(m), count
     ids = run_at(place, paris.search, *given, survivors=count, **options)
     merit = scores.double().masked_fill(scores == 255, -math.inf)
-    assert ids.dtype == torch.int32 and torch.equal(ids, best_places(merit, count))
+    places = best_places(merit.flip(-1), count)
+    newest = (lead[2] - 1 - places).where(places >= 0, lead[2]).sort().values
+    assert ids.dtype == torch.int32
+    assert torch.equal(ids, newest.masked_fill(newest == lead[2], -1).int())
     return scores
 
 
@@ -82,7 +87,9 @@ def few_keys(length: int, queries: int = 1) -> tuple[tuple[torch.Tensor, ...], t
 
 @pytest.mark.factor("masked", [False, True])
 @pytest.mark.factor("length, count", [(1, 1), (37, 37), (2100, 700)])
-def test_candidates_head_a_stable_sort(length: int, count: int, place: Place, masked: bool) -> None:
+def test_candidates_are_the_best_and_of_equal_ones_the_last(
+    length: int, count: int, place: Place, masked: bool
+) -> None:
     inputs, valid = few_keys(length, queries=2)
     options = {"rho": 0.6, "tiers": TIERS, "m": 4, "valid": valid if masked else None}
     check_candidates(place, inputs, count, **options)
@@ -190,6 +197,40 @@ def test_points_are_those_of_a_literal_walk(place: Place, tables: int, m: int) -
         expected[b, 0, 0] = expected[b, 0, 0].maximum(total)
     expected.masked_fill_(~valid[:, None, None], 255)
     assert torch.equal(scores.long(), expected)
+
+
+@pytest.mark.parametrize(("dim", "tables"), [(8, 1), (64, 5), (192, 2), (288, 1)])
+def test_points_by_similarity_are_those_of_a_literal_walk(
+    place: Place, dim: int, tables: int
+) -> None:
+    q_rot = draw(2, 1, 1, tables, dim, seed=4) * torch.tensor([1e-3, 30.0]).view(2, 1, 1, 1, 1)
+    q_rot[0, 0, 0, 0, :8] *= 40.0
+    sign, valid = every_sign(2, dim // 8), random_valid(3, 256)[:2]
+    counts = torch.zeros(2, 1, dim // 8, 256, dtype=torch.int32)
+    options = {"rho": 1.0, "tiers": (), "m": 8, "valid": valid}
+    scores = check_candidates(place, (q_rot, counts, sign), 40, **options)
+    scales = naive.similarity_scale(q_rot)
+    for b in range(2):
+        totals = torch.zeros(tables, 256, dtype=torch.int64)
+        for g, query in enumerate(q_rot[b, 0, 0].double()):
+            scale = float(scales[b, 0, 0, g])
+            wanted = 2 / 3 / float(query.square().mean().sqrt())
+            assert wanted * 0.88 < scale < wanted * 1.00001
+            patterns = (torch.arange(256)[:, None] >> torch.arange(8) & 1).double() * 2 - 1
+            for s, part in enumerate(query.split(8)):
+                points = ((patterns @ part + part.abs().sum() / 2) * scale).clamp(0, 7).long()
+                totals[g] += points[sign[b, 0, :, s].long()]
+        want = totals.amax(0).masked_fill(~valid[b], 255)
+        assert torch.equal(scores[b, 0, 0].long(), want)
+    assert scores[scores < 255].max() > scores.min()
+
+
+@pytest.mark.parametrize("query", [0.0, math.inf, math.nan])
+def test_queries_without_a_length_have_no_points_by_similarity(place: Place, query: float) -> None:
+    q_rot = torch.full((1, 1, 1, 1, 16), query)
+    counts = torch.zeros(1, 1, 2, 256, dtype=torch.int32)
+    options = {"rho": 1.0, "tiers": (), "m": 8}
+    assert run_at(place, collisions, q_rot, counts, every_sign(1, 2), **options).eq(0).all()
 
 
 def test_thresholds_are_exact_where_floats_are_not(place: Place) -> None:

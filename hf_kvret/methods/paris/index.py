@@ -58,10 +58,12 @@ class ParisConfig(RetrievalConfig):
 
     Attributes:
         subspace_dim: coordinates of a subspace, m: 4 or 8.
-        tables: shares by length, and the magnitudes of a code. The shares are β, of the cold tokens
-            that are candidates, and ρ, of the keys that earn points. ``"paper"``: the published
-            code's tables, whose magnitudes are for ``subspace_dim=8``. ``"ours"``: more keys earn
-            points, and magnitudes are the Lloyd-Max levels.
+        tables: shares by length, the points of a sign pattern and the magnitudes of a code. The
+            shares are β, of the cold tokens that are candidates, and ρ, of the keys that earn
+            points. ``"paper"``: the published code's tables, whose magnitudes are for
+            ``subspace_dim=8``, and points by rank. ``"ours"``: up to 288 dims with
+            ``subspace_dim=8`` points by similarity, else more keys earn points; magnitudes are
+            the Lloyd-Max levels.
         per_selected: candidates for each selected token at least, where β gives fewer.
         group_reduce: how the query heads of a KV head share a selection. ``"max"``: by the largest
             of their softmax weights. ``"mean"``: by the mean of their queries, as in the authors'
@@ -117,7 +119,12 @@ class ParisConfig(RetrievalConfig):
         self.tiers_for(paris.rotated_dim(head_dim) // self.subspace_dim)
 
     def tiers_for(self, subspaces: int) -> tuple[float, ...]:
-        """Tiers for keys of so many subspaces; ValueError where a byte can't hold their points."""
+        """Tiers for keys of so many subspaces, none where points are by similarity.
+
+        ValueError where a byte can't hold their points.
+        """
+        if self.tables == "ours" and paris.has_similarities(subspaces, self.subspace_dim):
+            return ()
         for tiers in _TIERS:
             if len(tiers) * subspaces <= _MOST_POINTS:
                 return tiers

@@ -16,6 +16,7 @@ from hf_kvret_kernels.paris.codes import (
     ParisCodes,
     SearchCall,
     code_weights,
+    has_similarities,
     rotated_dim,
 )
 from hf_kvret_kernels.paris.encoding import (
@@ -42,6 +43,7 @@ __all__ = [
     "count_centroids",
     "decode",
     "encode",
+    "has_similarities",
     "magnitude_levels",
     "random_signs",
     "rotate",

@@ -20,6 +20,8 @@ _LARGEST_PADDED = 128
 # The largest weight. The code after its own stands for a key that is padding.
 _MOST_WEIGHT, _PADDING = 57344.0, 247
 EXCLUDED = 255
+# Points of a centroid by similarity, at most: two heads share a byte of the scan on a CPU.
+MOST_SIMILAR = 7
 
 
 def rotated_dim(head_dim: int) -> int:
@@ -140,7 +142,10 @@ class ParisCodes:
 
 
 class SearchCall(NamedTuple):
-    """Arguments of ``search``: ``budget`` is its count, ``shares`` of ``selection.share_units``."""
+    """Arguments of ``search``: ``budget`` is its count, ``shares`` of ``selection.share_units``.
+
+    Without shares, points are ``naive.similarity_points``.
+    """
 
     query: torch.Tensor
     signs: torch.Tensor | None
@@ -219,5 +224,10 @@ def check_codes(codes: ParisCodes, dim: int, m: int, device: torch.device) -> No
 
 
 def most_points(shares: Sequence[int], counts: torch.Tensor) -> int:
-    """The highest score there can be: a point a tier in each subspace."""
-    return len(shares) * counts.shape[2]
+    """The highest score there can be: a point a tier in each subspace, or by similarity."""
+    return (len(shares) or MOST_SIMILAR) * counts.shape[2]
+
+
+def has_similarities(subspaces: int, m: int) -> bool:
+    """Whether keys of so many subspaces of ``m`` coordinates may get points by similarity."""
+    return m == 8 and MOST_SIMILAR * subspaces < EXCLUDED

@@ -13,6 +13,7 @@ import torch
 from hf_kvret_kernels.paris.codes import (
     EXCLUDED,
     LEVELS,
+    MOST_SIMILAR,
     ParisCodes,
     SearchCall,
     code_weights,
@@ -30,7 +31,8 @@ def search(call: SearchCall) -> torch.Tensor:
     """See ``hf_kvret_kernels.paris.search``."""
     query, signs, codes, counts, levels, budget, survivors, shares, m, *_ = call
     q_rot = query if signs is None else rotate(query, signs)
-    scores = collide(codes.sign, bonus_table(q_rot, counts, shares, m), m, call.valid)
+    points = bonus_table(q_rot, counts, shares, m) if shares else similarity_points(q_rot)
+    scores = collide(codes.sign, points, m, call.valid)
     ids = candidates(scores, survivors)
     estimates = rerank(q_rot, codes, ids, levels, m, call.scale, call.softcap, call.offset)
     return best_ids(estimates, ids, budget)
@@ -163,13 +165,7 @@ def bonus_table(
         q_rot: ``[B, H, Q, G, P]`` fp32 after ``rotate``. Their lengths don't matter.
         shares: the tiers' shares of all keys, in units of 1 / SHARE_UNIT.
     """
-    q_b = q_rot.unflatten(-1, (-1, m))
-    ids = torch.arange(1 << m, device=q_rot.device)
-    # One coordinate after the other: the kernel adds in this order too, so that both see the
-    # same fp32 numbers and sort alike.
-    sims = q_b.new_zeros(*q_b.shape[:-1], 1 << m)
-    for j in range(m):
-        sims += q_b[..., j, None] * ((ids >> j & 1).float() * 2 - 1)
+    sims, _ = _similarities(q_rot, m)
     order = sims.argsort(dim=-1, descending=True, stable=True)
 
     key_counts = counts[:, :, None, None].expand(sims.shape).gather(-1, order).long()
@@ -179,6 +175,49 @@ def bonus_table(
     for share in shares:
         points += before < (total * share + SHARE_UNIT - 1) // SHARE_UNIT
     return torch.empty_like(points).scatter_(-1, order, points)
+
+
+def similarity_points(q_rot: torch.Tensor) -> torch.Tensor:
+    """``[B, H, Q, G, S, 256]`` uint8: points that rise with the similarity to a centroid.
+
+    They are ours. A key's sum of them estimates its similarity; the paper's points go by rank. The
+    most are for a subspace somewhat larger than others, and the lowest quarter gets none.
+
+    Args:
+        q_rot: as in ``bonus_table``, for subspaces of 8 coordinates.
+    """
+    sims, size = _similarities(q_rot, 8)
+    points = (sims + size / 2) * similarity_scale(q_rot)[..., None, None]
+    return points.where(points > 0, 0.0).clamp(max=MOST_SIMILAR).to(torch.uint8)
+
+
+def similarity_scale(q_rot: torch.Tensor) -> torch.Tensor:
+    """``[...]``: points for a similarity of 1 to queries ``[..., P]``.
+
+    Two thirds over the root mean square of their numbers. It has three bits behind the first one,
+    so that backends agree, in whatever order they add the squares.
+    """
+    squares = q_rot.square().sum(-1)
+    return _few_bits((q_rot.shape[-1] / squares).sqrt() * (2 / 3))
+
+
+def _few_bits(x: torch.Tensor) -> torch.Tensor:
+    """``x`` fp32, towards 0, with three bits behind the first one."""
+    return (x.contiguous().view(torch.int32) & -(1 << 20)).view(torch.float32)
+
+
+def _similarities(q_rot: torch.Tensor, m: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """``[..., S, 2**m]``: of queries ``[..., P]`` with sign patterns; ``[..., S, 1]``: the largest.
+
+    One coordinate is added after the other, as kernels do, so that all see the same fp32 numbers.
+    """
+    q_b = q_rot.unflatten(-1, (-1, m))
+    ids = torch.arange(1 << m, device=q_rot.device)
+    sims, size = q_b.new_zeros(*q_b.shape[:-1], 1 << m), q_b.new_zeros(*q_b.shape[:-1], 1)
+    for j in range(m):
+        sims += q_b[..., j, None] * ((ids >> j & 1).float() * 2 - 1)
+        size += q_b[..., j, None].abs()
+    return sims, size
 
 
 def collide(
@@ -217,9 +256,9 @@ def _points(entries: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
 def candidates(scores: torch.Tensor, count: int) -> torch.Tensor:
     """``[B, H, Q, count]`` int32 positions of the ``count`` highest ``scores``, ascending.
 
-    Equal scores go to lower positions first; tokens that are not valid are never taken. Where a row
-    has fewer than ``count`` tokens to take, the tail is -1. Nothing is sorted and the host never
-    waits: histograms give the lowest score taken, prefix sums the slots.
+    Of equal scores the last are taken, as newer tokens matter to a query more often. Tokens that
+    are not valid never are: where a row has fewer than ``count``, the tail is -1. Nothing is sorted
+    and the host never waits: histograms give the lowest score taken, prefix sums the slots.
     """
     histogram = torch.zeros(*scores.shape[:3], 256, dtype=torch.int64, device=scores.device)
     histogram.scatter_add_(-1, scores.long(), histogram.new_ones(1).expand(scores.shape))
@@ -227,12 +266,12 @@ def candidates(scores: torch.Tensor, count: int) -> torch.Tensor:
     at_least = bin_counts.flip(-1).cumsum(-1).flip(-1)
     levels = torch.arange(EXCLUDED, device=scores.device)
     threshold = torch.where(at_least >= count, levels, 0).amax(-1, keepdim=True)
-    above = (bin_counts * (levels > threshold)).sum(-1, keepdim=True)
+    surplus = (bin_counts * (levels >= threshold)).sum(-1, keepdim=True) - count
 
     candidates = scores != EXCLUDED
     equal = scores == threshold
-    early = equal.cumsum(-1, dtype=torch.int32) <= count - above
-    selection = candidates & ((scores > threshold) | (equal & early))
+    late = equal.cumsum(-1, dtype=torch.int32) > surplus
+    selection = candidates & ((scores > threshold) | (equal & late))
     # Tokens that were not chosen go to one index past the end, which is cut off.
     slot = (selection.cumsum(-1, dtype=torch.int32) - 1).masked_fill_(~selection, count)
     ids = torch.full((*scores.shape[:-1], count + 1), -1, dtype=torch.int32, device=scores.device)

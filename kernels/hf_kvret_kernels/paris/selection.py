@@ -18,6 +18,7 @@ from hf_kvret_kernels.paris import naive
 from hf_kvret_kernels.paris.codes import (
     EXCLUDED,
     LEVELS,
+    MOST_SIMILAR,
     ParisCodes,
     SearchCall,
     check_codes,
@@ -25,6 +26,7 @@ from hf_kvret_kernels.paris.codes import (
     check_rows,
     check_signs,
     check_subspace_dim,
+    has_similarities,
 )
 
 
@@ -48,7 +50,7 @@ def search(
 ) -> torch.Tensor:
     """``[B, H, Q, count]`` int32: the tokens that matter most by their codes, -1 for missing ones.
 
-    Candidates are the ``survivors`` tokens with the most points, of equal ones the first.
+    Candidates are the ``survivors`` tokens with the most points, of equal ones the last.
     ``scale * <k - mean, q>`` of these is estimated from their codes, as the paper's eq. 10 does,
     and ``relevance.best_ids`` takes the best. ``paris.naive`` says what is computed, stage after
     stage; Triton shares work between them.
@@ -64,7 +66,8 @@ def search(
         survivors: candidates that stage 1 leaves, up to n.
         rho: share of the keys that earn points in a subspace, in (0, 1].
         tiers: shares of ``rho``, each in (0, 1]; at most 254 / S of them, as the sum of
-            points must stay below 255.
+            points must stay below 255. Empty: points are by similarity, whatever ``rho`` and
+            ``counts``, for ``m=8`` and at most 36 subspaces.
         m: coordinates of a subspace, 4 or 8.
         valid: ``[B, n]`` bool, any strides, or None for all valid.
         scale: factor of the inner products, before the cap.
@@ -98,8 +101,13 @@ def search(
     check_tensor("counts", counts, (batch, heads, subspaces, 1 << m), [torch.int32], device)
     if not 0 < rho <= 1:
         raise ValueError(f"rho={rho}: a share above 0 and at most 1")
-    if not tiers or not all(0 < tier <= 1 for tier in tiers):
-        raise ValueError(f"tiers={tuple(tiers)}: at least one, each above 0 and at most 1")
+    if not all(0 < tier <= 1 for tier in tiers):
+        raise ValueError(f"tiers={tuple(tiers)}: each above 0 and at most 1")
+    if not tiers and not has_similarities(subspaces, m):
+        raise ValueError(
+            f"no tiers, m={m} and {subspaces} subspaces: points by similarity are for m=8 and at "
+            f"most {(EXCLUDED - 1) // MOST_SIMILAR} subspaces; pass tiers"
+        )
     if len(tiers) * subspaces >= EXCLUDED:
         fit = (EXCLUDED - 1) // subspaces
         fewer = f"at most {_tiers(fit)} or " if fit else ""

@@ -38,6 +38,7 @@ from hf_kvret_kernels._triton_shared import (
 from hf_kvret_kernels.paris.codes import (
     EXCLUDED,
     LEVELS,
+    MOST_SIMILAR,
     SearchCall,
     most_points,
     rotation_blocks,
@@ -49,6 +50,7 @@ from hf_kvret_kernels.top_k.triton import best_ids, choose, order_of, warm_up
 
 _SHARE_UNIT = tl.constexpr(SHARE_UNIT)
 _EXCLUDED = tl.constexpr(EXCLUDED)
+_MOST_SIMILAR = tl.constexpr(float(MOST_SIMILAR))
 # Tables whose points one load brings. Sums of points stay below 255: none reaches into the next.
 PER_WORD = 4
 # Bytes of a token's signs that are taken at once, if their number is a power of two.
@@ -163,6 +165,7 @@ def bonus(
             SHARES=shares,
             M=m,
             SUBSPACES=subspaces,
+            WIDE=triton.next_power_of_2(dim),
             FIRST=first,
             DIM=end - first,
             STRIDE=rotation_stride(dim),
@@ -179,10 +182,11 @@ def _bonus_kernel(
     query_ptr, signs_ptr, signs_stride, counts_ptr, planes_ptr, points_ptr, histogram_ptr,
     tickets_ptr, queries, head_dim, scale,
     ROTATE: tl.constexpr, TABLES: tl.constexpr, WORDS: tl.constexpr, PER_WORD: tl.constexpr,
-    SHARES: tl.constexpr, M: tl.constexpr, SUBSPACES: tl.constexpr, FIRST: tl.constexpr,
-    DIM: tl.constexpr, STRIDE: tl.constexpr, PART: tl.constexpr, LOG_DIM: tl.constexpr,
+    SHARES: tl.constexpr, M: tl.constexpr, SUBSPACES: tl.constexpr, WIDE: tl.constexpr,
+    FIRST: tl.constexpr, DIM: tl.constexpr, STRIDE: tl.constexpr, PART: tl.constexpr,
+    LOG_DIM: tl.constexpr,
 ):  # fmt: skip
-    """PART subspaces of one table: their centroids are sorted by similarity.
+    """PART subspaces of one table: points of their centroids, by rank or by similarity.
 
     They are of the block of DIM elements from FIRST on, which is rotated by itself.
     """
@@ -200,39 +204,66 @@ def _bonus_kernel(
     points_ptr += offset * PER_WORD + table % PER_WORD
     if table < TABLES:
         source = row * TABLES + table
+        signs_ptr += row // queries * signs_stride if ROTATE else 0
         if ROTATE:
             indices = tl.arange(0, DIM)[None, :]
-            columns = source_columns(FIRST + indices, WHOLE, STRIDE)
-            inside = columns < head_dim
-            x = tl.load(query_ptr + source * head_dim + columns, mask=inside, other=0.0)
-            signs_ptr += row // queries * signs_stride
-            x = x.to(tl.float32) * tl.load(signs_ptr + FIRST + indices)
+            x = _signed(
+                query_ptr + source * head_dim, signs_ptr, FIRST + indices, head_dim, WHOLE, STRIDE
+            )
             x = walsh_hadamard(x, DIM, LOG_DIM, 1) * scale
             own = indices // (M * PART) == part
             tl.store(planes_ptr + source * WHOLE + _plane(FIRST + indices, WHOLE), x, mask=own)
             # The program reads what all its threads have written.
             tl.debug_barrier()
         sims = tl.zeros((PART, CENTROIDS), dtype=tl.float32)
+        size = tl.zeros((PART, 1), dtype=tl.float32)
         # Added in the order of the coordinates, as the reference does.
         for j in tl.static_range(M):
             value = tl.load(planes_ptr + source * WHOLE + _plane(subspaces * M + j, WHOLE))
             sims += tl.where(((ids >> j) & 1) == 1, value, -value)
-        # Integers that compare as the floats do; descending, equal ones by their number.
-        bits = sims.to(tl.int32, bitcast=True)
-        bits = tl.where(bits == -2147483648, 0, bits)
-        order = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
-        ranked = (_sort((-order << M) | ids, PART, M) & (CENTROIDS - 1)).to(tl.int32)
-        of_head = ((row // queries) * SUBSPACES + subspaces) * CENTROIDS
-        key_counts = tl.load(counts_ptr + of_head + ranked)
-        before = tl.cumsum(key_counts, axis=1) - key_counts
-        total = tl.sum(key_counts, axis=1).to(tl.int64)[:, None]
-        points = tl.zeros((PART, CENTROIDS), dtype=tl.int32)
-        for t in tl.static_range(len(SHARES)):
-            reach = (total * SHARES[t] + _SHARE_UNIT - 1) // _SHARE_UNIT
-            points += (before < reach).to(tl.int32)
-        tl.store(points_ptr + ranked * PER_WORD, points.to(tl.uint8))
+            size += tl.abs(value)
+        if len(SHARES) == 0:
+            all_of_it = tl.arange(0, WIDE)[None, :]
+            if ROTATE:
+                x = _signed(
+                    query_ptr + source * head_dim, signs_ptr, all_of_it, head_dim, WHOLE, STRIDE
+                )
+            else:
+                inside = all_of_it < WHOLE
+                x = tl.load(planes_ptr + source * WHOLE + all_of_it, mask=inside, other=0.0)
+            factor = tl.sqrt(WHOLE / tl.sum(x * x, axis=1)) * (2 / 3)
+            factor = (factor.to(tl.int32, bitcast=True) & -(1 << 20)).to(tl.float32, bitcast=True)
+            points = (sims + size / 2) * factor[:, None]
+            points = tl.minimum(tl.where(points > 0, points, 0.0), _MOST_SIMILAR)
+            tl.store(points_ptr + ids * PER_WORD, points.to(tl.int32).to(tl.uint8))
+        else:
+            # Integers that compare as the floats do; descending, equal ones by their number.
+            bits = sims.to(tl.int32, bitcast=True)
+            bits = tl.where(bits == -2147483648, 0, bits)
+            order = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
+            ranked = (_sort((-order << M) | ids, PART, M) & (CENTROIDS - 1)).to(tl.int32)
+            of_head = ((row // queries) * SUBSPACES + subspaces) * CENTROIDS
+            key_counts = tl.load(counts_ptr + of_head + ranked)
+            before = tl.cumsum(key_counts, axis=1) - key_counts
+            total = tl.sum(key_counts, axis=1).to(tl.int64)[:, None]
+            points = tl.zeros((PART, CENTROIDS), dtype=tl.int32)
+            for t in tl.static_range(len(SHARES)):
+                reach = (total * SHARES[t] + _SHARE_UNIT - 1) // _SHARE_UNIT
+                points += (before < reach).to(tl.int32)
+            tl.store(points_ptr + ranked * PER_WORD, points.to(tl.uint8))
     else:
         tl.store(points_ptr + ids * PER_WORD, tl.zeros((PART, CENTROIDS), tl.uint8))
+
+
+@triton.jit
+def _signed(
+    query_ptr, signs_ptr, indices, head_dim, WHOLE: tl.constexpr, STRIDE: tl.constexpr
+):  # fmt: skip
+    """A query's numbers times random signs, in the order of the rotation; 0 beyond them."""
+    columns = source_columns(indices, WHOLE, STRIDE)
+    inside = (indices < WHOLE) & (columns < head_dim)
+    x = tl.load(query_ptr + columns, mask=inside, other=0.0)
+    return x.to(tl.float32) * tl.load(signs_ptr + indices, mask=indices < WHOLE, other=0.0)
 
 
 @triton.jit
@@ -278,7 +309,7 @@ class Collisions(NamedTuple):
         scores: ``[B, H, Q, n]`` uint8. Rows begin at multiples of ``ALIGN`` bytes, and score 255
             behind their end.
         plan: ``[B, H, Q, 4]`` int32: the lowest score that is taken, how many tokens of that score
-            are taken, how many in all; the fourth is not used.
+            are left out, the first ones, how many are taken in all; the fourth is not used.
         before: ``[B, H, Q, blocks, 2]`` int32: of the blocks before each block, the tokens above
             the lowest score, and on it.
         block: tokens of a block.
@@ -455,7 +486,8 @@ def _plan(
     at_least = total - tl.cumsum(bin_counts, axis=0) + bin_counts
     threshold = tl.max(tl.where((at_least >= count) & (bins < BINS - 1), bins, 0), axis=0)
     tl.store(plan_ptr, threshold)
-    tl.store(plan_ptr + 1, count - tl.sum(tl.where(bins > threshold, bin_counts, 0), axis=0))
+    reached = tl.sum(tl.where(bins >= threshold, bin_counts, 0), axis=0)
+    tl.store(plan_ptr + 1, tl.maximum(reached - count, 0))
     tl.store(plan_ptr + 2, tl.minimum(total, count))
     above_before = tl.zeros((), tl.int32)
     equal_before = tl.zeros((), tl.int32)
@@ -693,7 +725,7 @@ def _compact(points_ptr, plan_ptr, before_ptr, ids_ptr, first, row_end, BLOCK: t
 
     They come behind those of the blocks before it.
     """
-    threshold, of_equal = tl.load(plan_ptr), tl.load(plan_ptr + 1)
+    threshold, surplus = tl.load(plan_ptr), tl.load(plan_ptr + 1)
     tokens = first + tl.arange(0, BLOCK)
     fill = tl.full((BLOCK,), _EXCLUDED, tl.uint8)
     score = tl.load(points_ptr + tokens, mask=tokens < row_end, other=fill).to(tl.int32)
@@ -704,10 +736,10 @@ def _compact(points_ptr, plan_ptr, before_ptr, ids_ptr, first, row_end, BLOCK: t
     ahead = tl.cumsum(pair, axis=0) - pair
     above_before, equal_before = tl.load(before_ptr), tl.load(before_ptr + 1)
     equal_ahead = equal_before + (ahead & 65535)
-    selection = above | ((pair == 1) & (equal_ahead < of_equal))
-    slots = above_before + (ahead >> 16) + tl.minimum(equal_ahead, of_equal)
+    selection = above | ((pair == 1) & (equal_ahead >= surplus))
+    slots = above_before + (ahead >> 16) + tl.maximum(equal_ahead - surplus, 0)
     tl.store(ids_ptr + slots, tokens, mask=selection)
-    start = above_before + tl.minimum(equal_before, of_equal)
+    start = above_before + tl.maximum(equal_before - surplus, 0)
     return start, start + tl.sum(selection.to(tl.int32), axis=0)
 
 
