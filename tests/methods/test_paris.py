@@ -146,7 +146,7 @@ def test_candidates_are_a_share_that_covers_the_budget() -> None:
     index = ParisIndex(OURS)
     assert index.cost(2_000, 100).candidates == 1_000
     assert index.cost(20_000, 100).candidates == 5_000
-    assert index.cost(100_000, 100).candidates == 10_000
+    assert index.cost(100_000, 100).candidates == 8_000
     assert index.cost(100_000, 5_000).candidates == 25_000, "five for each selected token"
     assert index.cost(100_000, 50_000).candidates == 100_000
     assert index.cost(50, 50).candidates == 50
