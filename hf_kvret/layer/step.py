@@ -255,8 +255,9 @@ def attend_again(
     kv.next_step = None
     if step is None or index is None or cold is None or "search" in vars(index):
         return None
-    length = window.sink + window.length + 1
-    if length > window.capacity or kv.step_flushes() or PREFERRED.get() is not None:
+    length = window.sink + window.length + key.shape[2]
+    fits = key.shape[2] == 1 and length <= window.capacity
+    if not fits or kv.step_flushes() or PREFERRED.get() is not None:
         return None
     parts = _parts(kv, cold, index.host_search(query, cold), subscribers)
     if step.form != _form(query) or not all(map(is_, step.parts, parts)):
