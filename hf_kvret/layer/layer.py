@@ -262,16 +262,17 @@ class RetrievalLayer(CacheLayerMixin):
     ) -> torch.Tensor | None:
         """``attend`` where a step does as the one before, ``[B, 1, Hq, Dv]``; else None.
 
-        There is no padding and there are no sink logits. With None nothing was done.
+        Nothing is padded; there are no sink logits. None: nothing was done. If the pass breaks off
+        later, a crop goes by ``past_len``.
         """
         kv, given = self.kv, (value.data_ptr(), key.shape, value.shape)
         if kv is None or kv.next_step is None or given != self._update_key:
             return None
         if not self.pending_attention or torch._C._is_any_autocast_enabled():
             return None
-        past, out = kv.length, attend_again(kv, query, key, value, scoring, self.subscribers)
-        if out is not None:
-            self.past_len, self.pending_attention = past, False
+        self.past_len, self._scoring = kv.length, scoring
+        out = attend_again(kv, query, key, value, scoring, self.subscribers)
+        self.pending_attention = out is None
         return out
 
     def _attend(

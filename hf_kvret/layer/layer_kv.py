@@ -140,7 +140,7 @@ class LayerKV(State):
     built: bool = number(False)
     _retrievable: torch.Tensor | None = transient()
     _cold: ColdTokens | None = transient()
-    # The newest step gave this to the compiled library, and the next one may give it this.
+    # What the newest step passed to the compiled library, and what the next one may pass.
     host_cold: HostCold | None = transient()
     next_step: PackedStep | None = transient()
     # Scale and soft cap that it was made for.

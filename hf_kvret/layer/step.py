@@ -100,7 +100,7 @@ class LayerCounters(Subscriber):
     # Candidates of one query and head, and what their number depends on.
     _candidates: int = field(default=0, init=False)
     _key: tuple[object, ...] = field(default=(), init=False)
-    # Of the newest step: its searches, and the rows of each.
+    # Searches of the newest step, and the rows of each.
     _newest: tuple[int, int] = field(default=(0, 0), init=False)
 
     def __call__(self, record: StepRecord) -> None:
@@ -238,8 +238,9 @@ def attend_again(
     """Take in a token, and ``attend_step`` where it does as the step before.
 
     Between two flushes a step of a layer whose index learns nothing from it does the same on the
-    same memory, one column further. To see that takes less than to find out anew what to do. What
-    an environment variable says of the library is asked after a flush alone.
+    same memory, one column further. To see that takes less than to find out anew what to do.
+    Environment variables that choose the library or its instruction set are read again only after
+    a flush.
 
     Args:
         kv: of the layer.
@@ -293,7 +294,7 @@ def _pack_next(
 
 
 def _form(query: torch.Tensor) -> tuple[object, ...]:
-    """What steps that are alike have equal."""
+    """What must be equal in steps that are alike."""
     return query.shape, query.dtype, torch.get_num_threads()
 
 

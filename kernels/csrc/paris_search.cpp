@@ -178,9 +178,10 @@ class ParisSearch : public Search {
 
     // Points for a similarity of 1. It has three bits behind the first one, see paris/naive.py.
     static float similarity_scale(const float *query, int64_t dim) {
-        float squares = 0.0f;
-        for (int64_t d = 0; d < dim; ++d) squares += query[d] * query[d];
-        const float scale = std::sqrt(static_cast<float>(dim) / squares) * (2.0f / 3.0f);
+        double squares = 0.0;
+        for (int64_t d = 0; d < dim; ++d) squares += static_cast<double>(query[d]) * query[d];
+        const double exact = std::sqrt(static_cast<double>(dim) / squares) * (2.0 / 3.0);
+        const float scale = static_cast<float>(exact);
         uint32_t bits;
         __builtin_memcpy(&bits, &scale, sizeof bits);
         bits &= ~((uint32_t{1} << 20) - 1);

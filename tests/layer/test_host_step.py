@@ -62,11 +62,6 @@ def test_a_step_like_the_one_before_is_a_step(
     assert one.repeated == (5 if method.startswith("paris") and not padded else 0)
 
 
-def _observed(driver: Driver) -> None:
-    layer = driver.layer
-    layer.subscribers = (*layer.subscribers, RecallMeter())
-
-
 CHANGES: dict[str, Callable[[Driver, pytest.MonkeyPatch], object]] = {
     "nothing": lambda driver, patch: None,
     "crop": lambda driver, patch: driver.crop(1),
@@ -79,7 +74,9 @@ CHANGES: dict[str, Callable[[Driver, pytest.MonkeyPatch], object]] = {
     "fewer rows": lambda driver, patch: driver.reorder([1]),
     "deep crop": lambda driver, patch: driver.crop(30),
     "flush": lambda driver, patch: driver.kv.flush(None),
-    "observer": lambda driver, patch: _observed(driver),
+    "observer": lambda driver, patch: setattr(
+        driver.layer, "subscribers", (*driver.layer.subscribers, RecallMeter())
+    ),
     "index": lambda driver, patch: setattr(driver.kv, "index", driver.kv.index.fork()),
     "search": lambda driver, patch: patch.setattr(
         driver.kv.index, "search", driver.kv.index.search
@@ -130,6 +127,18 @@ def test_a_failed_step_counts_nothing_and_can_be_cropped(monkeypatch: pytest.Mon
         driver.cache.fork()
     driver.crop(1)
     assert driver.cache.get_seq_length() == 100
+
+
+def test_a_step_that_breaks_off_can_be_cropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C may come once its token is taken in."""
+    driver = Driver(ParisKVCache, repeats=True, flush=40)
+    for count in (100, 1, 1):
+        driver.forward(count)
+    monkeypatch.setattr(step.LayerCounters, "count_again", None)
+    with pytest.raises(TypeError):
+        driver.forward(1)
+    driver.cache.crop(0)
+    assert driver.cache.get_seq_length() == 102
 
 
 @pytest.mark.parametrize("method", [name for name in METHODS if name != "h2o"])

@@ -61,8 +61,8 @@ class ParisConfig(RetrievalConfig):
         tables: shares by length, the points of a sign pattern and the magnitudes of a code. The
             shares are β, of the cold tokens that are candidates, and ρ, of the keys that earn
             points. ``"paper"``: the published code's tables, whose magnitudes are for
-            ``subspace_dim=8``, and points by rank. ``"ours"``: up to 288 dims with
-            ``subspace_dim=8`` points by similarity, else more keys earn points; magnitudes are
+            ``subspace_dim=8``, and points by rank. ``"ours"``: points go by similarity up to 288
+            dims with ``subspace_dim=8``; else by rank, and more keys earn them. Magnitudes are
             the Lloyd-Max levels.
         per_selected: candidates for each selected token at least, where β gives fewer.
         group_reduce: how the query heads of a KV head share a selection. ``"max"``: by the largest

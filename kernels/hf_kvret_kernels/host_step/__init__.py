@@ -51,8 +51,8 @@ __all__ = [
 # its stride and the cold tokens; addresses of search, rest, sinks, the count of chosen tokens, the
 # result, a new key and a new value; kind of the search, a reserved number.
 _STEP = struct.Struct("@7P14q2d4i3P4qP2q7P2i")
-# Places of 8 bytes in it: the query, the result in fp32, the window's length, the result in the
-# query's dtype, a new key and a new value.
+# Indices of its words of 8 bytes: the query, the result in fp32, the window's length, the result in
+# the query's dtype, a new key and a new value.
 _QUERY, _OUT, _LENGTH, _RESULT, _NEW_KEY, _NEW_VALUE = 0, 4, 30, 39, 40, 41
 
 

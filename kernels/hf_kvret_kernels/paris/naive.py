@@ -180,8 +180,8 @@ def bonus_table(
 def similarity_points(q_rot: torch.Tensor) -> torch.Tensor:
     """``[B, H, Q, G, S, 256]`` uint8: points that rise with the similarity to a centroid.
 
-    They are ours. A key's sum of them estimates its similarity; the paper's points go by rank. The
-    most are for a subspace somewhat larger than others, and the lowest quarter gets none.
+    They are ours. A key's sum of them estimates its similarity; the paper's points go by rank. A
+    similarity in the lowest quarter of its range earns none, and seven points are the most.
 
     Args:
         q_rot: as in ``bonus_table``, for subspaces of 8 coordinates.
@@ -194,11 +194,11 @@ def similarity_points(q_rot: torch.Tensor) -> torch.Tensor:
 def similarity_scale(q_rot: torch.Tensor) -> torch.Tensor:
     """``[...]``: points for a similarity of 1 to queries ``[..., P]``.
 
-    Two thirds over the root mean square of their numbers. It has three bits behind the first one,
-    so that backends agree, in whatever order they add the squares.
+    Two thirds over the root mean square of their numbers, in fp64. It has three bits behind the
+    first one, so that backends agree, in whatever order they add the squares.
     """
-    squares = q_rot.square().sum(-1)
-    return _few_bits((q_rot.shape[-1] / squares).sqrt() * (2 / 3))
+    squares = q_rot.double().square().sum(-1)
+    return _few_bits(((q_rot.shape[-1] / squares).sqrt() * (2 / 3)).float())
 
 
 def _few_bits(x: torch.Tensor) -> torch.Tensor:

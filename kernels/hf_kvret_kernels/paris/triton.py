@@ -231,7 +231,8 @@ def _bonus_kernel(
             else:
                 inside = all_of_it < WHOLE
                 x = tl.load(planes_ptr + source * WHOLE + all_of_it, mask=inside, other=0.0)
-            factor = tl.sqrt(WHOLE / tl.sum(x * x, axis=1)) * (2 / 3)
+            x = x.to(tl.float64)
+            factor = (tl.sqrt(WHOLE / tl.sum(x * x, axis=1)) * (2 / 3)).to(tl.float32)
             factor = (factor.to(tl.int32, bitcast=True) & -(1 << 20)).to(tl.float32, bitcast=True)
             points = (sims + size / 2) * factor[:, None]
             points = tl.minimum(tl.where(points > 0, points, 0.0), _MOST_SIMILAR)
