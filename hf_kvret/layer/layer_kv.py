@@ -140,7 +140,7 @@ class LayerKV(State):
     built: bool = number(False)
     _retrievable: torch.Tensor | None = transient()
     _cold: ColdTokens | None = transient()
-    # What the newest step passed to the compiled library, and what the next one may pass.
+    # The newest step passed the first to the compiled library, and the next may pass the second.
     host_cold: HostCold | None = transient()
     next_step: PackedStep | None = transient()
     # Scale and soft cap that it was made for.

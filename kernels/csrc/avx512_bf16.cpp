@@ -134,7 +134,8 @@ struct Shared<member, Result (*Kernel::*)(Arguments...)> {
 const Kernel avx512_bf16_kernel = {
     Workspace::floats, attend_any, score_any, dense_scores_any,
     Shared<&Kernel::proxy_scores>::run, Shared<&Kernel::exp>::run,
-    Shared<&Kernel::points>::run, Scan::packed_bytes, Scan::pack, Scan::scan,
+    Shared<&Kernel::points>::run, Shared<&Kernel::similar_points>::run,
+    Scan::packed_bytes, Scan::pack, Scan::scan,
     Shared<&Kernel::candidates>::run, BlockRerank<PermutedPlaces>::rerank,
     Shared<&Kernel::relevance>::run, Shared<&Kernel::best>::run,
     prompt_any,

@@ -29,7 +29,7 @@ struct ParisCodes {
     const uint8_t *weight(int64_t id) const { return magnitude(id) + 3 * dim / 8; }
 };
 
-// Points by similarity, at most: below 8, so that two heads share a byte.
+// Points by similarity stay below 8, so that two heads share a byte.
 constexpr int kMostSimilar = 7;
 
 // Points of sign bytes, for a scan: those of `heads` heads, of `bytes` bytes each.
@@ -121,9 +121,11 @@ struct Kernel {
 
     // Points of the 256 values of a sign byte: of one subspace of 8 coordinates, or two of 4.
     // `counts` are those of the byte's subspaces, `limits` the tiers' numbers of keys, which rise.
-    // Without tiers they go by similarity, `scale` for 1.
     void (*points)(const float *query, int64_t m, const int32_t *counts, const int64_t *limits,
-                   int64_t tiers, float scale, uint8_t *points);
+                   int64_t tiers, uint8_t *points);
+
+    // The same by similarity, for 8 coordinates: `scale` points for 1.
+    void (*similar_points)(const float *query, float scale, uint8_t *points);
 
     int64_t (*packed_bytes)(const PointTables &tables);
     void (*pack)(const PointTables &tables);

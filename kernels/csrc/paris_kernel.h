@@ -108,8 +108,7 @@ void subspace_points(const float *query, const int32_t *counts, const int64_t *l
 
 template <class I>
 void sign_points(const float *query, int64_t m, const int32_t *counts, const int64_t *limits,
-                 int64_t tiers, float scale, uint8_t *points) {
-    if (tiers == 0) return similar_points(query, scale, points);
+                 int64_t tiers, uint8_t *points) {
     if (m == 8) {
         subspace_points<I, 8>(query, counts, limits, tiers, points);
         return;
@@ -353,6 +352,7 @@ template <class I> void rerank(const Rerank &work) {
                          Entry<I>::score_any,     SelectEntry<I>::dense_scores_any,                \
                          SelectEntry<I>::proxy_scores_any,                                         \
                          Entry<I>::exp_all,       sign_points<I>,                                    \
+                         similar_points,                                                           \
                          Scan::packed_bytes,      Scan::pack,                                      \
                          Scan::scan,              candidates<I>,                                   \
                          rerank,                  relevance<I>,                                    \

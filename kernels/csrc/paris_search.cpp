@@ -191,6 +191,7 @@ class ParisSearch : public Search {
     }
 
     void make_tables(int64_t head, char *work, int64_t first, int64_t last) const {
+        if (paris_.tiers == 0) return make_similar_tables(work, first, last);
         constexpr int64_t kUnit = 1000000;
         const int64_t subspaces = paris_.dim / paris_.m, centroids = int64_t{1} << paris_.m;
         const int32_t *counts = paris_.counts + head * subspaces * centroids;
@@ -204,10 +205,20 @@ class ParisSearch : public Search {
         uint8_t *points = at<uint8_t>(work, points_);
         for (int64_t g = first; g < last; ++g) {
             const float *query = at<float>(work, rotated_) + g * paris_.dim;
-            const float scale = similarity_scale(query, paris_.dim);
             for (int64_t s = 0; s < row_bytes_; ++s) {
                 kernel_.points(query + 8 * s, paris_.m, counts + s * per_byte, limits,
-                               paris_.tiers, scale, points + (g * row_bytes_ + s) * 256);
+                               paris_.tiers, points + (g * row_bytes_ + s) * 256);
+            }
+        }
+    }
+
+    void make_similar_tables(char *work, int64_t first, int64_t last) const {
+        uint8_t *points = at<uint8_t>(work, points_);
+        for (int64_t g = first; g < last; ++g) {
+            const float *query = at<float>(work, rotated_) + g * paris_.dim;
+            const float scale = similarity_scale(query, paris_.dim);
+            for (int64_t s = 0; s < row_bytes_; ++s) {
+                kernel_.similar_points(query + 8 * s, scale, points + (g * row_bytes_ + s) * 256);
             }
         }
     }

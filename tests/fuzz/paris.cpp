@@ -18,7 +18,7 @@ class ParisCase : public SearchCase {
         if (random.one_in(3)) paris_.dim = random.pick((r.key_dim + 7) / 8, 80) * 8;
         paris_.m = random.one_in(2) ? 4 : 8;
         const int64_t subspaces = paris_.dim / paris_.m; // at most 160
-        // None: points are by similarity, which are for 36 subspaces of eight.
+        // Without tiers points go by similarity, for at most 36 subspaces of eight.
         const int64_t fewest = paris_.m == 8 && subspaces <= 36 ? 0 : 1;
         paris_.tiers = random.pick(fewest, std::min<int64_t>(15, 254 / subspaces));
         paris_.mean_query = random.one_in(3);
@@ -205,7 +205,7 @@ class ParisCase : public SearchCase {
         return points;
     }
 
-    // By similarity, where a scale that is about to be cut off may have been cut the other way.
+    // Points go by similarity. `nudge` moves a scale across the step that it may lie on.
     bool has_similar_points(int64_t row, const Trace &trace, float nudge) const {
         const float *query = trace.rotated.data() + row * paris_.dim;
         double squares = 0.0;
@@ -272,7 +272,7 @@ class ParisCase : public SearchCase {
         for (int32_t i = 0; i < step.tokens; ++i) {
             if (scores[i] > 0) want.push_back(i);
         }
-        // Of equal ones the last.
+        // Of tokens with equal scores the last are taken.
         std::sort(want.begin(), want.end(), [&](int32_t a, int32_t b) {
             return scores[a] != scores[b] ? scores[a] > scores[b] : a > b;
         });

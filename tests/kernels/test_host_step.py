@@ -132,7 +132,7 @@ def test_a_packed_step_writes_its_token_first(dtype: torch.dtype, in_key: bool, 
         keys[:, :, length - 1 : length] = key
         if not in_key:
             values[:, :, length - 1 : length] = value
-        # Rows that don't lie side by side.
+        # These rows don't lie side by side.
         query, key = -query, key.mT.contiguous().mT
         out = packed.run(query, key, value, length)
         own = HostWindow(keys, values, length)

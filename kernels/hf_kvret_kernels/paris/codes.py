@@ -20,7 +20,7 @@ _LARGEST_PADDED = 128
 # The largest weight. The code after its own stands for a key that is padding.
 _MOST_WEIGHT, _PADDING = 57344.0, 247
 EXCLUDED = 255
-# Points of a centroid by similarity, at most: two heads share a byte of the scan on a CPU.
+# A centroid earns at most this by similarity: two heads share a byte of the scan on a CPU.
 MOST_SIMILAR = 7
 
 

@@ -114,7 +114,7 @@ def _scores(
     )
     sums = scores.new_empty(batch, query_heads, queries, chunks) if is_grouped else None
     maps, steps, mean = (None, None, None) if projection is None else projection
-    # Pointers that the kernel ignores.
+    # The kernel ignores these pointers.
     unread = scores
     _scores_kernel[(chunks * tiles, sets, batch)](
         query,
@@ -286,7 +286,7 @@ def _scores_kernel(
     reader_mask = readers_here < readers
     target = index * readers + readers_here
 
-    # For later kernels, which count in them.
+    # Later kernels count in them.
     programs = tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2)
     program = index.to(tl.int32) * tl.num_programs(0) + tl.program_id(0)
     for block in range(program, tl.cdiv(zeros, _ZEROS), programs):
