@@ -28,6 +28,8 @@ _OF_AN_ANSWER = {
     *("renormalize_logits", "remove_invalid_values", "exponential_decay_length_penalty"),
     *("encoder_repetition_penalty", "encoder_no_repeat_ngram_size", "watermarking_config"),
     *("max_time", "max_new_tokens", "disable_compile", "transformers_version"),
+    # Of a cache that drafts itself; transformers' own values would set its pace.
+    *("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"),
 }
 
 
@@ -40,14 +42,12 @@ def plain_generation_config(model: PreTrainedModel) -> tuple[GenerationConfig, l
     """
     own, config = model.generation_config, GenerationConfig()
     # What transformers takes where nobody says anything; None for all others.
-    usual, dropped = config._get_default_generation_params(), []
+    usual, dropped = {**config._get_default_generation_params(), "max_length": None}, []
     for name in vars(config):
         value, neutral = getattr(own, name, None), usual.get(name)
-        if name in _OF_AN_ANSWER or name.startswith("_"):
-            setattr(config, name, value)
-            continue
-        setattr(config, name, None if name == "max_length" else neutral)
-        if value not in (None, neutral) and (value or neutral) and name != "max_length":
+        kept = name in _OF_AN_ANSWER or name.startswith("_")
+        setattr(config, name, value if kept else neutral)
+        if not (kept or value in (None, neutral) or name == "max_length") and (value or neutral):
             dropped.append(name)
     return config, dropped
 

@@ -43,7 +43,6 @@ _OPTIONS: dict[str, Any] = {
     "top_k": 4, "sink": 2, "recent": 6, "flush": 4, "max_draft": 4, "dense_below": 0,
 }  # fmt: skip
 _OWN: dict[str, dict[str, Any]] = {"paris": {"subspace_dim": 4}}
-_WITH_ARTIFACT = ("a2ats", "aqua")
 _PROMPT, STEPS = 14, 9
 # Other kernels add in another order; logits are about 13 at most.
 _TOLERANCE = 1e-4
@@ -188,8 +187,7 @@ class Outcome:
             options["store"] = case.store
         if case.store == "disk":
             options["disk"] = tempfile.gettempdir()
-        if case.method in _WITH_ARTIFACT:
-            options["artifact"] = _artifact(case.method, case.family)
+        options |= _artifact(case)
         return cls(self._model.config, **options, graph="auto" if self._is_captured else False)
 
     def _begin(self, phase: str) -> None:
@@ -215,8 +213,8 @@ class Outcome:
         if self.case.mode == "fork":
             return cached.fork(), 0
         cached.save_pretrained(folder)
-        config, device = self._model.config, self._device
-        return type(cached).from_pretrained(folder, config, device=device), 0
+        config, where = self._model.config, {"device": self._device, **_artifact(self.case)}
+        return type(cached).from_pretrained(folder, config, **where), 0
 
 
 def run(case: Case) -> Outcome:
@@ -229,9 +227,7 @@ def run(case: Case) -> Outcome:
 
 def attempt(case: Case) -> Outcome:
     """Run a case on simulated GPUs up to its first error, or to its end."""
-    if case.method in _WITH_ARTIFACT:
-        # Learned now, on the CPU.
-        _artifact(case.method, case.family)
+    _artifact(case)  # is learned now, on the CPU
     with simulated(2 if case.mode == "two devices" else 1) as gpu:
         outcome = Outcome(case, gpu)
         try:
@@ -261,8 +257,14 @@ def new_model(family: str = "llama", **sizes: int) -> PreTrainedModel:
     return model.eval()
 
 
+def _artifact(case: Case) -> dict[str, str]:
+    """The option that names an artifact for the case's model, where its method needs one."""
+    needed = case.method in ("a2ats", "aqua")
+    return {"artifact": _learned(case.method, case.family)} if needed else {}
+
+
 @cache
-def _artifact(method: str, family: str) -> str:
+def _learned(method: str, family: str) -> str:
     """Where an artifact of the method lies, for a family's model."""
     folder = tempfile.mkdtemp(prefix="hf_kvret_simcuda_")
     return tiny_artifact(new_model(family), method, Path(folder))

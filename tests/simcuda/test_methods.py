@@ -14,8 +14,8 @@ QUICK = (
     Case("flat", "host", "graph", steps=5, layers=1),
     Case("paris", "device", "eager", "deepseek_v3", steps=5, layers=1),
 )
-# These work on the CPU at every step, and say so.
-WORK_ON_THE_HOST = {"cpu"}
+# These work on the CPU at every step.
+WORK_ON_THE_HOST = {"cpu", "disk"}
 # The others keep something on the host at every step.
 REPLAYED = {"flat", "paris", "lrqk"}
 

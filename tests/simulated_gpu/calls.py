@@ -25,13 +25,7 @@ _FACTORIES = {
 class Calls(TorchFunctionMode):
     """Answers for the device while it is entered, and takes ``device=`` out of calls."""
 
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if func is torch.ops.hf_kvret.attend.default:
             # Operations within it are followed, too.

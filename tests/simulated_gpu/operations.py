@@ -43,13 +43,7 @@ request = _Asked()
 class Operations(TorchDispatchMode):
     """Follows every operation while it is entered."""
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = decomposed(self, func, args, kwargs)
         if out is not NotImplemented:
