@@ -20,7 +20,7 @@ from typing import Any
 
 import hf_kvret
 from hf_kvret.options.config import PromptRecipe
-from hf_kvret.options.declare import declared, words_of
+from hf_kvret.options.declare import OneOf, declared, words_of
 
 DOCS = Path(__file__).parents[1]
 BEGIN = "<!-- made by `python docs/site/options.py`, from here -->"
@@ -62,15 +62,24 @@ def literal(value: Any) -> str:
     return f"`{text}`" if len(text) <= _MOST_CHARACTERS else "see below"
 
 
+def allowed(config: Any, name: str) -> str:
+    """The values that a config takes for an option, without those that its method refuses."""
+    kinds = list(declared(config).get(name, ()))
+    for place, kind in enumerate(kinds):
+        if isinstance(kind, OneOf) and hasattr(config, "why_not"):
+            taken = (value for value in kind.values if not config.why_not(name, value))
+            kinds[place] = OneOf(*taken)
+    return words_of(tuple(kinds)) if kinds else ""
+
+
 def table(config: type, names: Iterable[str], *columns: object) -> str:
     """Rows for the options ``names`` with their values in ``columns``, objects of ``config``."""
-    texts, kinds = meanings(config), declared(config)
+    texts = meanings(config)
     titles = ["option", "default", '`preset="paper"`'][: 1 + len(columns)]
     rows = [[*titles, "values", "meaning"], ["---"] * (len(titles) + 2)]
     for name in names:
         values = [literal(getattr(one, name)) for one in columns]
-        allowed = words_of(kinds[name]) if name in kinds else ""
-        rows.append([f"`{name}`", *values, allowed, texts[name]])
+        rows.append([f"`{name}`", *values, allowed(config, name), texts[name]])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
@@ -86,7 +95,11 @@ def method_part(config: type[hf_kvret.RetrievalConfig]) -> str:
         name
         for name in names_of(config)
         if not hasattr(common, name)
-        or any(getattr(one, name) != getattr(common, name) for one in columns)
+        # What takes its default alone is no option.
+        or (
+            any(getattr(one, name) != getattr(common, name) for one in columns)
+            and allowed(config, name) != repr(getattr(columns[0], name))
+        )
     ]
     if not names:
         return f"The method has no options of its own, only [{_COMMON}."
