@@ -65,10 +65,10 @@ def literal(value: Any) -> str:
 def allowed(config: Any, name: str) -> str:
     """The values that a config takes for an option, without those that its method refuses."""
     kinds = list(declared(config).get(name, ()))
-    for place, kind in enumerate(kinds):
+    for index, kind in enumerate(kinds):
         if isinstance(kind, OneOf) and hasattr(config, "why_not"):
             taken = (value for value in kind.values if not config.why_not(name, value))
-            kinds[place] = OneOf(*taken)
+            kinds[index] = OneOf(*taken)
     return words_of(tuple(kinds)) if kinds else ""
 
 
@@ -95,14 +95,14 @@ def method_part(config: type[hf_kvret.RetrievalConfig]) -> str:
         name
         for name in names_of(config)
         if not hasattr(common, name)
-        # What takes its default alone is no option.
+        # An option that takes only its default is left out.
         or (
             any(getattr(one, name) != getattr(common, name) for one in columns)
             and allowed(config, name) != repr(getattr(columns[0], name))
         )
     ]
     if not names:
-        return f"The method has no options of its own, only [{_COMMON}."
+        return f"The method has no options of its own; some of [{_COMMON} apply."
     preset = ", or another value in the preset" if config.presets else ""
     intro = f"The method's options, and [{_COMMON} that have another default{preset}:"
     return f"{intro}\n\n{table(config, names, *columns)}"

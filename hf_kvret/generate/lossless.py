@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from transformers.generation import GenerationMode
 
 from hf_kvret.cache import RetrievalCache
-from hf_kvret.generate.requests import Request
+from hf_kvret.generate.requests import Request, set_in
 from hf_kvret.lossless.pace import FastestPace, GivenPace, Pace
 from hf_kvret.lossless.steps import Guess, LosslessSteps, greedy, why_not
 from hf_kvret.models.ranks import is_split
@@ -90,7 +90,7 @@ def _guess(model: PreTrainedModel, generation_config: Any, prompt_len: int) -> G
 
 def _own(call: Request, generation_config: Any, name: str) -> Any:
     """A setting of the caller or of the model; None for transformers' own default."""
-    of_model = getattr(getattr(call.model, "generation_config", None), name, None)
+    of_model = set_in(getattr(call.model, "generation_config", None), name)
     return getattr(generation_config, name) if call.sets(name) or of_model is not None else None
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.methods.known import METHODS
@@ -94,10 +94,26 @@ class Request:
         return name in self.arguments or self.configured(name) is not None
 
     def configured(self, name: str) -> Any:
-        """``name`` in the generation config that the caller passed; None if it is not set there."""
-        config = self.arguments.get("generation_config")
-        own = getattr(self.model, "generation_config", None)
-        return None if config is None or config is own else getattr(config, name, None)
+        """``name`` in the generation config that the caller passed; None if it is not set there.
+
+        What a copy of the model's own config has in common with it is not the caller's.
+        """
+        value = set_in(self.arguments.get("generation_config"), name)
+        own = set_in(getattr(self.model, "generation_config", None), name)
+        return None if value == own else value
+
+
+def set_in(config: GenerationConfig | None, name: str) -> Any:
+    """What somebody set in a generation config; None where nobody did.
+
+    transformers before 5.20 fills a pipeline's config with its own defaults, all of them.
+    """
+    value = getattr(config, name, None)
+    if config is None or value is None:
+        return None
+    usual = config._get_default_generation_params()
+    is_filled = None not in (getattr(config, one, 0) for one in usual if usual[one] is not None)
+    return None if is_filled and value == usual.get(name) else value
 
 
 def retrieves(call: Request) -> bool:

@@ -70,12 +70,13 @@ class FastestPace:
 
 
 class GivenPace:
-    """The caller's ``num_assistant_tokens``, an int of at least 0, and transformers' schedule."""
+    """``num_assistant_tokens`` of a call or its model, at least 0, and transformers' schedule."""
 
-    def __init__(self, count: int, schedule: str | None) -> None:
-        if not isinstance(count, int) or count < 0:
-            raise ValueError(f"num_assistant_tokens={count!r}: give an int, 0 for no drafts")
-        self._count, self._grows = count, schedule in ("heuristic", "heuristic_transient")
+    def __init__(self, count: float, schedule: str | None) -> None:
+        # transformers' own schedule once counted in floats.
+        if not isinstance(count, int | float) or count < 0 or not float(count).is_integer():
+            raise ValueError(f"num_assistant_tokens={count!r} of call or model: give an int from 0")
+        self._count, self._grows = int(count), schedule in ("heuristic", "heuristic_transient")
 
     def count(self, most: int) -> int:
         return min(self._count, most)

@@ -28,7 +28,7 @@ _OF_AN_ANSWER = {
     *("renormalize_logits", "remove_invalid_values", "exponential_decay_length_penalty"),
     *("encoder_repetition_penalty", "encoder_no_repeat_ngram_size", "watermarking_config"),
     *("max_time", "max_new_tokens", "disable_compile", "transformers_version"),
-    # Of a cache that drafts itself; transformers' own values would set its pace.
+    # A lossless cache drafts by these, and by its times where nobody set them.
     *("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"),
 }
 
@@ -36,18 +36,20 @@ _OF_AN_ANSWER = {
 def plain_generation_config(model: PreTrainedModel) -> tuple[GenerationConfig, list[str]]:
     """A copy of the defaults of ``model`` for one answer with a cache of ours, and what it lacks.
 
-    Its author may have set another cache, beams, drafts or outputs, which contradict such a call.
+    Its author may have set another cache, beams, other drafts or outputs, which contradict it.
     The names of these are the second result; in the copy they are as if nobody had set them. A
     ``max_length`` goes without being named, as every command has its own limit.
     """
     own, config = model.generation_config, GenerationConfig()
     # What transformers takes where nobody says anything; None for all others.
-    usual, dropped = {**config._get_default_generation_params(), "max_length": None}, []
+    usual, dropped = config._get_default_generation_params(), []
     for name in vars(config):
         value, neutral = getattr(own, name, None), usual.get(name)
-        kept = name in _OF_AN_ANSWER or name.startswith("_")
-        setattr(config, name, value if kept else neutral)
-        if not (kept or value in (None, neutral) or name == "max_length") and (value or neutral):
+        if name in _OF_AN_ANSWER or name.startswith("_"):
+            setattr(config, name, value)
+            continue
+        setattr(config, name, None if name == "max_length" else neutral)
+        if value not in (None, neutral) and (value or neutral) and name != "max_length":
             dropped.append(name)
     return config, dropped
 

@@ -314,12 +314,7 @@ def _checked(names: Iterable[str] | None, allowed: dict[str, Any], thing: str) -
 
 
 def all_valid(
-    store: Store,
-    batch: int,
-    *,
-    budget: int = 1,
-    scale: float = 1.0,
-    softcap: float | None = None,
+    store: Store, batch: int, *, budget: int = 1, scale: float = 1.0, softcap: float | None = None
 ) -> ColdTokens:
     """All tokens of a store on the CPU, for ``Index.build`` and ``search``; none is padding."""
     valid = torch.ones(batch, len(store), dtype=torch.bool)

@@ -155,11 +155,7 @@ VISION = {
 _QWEN2_VL = {
     "text_config": {
         **SMALL,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 1e6,
-            "mrope_section": [2, 3, 3],
-        },
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]},
     },
     "vision_config": dict(depth=1, embed_dim=32, hidden_size=64, num_heads=2, mlp_ratio=1),
     # The ids that mark images must lie in the vocabulary; prompts of the suite don't contain them.
@@ -385,9 +381,7 @@ _LATENT_ZOO = (
     TinyModel(
         "kimi_k25",
         config_of(
-            "kimi_k25",
-            text_config={**LATENT, "model_type": "deepseek_v3"},
-            vision_config=VISION,
+            "kimi_k25", text_config={**LATENT, "model_type": "deepseek_v3"}, vision_config=VISION
         ),
         (0, 1),
         architecture="Kimi_K25ForConditionalGeneration",
@@ -465,25 +459,14 @@ GEMMA4_MODELS: dict[str, TinyModel] = {model.name: model for model in _GEMMA4_ZO
 """Relatives of ``MODELS["gemma4"]`` that a cache with retrieval must serve, by name."""
 
 _FALCON_H1 = {
-    "mamba_n_heads": 4,
-    "mamba_d_head": 16,
-    "mamba_n_groups": 1,
-    "mamba_d_ssm": 64,
-    "mamba_d_state": 16,
-    "mamba_chunk_size": 16,
-}
+    "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_ssm": 64,
+    "mamba_d_state": 16, "mamba_chunk_size": 16,
+}  # fmt: skip
 _ZAMBA2 = {
-    "num_hidden_layers": 4,
-    "layers_block_type": ["linear_attention", "hybrid"] * 2,
-    "n_mamba_heads": 4,
-    "mamba_headdim": 32,
-    "mamba_d_state": 16,
-    "mamba_ngroups": 1,
-    "chunk_size": 16,
-    "num_mem_blocks": 1,
-    "attention_head_dim": 32,
-    "use_mem_rope": True,
-}
+    "num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2,
+    "n_mamba_heads": 4, "mamba_headdim": 32, "mamba_d_state": 16, "mamba_ngroups": 1,
+    "chunk_size": 16, "num_mem_blocks": 1, "attention_head_dim": 32, "use_mem_rope": True,
+}  # fmt: skip
 
 _ZAYA = {"head_dim": 16, "num_experts": 4, "moe_intermediate_size": 32, "router_hidden_size": 16}
 

@@ -96,11 +96,7 @@ class Scenario:
         self.outcome.values[label] = value.detach().clone()
 
     def generate(
-        self,
-        ids: torch.Tensor | None,
-        cache: Cache,
-        label: str = "generate",
-        **options: Any,
+        self, ids: torch.Tensor | None, cache: Cache, label: str = "generate", **options: Any
     ) -> torch.Tensor:
         """Call ``generate``; return token ids ``[B, T]``, recorded with the logits of each step.
 
@@ -156,11 +152,7 @@ class Scenario:
             self.record(f"{label}: logits", result.logits[:, -keep:])
 
     def feed(
-        self,
-        ids: torch.Tensor,
-        cache: Cache,
-        label: str,
-        mask: torch.Tensor | None = None,
+        self, ids: torch.Tensor, cache: Cache, label: str, mask: torch.Tensor | None = None
     ) -> None:
         """Decode the given tokens `ids` ``[B, n]`` one at a time, recording every step's logits."""
         for step in range(ids.shape[1]):

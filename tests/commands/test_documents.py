@@ -274,8 +274,6 @@ def test_defaults_of_a_model_do_not_contradict_a_question(
     contradicting = {"cache_implementation": "static", "num_beams": 3, "num_return_sequences": 2}
     contradicting |= {"length_penalty": 2.0, "min_new_tokens": 7, "forced_eos_token_id": 5}
     kept = {"stop_strings": ["ships"], "repetition_penalty": 1.0, "num_assistant_tokens": 7}
-    # What nobody set stays so: a lossless cache drafts by its times then.
-    kept |= {"num_assistant_tokens_schedule": None, "assistant_confidence_threshold": None}
     for name, value in (contradicting | kept | {"max_length": 30}).items():
         setattr(model.generation_config, name, value)
     assert hf_kvret.ask(model, tokenizer, cache, QUESTION, max_new_tokens=3) == expected

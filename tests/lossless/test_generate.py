@@ -13,6 +13,7 @@ import hf_kvret
 import hf_kvret.generate.lossless as lossless_call
 from hf_kvret import ParisKVCache
 from hf_kvret.contracts.index import ColdTokens
+from hf_kvret.generate.requests import Request
 from hf_kvret.lossless.pace import GivenPace
 from hf_kvret.methods.paris.index import ParisIndex
 from hf_kvret.models.versions import as_argument, cache_of
@@ -90,12 +91,27 @@ def test_the_first_cold_tokens_may_come_in_decoding(model: Any, length: int) -> 
         torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
 
 
-def test_the_models_own_settings_of_drafts_count_and_defaults_do_not() -> None:
-    merged = GenerationConfig(num_assistant_tokens=1, assistant_confidence_threshold=0.4)
-    own = SimpleNamespace(generation_config=GenerationConfig(num_assistant_tokens=1))
-    call: Any = SimpleNamespace(model=own, sets=lambda name: False)
-    assert lossless_call._own(call, merged, "num_assistant_tokens") == 1
-    assert lossless_call._own(call, merged, "assistant_confidence_threshold") is None
+def test_settings_of_drafts_count_and_defaults_do_not() -> None:
+    # Pipelines of transformers before 5.20 pass a config with all its defaults.
+    usual: dict[str, Any] = GenerationConfig._get_default_generation_params()
+    count, confidence = "num_assistant_tokens", "assistant_confidence_threshold"
+    cases: list[tuple[dict[str, Any], dict[str, Any], list[Any]]] = [
+        ({}, {}, [None, None]),
+        ({count: 1}, {}, [1, None]),
+        (usual, usual, [None, None]),
+        (usual | {count: 3}, {}, [3, None]),
+        ({}, usual | {confidence: 0.3}, [None, 0.3]),
+        (usual, {count: 20}, [20, None]),
+    ]
+    for of_model, of_call, expected in cases:
+        model: Any = SimpleNamespace(generation_config=GenerationConfig(**of_model))
+        call = Request(model, {"generation_config": GenerationConfig(**of_call)})
+        merged = GenerationConfig(**usual | of_model | of_call)
+        assert [lossless_call._own(call, merged, name) for name in (count, confidence)] == expected
+    model.generation_config = GenerationConfig(cache_config={"top_k": 8})
+    for theirs, is_theirs in (({"top_k": 8}, False), ({"top_k": 9}, True)):
+        copied = GenerationConfig(cache_config=theirs)
+        assert Request(model, {"generation_config": copied}).sets("cache_config") == is_theirs
 
 
 def test_scores_logits_and_hidden_states_are_there_for_every_token(model: Any) -> None:

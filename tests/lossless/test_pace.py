@@ -43,10 +43,12 @@ def test_no_more_are_drafted_than_asked_for(most: int) -> None:
         assert pace.count(most) <= most
 
 
-@pytest.mark.parametrize("count", [-1, 2.5, None, "a"])
+@pytest.mark.parametrize("count", [-1, 2.5, float("inf"), float("nan"), None, "a"])
 def test_a_given_number_is_one(count: Any) -> None:
     with pytest.raises(ValueError, match="num_assistant_tokens="):
         GivenPace(count, None)
+    # Configs that transformers wrote have whole floats.
+    assert GivenPace(7.0, None).count(9) == 7
 
 
 def test_a_given_number_follows_the_schedule() -> None:

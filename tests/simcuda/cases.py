@@ -187,7 +187,7 @@ class Outcome:
             options["store"] = case.store
         if case.store == "disk":
             options["disk"] = tempfile.gettempdir()
-        options |= _artifact(case)
+        options |= _artifact_option(case)
         return cls(self._model.config, **options, graph="auto" if self._is_captured else False)
 
     def _begin(self, phase: str) -> None:
@@ -213,8 +213,8 @@ class Outcome:
         if self.case.mode == "fork":
             return cached.fork(), 0
         cached.save_pretrained(folder)
-        config, where = self._model.config, {"device": self._device, **_artifact(self.case)}
-        return type(cached).from_pretrained(folder, config, **where), 0
+        options = {"device": self._device, **_artifact_option(self.case)}
+        return type(cached).from_pretrained(folder, self._model.config, **options), 0
 
 
 def run(case: Case) -> Outcome:
@@ -227,7 +227,8 @@ def run(case: Case) -> Outcome:
 
 def attempt(case: Case) -> Outcome:
     """Run a case on simulated GPUs up to its first error, or to its end."""
-    _artifact(case)  # is learned now, on the CPU
+    # The artifact is learned on the CPU, before a GPU is simulated.
+    _artifact_option(case)
     with simulated(2 if case.mode == "two devices" else 1) as gpu:
         outcome = Outcome(case, gpu)
         try:
@@ -257,14 +258,14 @@ def new_model(family: str = "llama", **sizes: int) -> PreTrainedModel:
     return model.eval()
 
 
-def _artifact(case: Case) -> dict[str, str]:
+def _artifact_option(case: Case) -> dict[str, str]:
     """The option that names an artifact for the case's model, where its method needs one."""
     needed = case.method in ("a2ats", "aqua")
-    return {"artifact": _learned(case.method, case.family)} if needed else {}
+    return {"artifact": _artifact(case.method, case.family)} if needed else {}
 
 
 @cache
-def _learned(method: str, family: str) -> str:
+def _artifact(method: str, family: str) -> str:
     """Where an artifact of the method lies, for a family's model."""
     folder = tempfile.mkdtemp(prefix="hf_kvret_simcuda_")
     return tiny_artifact(new_model(family), method, Path(folder))
