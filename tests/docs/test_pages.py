@@ -297,7 +297,8 @@ def test_the_tables_of_the_readme_are_of_the_results() -> None:
     (_, _, *names), (_, full, *rows) = shown("agreement")
     assert full == "100%" and names == [f"`{cache}`" for cache in CACHES_OF_README]
     for cache, row in zip(CACHES_OF_README, rows, strict=True):
-        options = cache if cache == "aqua" else f"{cache}:top_k=0.06:rest=none"
+        learned = f":artifact=smollm2-{cache}" if cache in ("a2ats", "aqua") else ""
+        options = f"{cache}{learned}" + ("" if cache == "aqua" else ":top_k=0.06")
         same = text.find({"cache": options, "length": 4096})
         assert same is not None and row == f"{same['forced_equal']:.0%}"
 
