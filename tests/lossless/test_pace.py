@@ -47,7 +47,6 @@ def test_no_more_are_drafted_than_asked_for(most: int) -> None:
 def test_a_given_number_is_one(count: Any) -> None:
     with pytest.raises(ValueError, match="num_assistant_tokens="):
         GivenPace(count, None)
-    # Configs that transformers wrote have whole floats.
     assert GivenPace(7.0, None).count(9) == 7
 
 
