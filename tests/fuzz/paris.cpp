@@ -18,7 +18,7 @@ class ParisCase : public SearchCase {
         if (random.one_in(3)) paris_.dim = random.pick((r.key_dim + 7) / 8, 80) * 8;
         paris_.m = random.one_in(2) ? 4 : 8;
         const int64_t subspaces = paris_.dim / paris_.m; // at most 160
-        // Without tiers points go by similarity, for at most 36 subspaces of eight.
+        // Points go by similarity without tiers, for at most 36 subspaces of eight.
         const int64_t fewest = paris_.m == 8 && subspaces <= 36 ? 0 : 1;
         paris_.tiers = random.pick(fewest, std::min<int64_t>(15, 254 / subspaces));
         paris_.mean_query = random.one_in(3);
@@ -272,7 +272,7 @@ class ParisCase : public SearchCase {
         for (int32_t i = 0; i < step.tokens; ++i) {
             if (scores[i] > 0) want.push_back(i);
         }
-        // Of tokens with equal scores the last are taken.
+        // Newer tokens are taken before older ones with equal scores.
         std::sort(want.begin(), want.end(), [&](int32_t a, int32_t b) {
             return scores[a] != scores[b] ? scores[a] > scores[b] : a > b;
         });
