@@ -32,7 +32,7 @@ PARIS_LONG_ROW_SHARES = (0.15, 0.50, 1.0)
 """Of rows of more than 42 subspaces."""
 PARIS_RHO, PARIS_BETA, PARIS_LONG, PARIS_LONG_BETA = 0.75, 0.08, 512 << 10, 0.07
 PARIS_K, LRQK_K, LRQK_RANK, HIGGS_BITS = 100, 2048, 32, 4
-A2ATS_RATIO, CODEWORDS = 0.06, 4096
+PARIS_BLOCKS, A2ATS_RATIO, CODEWORDS = 64, 0.06, 4096
 CENTROIDS, NPROBE, LIST_LEN, PENDING = 2048, 4, 2560, 512
 CTKVR_K = FLAT_K = 1024
 RECALLED = NPROBE * LIST_LEN + PENDING
@@ -116,8 +116,10 @@ def _paris(shape: StepShape, shares: tuple[float, ...] = PARIS_SHARES) -> None:
     counts = torch.empty(shape.batch, shape.heads, dim // 8, 256, dtype=torch.int32, device=_META)
     signs, levels = torch.empty(dim, device=_META), torch.empty(8, device=_META)
     query, units = grouped.transpose(2, 3), paris.share_units(PARIS_RHO, shares)
-    chosen, scored = (PARIS_K, shape.candidates, units, 8), (shape.valid(), shape.scale, None, None)
-    call = paris.SearchCall(query, signs, codes, counts, levels, *chosen, *scored)
+    chosen, scored = (PARIS_K, shape.candidates, units, 8), (shape.valid(), shape.scale, None)
+    means = torch.empty(shape.batch, shape.heads, PARIS_BLOCKS, shape.head_dim, device=_META)
+    blocks = means, -(-shape.context // PARIS_BLOCKS)
+    call = paris.SearchCall(query, signs, codes, counts, levels, *chosen, *scored, *blocks)
     triton.search(call)
 
 
@@ -131,7 +133,7 @@ def _wide_paris(shape: StepShape, heads: int, group: int, head_dim: int) -> None
     signs, levels = torch.empty(dim, device=_META), torch.empty(8, device=_META)
     keys = torch.empty(shape.batch, heads, 512, head_dim, dtype=_HALF, device=_META)
     codes = paris.ParisCodes.empty(shape.batch, heads, 512, head_dim, device=_META)
-    triton_encode.encode(keys, signs, levels, 8, None, codes)
+    triton_encode.encode(keys, signs, levels, 8, codes)
     triton_encode.count_centroids(codes.sign, 8, None)
 
 

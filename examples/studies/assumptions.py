@@ -191,8 +191,8 @@ def drift(texts: Texts, number: int, place: str) -> Numbers:
     """Errors of scores by codes, on a text's first half and on its second (ParisKV, figure 1).
 
     Centroids are learned from every second key of the first half ("of prompt"), or of both ("of
-    all"); ParisKV's codes know the mean of the first half. The keys between them are measured:
-    variances of what is missed, relative to the exact scores', means over the last queries.
+    all"); ParisKV's factors are of the first half. The keys between them are measured: variances
+    of what is missed, relative to the exact scores', means over the last queries.
     """
     keys, queries = (texts[0][number][f"{name} {place}"][None] for name in ("keys", "queries"))
     half, queries = keys.shape[2] // 2, queries[:, :, -_LAST:]
@@ -202,10 +202,13 @@ def drift(texts: Texts, number: int, place: str) -> Numbers:
         book = k_means(keys[0, :, :end:2].contiguous(), count, rounds=_ROUNDS, seed=0)
         estimates[f"centroids of {name}"] = exact_scores(queries, coded(keys[0], book)[None], 1.0)
     index = ParisIndex(ParisConfig())
-    index.add(TokenBlock(keys[:, :, :half], keys[:, :, :half], 0))
-    decoded = paris.decode(index.encode(keys), paris.magnitude_levels(8), m=8)
-    # Without the part of the mean key, which is the same for all keys.
+    for start, part in ((0, keys[:, :, :half]), (half, keys[:, :, half:])):
+        index.add(TokenBlock(part, part, start))
+    assert index._means is not None, "they are centered"
+    means = index._means.repeat_interleave(index._block_len, dim=2)[:, :, : 2 * half]
+    decoded = paris.decode(index._codes(), paris.magnitude_levels(8), m=8)
     estimates["ParisKV"] = exact_scores(index.rotate(queries), decoded, 1.0)
+    estimates["ParisKV"] += exact_scores(queries, means, 1.0)
     results = {}
     for name, estimate in estimates.items():
         for title, those in (("prompt", slice(1, half, 2)), ("later", slice(half + 1, None, 2))):

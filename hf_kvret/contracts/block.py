@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -53,27 +52,19 @@ class TokenBlock:
 
     def mean_key(self) -> torch.Tensor:
         """``[B, Hkv, Dk]`` fp32 mean of the valid tokens' keys; 0 for none."""
-        total = self._sums(lambda keys: keys)
-        if self.valid is None:
-            return total / max(1, len(self))
-        return total / self.valid.sum(1).clamp(min=1)[:, None, None]
-
-    def deviation(self, mean: torch.Tensor) -> torch.Tensor:
-        """``[B, Hkv, Dk]`` fp32 sums of the valid tokens' squared distances from ``mean``."""
-        return self._sums(lambda keys: (keys - mean.unsqueeze(2)).square())
-
-    def _sums(self, function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """Sums of a function of the valid tokens' keys, in chunks: a prompt is never fp32 whole."""
+        # In chunks: a prompt is never fp32 whole.
         batch, heads, _, dim = self.keys.shape
         total = self.keys.new_zeros(batch, heads, dim, dtype=torch.float32)
         step = max(1, _NUMBERS // max(1, batch * heads * dim))
         for start in range(0, len(self), step):
             part = slice(start, start + step)
-            values = function(self.keys[:, :, part])
+            keys = self.keys[:, :, part]
             if self.valid is not None:
-                values = values.masked_fill(~self.valid[:, None, part, None], 0.0)
-            total += values.sum(dim=2, dtype=torch.float32)
-        return total
+                keys = keys.masked_fill(~self.valid[:, None, part, None], 0.0)
+            total += keys.sum(dim=2, dtype=torch.float32)
+        if self.valid is None:
+            return total / max(1, len(self))
+        return total / self.valid.sum(1).clamp(min=1)[:, None, None]
 
 
 def check_dtypes(**tensors: torch.Tensor) -> None:

@@ -14,6 +14,10 @@ struct Bytes512 {
     static V zero() { return _mm512_setzero_si512(); }
     static V add(V a, V b) { return _mm512_add_epi8(a, b); }
     static V sub(V a, V b) { return _mm512_sub_epi8(a, b); }
+    // Down to 0.
+    static V less(V a, uint8_t b) {
+        return _mm512_subs_epu8(a, _mm512_set1_epi8(static_cast<char>(b)));
+    }
     static V max(V a, V b) { return _mm512_max_epu8(a, b); }
     static V interleave_low(V a, V b) { return _mm512_unpacklo_epi8(a, b); }
     static V interleave_high(V a, V b) { return _mm512_unpackhi_epi8(a, b); }

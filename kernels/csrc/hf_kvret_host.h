@@ -13,7 +13,7 @@
 #define HFK_API extern "C" __attribute__((visibility("default")))
 
 // Raised with every change of hfk_request or of a function's meaning; the caller compares.
-#define HFK_VERSION 20
+#define HFK_VERSION 21
 
 // HFK_INT8 is for the rows of hfk_proxy alone.
 enum hfk_dtype { HFK_FLOAT32 = 0, HFK_FLOAT16 = 1, HFK_BFLOAT16 = 2, HFK_INT8 = 3 };
@@ -170,7 +170,6 @@ struct hfk_prompt {
 // a head's codes.
 struct hfk_paris_encoding {
     const void *keys;       // [batch, heads, tokens, head_dim]
-    const float *mean;      // [batch, heads, head_dim], contiguous, subtracted; may be null
     const float *signs;     // [dim]
     const float *levels;    // [8], ascending
     uint8_t *sign;          // [batch, heads, tokens, dim / 8]
@@ -264,7 +263,8 @@ struct hfk_paris {
     const uint8_t *sign;      // [batch, id_heads, *, dim / 8], rows contiguous
     const uint8_t *record;    // [batch, id_heads, *, 3 * dim / 8 + dim / m]
     const int32_t *counts;    // [batch, id_heads, dim / m, 2^m]
-    const float *mean;        // [batch, id_heads, key_dim], where a soft cap needs it; else null
+    const float *means;       // [batch, id_heads, blocks, key_dim]: what was subtracted from the keys
+                              // of each block of tokens; null: nothing was
     const float *signs;       // [batch, id_heads, dim], times factors of coordinates
     const float *levels;      // [8]
     const int64_t *shares;    // [tiers], in millionths of all keys
@@ -276,6 +276,7 @@ struct hfk_paris {
     int64_t m;                // 4 or 8
     int64_t tiers;            // tiers * dim / m is below 255; 0: points are by similarity, for m = 8
     int64_t candidates;       // tokens that are reranked, at most
+    int64_t block_len;        // tokens of a block, a power of two from 64 on; they hold all tokens
     int32_t mean_query;       // one query for the group, the mean of its own
     int32_t reserved;
 };
@@ -337,7 +338,8 @@ struct hfk_lists {
 struct hfk_paris_trace {
     float *rotated;           // [batch, id_heads, queries, G, dim]
     uint8_t *points;          // [batch, id_heads, queries, G, dim / 8, 256], of each sign byte
-    uint8_t *scores;          // [batch, id_heads, queries, tokens]: points + 1, 0 for excluded ones
+    uint8_t *drops;           // [batch, id_heads, queries, G, blocks]: points that a block's tokens lose
+    uint8_t *scores;          // [batch, id_heads, queries, tokens]: points left + 1, 0 for excluded ones
     int32_t *candidates;      // [batch, id_heads, queries, candidates]; -1 behind the last one
     float *estimates;         // [batch, id_heads, queries, G, candidates]
 };

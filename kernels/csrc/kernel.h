@@ -31,6 +31,8 @@ struct ParisCodes {
 
 // Points by similarity stay below 8, so that two heads share a byte.
 constexpr int kMostSimilar = 7;
+// Of a product of 1, see paris/naive.py.
+constexpr float kSimilarityOfProduct = 0.8f;
 
 // Points of sign bytes, for a scan: those of `heads` heads, of `bytes` bytes each.
 struct PointTables {
@@ -38,6 +40,7 @@ struct PointTables {
     int64_t bytes;
     int64_t most;          // the largest entry
     const uint8_t *points; // [heads, bytes, 256]
+    const uint8_t *drops;  // [heads, and zeros up to a multiple of 8]: taken off sums, down to 0
     char *packed;          // packed_bytes(): as the kernel wants them
 };
 
@@ -49,7 +52,8 @@ struct Rerank {
     const int32_t *ids;
     int64_t first, last;  // places of `ids` that are worked on
     const float *levels;  // [8]
-    const float *offsets; // [heads], added to inner products
+    const float *offsets; // [heads, offset_stride], added to inner products: those of blocks of
+    int64_t offset_stride, block_bits; // 2^block_bits tokens
     float scale, softcap;
     float *out;           // [heads, stride]
     int64_t stride;
@@ -65,7 +69,7 @@ struct ProxyScores {
     int32_t dtype;
     int64_t rank;
     int64_t first, last;         // rows that are worked on
-    const uint8_t *valid;        // a byte for each row
+    const uint8_t *valid;        // a byte for each row; null: all are
     float softcap;               // 0 for none
     float *scratch;
     float *out;                  // [heads, stride]; -inf for rows that are not valid
@@ -130,8 +134,8 @@ struct Kernel {
     int64_t (*packed_bytes)(const PointTables &tables);
     void (*pack)(const PointTables &tables);
 
-    // 1 + the largest sum of points among the heads of each token `first .. last`; 0 where `valid`
-    // is. `first` is a multiple of 64, and scores may be written up to the next one behind `last`.
+    // 1 + the largest sum of points, less drops, among the heads of each token `first .. last`; 0
+    // where `valid` is. `first` is a multiple of 64, and scores may be written up to the next one behind `last`.
     void (*scan)(const PointTables &tables, const uint8_t *sign, const uint8_t *valid,
                  int64_t first, int64_t last, uint8_t *scores);
 

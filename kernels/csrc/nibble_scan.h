@@ -98,16 +98,16 @@ template <class B, class Table> struct NibbleScan {
                     }
                 }
             }
-            take_best<Blocks>(both, odd, best);
+            take_best<Blocks>(both, odd, tables.drops + 2 * p, best);
         }
     }
 
-    // The larger of both heads' sums, where they exceed the best.
+    // What drops leave of the larger of both heads' sums, where it exceeds the best.
     template <int Blocks>
-    static void take_best(const V *both, const V *odd, V *best) {
+    static void take_best(const V *both, const V *odd, const uint8_t *drops, V *best) {
         for (int b = 0; b < Blocks; ++b) {
-            const V even = B::sub(both[b], B::raise(odd[b]));
-            best[b] = B::max(best[b], B::max(even, odd[b]));
+            const V even = B::less(B::sub(both[b], B::raise(odd[b])), drops[0]);
+            best[b] = B::max(best[b], B::max(even, B::less(odd[b], drops[1])));
         }
     }
 
@@ -137,7 +137,7 @@ template <class B, class Table> struct NibbleScan {
                     odd[b] = B::add(odd[b], B::lower(entry));
                 }
             }
-            take_best<Blocks>(both, odd, best);
+            take_best<Blocks>(both, odd, tables.drops + 2 * p, best);
         }
     }
 

@@ -14,7 +14,7 @@ constexpr int64_t kLanes = 16; // keys side by side
 constexpr int64_t kLongest = 1024;
 
 // `dim` numbers of one key, zeros behind its own.
-inline void load_key(const hfk_paris_encoding &request, const char *key, const float *mean, float *row) {
+inline void load_key(const hfk_paris_encoding &request, const char *key, float *row) {
     const int64_t count = request.head_dim;
     if (request.dtype == HFK_BFLOAT16) {
         for (int64_t i = 0; i < count; ++i) {
@@ -25,9 +25,6 @@ inline void load_key(const hfk_paris_encoding &request, const char *key, const f
         }
     } else {
         for (int64_t i = 0; i < count; ++i) row[i] = number_at(key, request.dtype, i);
-    }
-    if (mean != nullptr) {
-        for (int64_t i = 0; i < count; ++i) row[i] -= mean[i];
     }
     std::fill(row + count, row + request.dim, 0.0f);
 }
@@ -91,7 +88,6 @@ inline void encode_keys(const hfk_paris_encoding &r, int64_t batch, int64_t head
     const int64_t bytes = r.dim / 8, width = 3 * bytes + r.dim / r.m;
     const char *keys = static_cast<const char *>(r.keys) +
                        size * (batch * r.key_batch + head * r.key_head);
-    const float *mean = r.mean == nullptr ? nullptr : r.mean + (batch * r.heads + head) * r.head_dim;
     uint8_t *sign = r.sign + batch * r.sign_batch + head * r.sign_head;
     uint8_t *record = r.record + batch * r.record_batch + head * r.record_head;
     alignas(64) float x[kLongest][kLanes];
@@ -101,7 +97,7 @@ inline void encode_keys(const hfk_paris_encoding &r, int64_t batch, int64_t head
         for (int64_t lane = 0; lane < kLanes; ++lane) {
             // Lanes without a key repeat the last one.
             const int64_t token = begin + (lane < count ? lane : count - 1);
-            load_key(r, keys + size * token * r.key_row, mean, rows[lane]);
+            load_key(r, keys + size * token * r.key_row, rows[lane]);
         }
         for (int64_t i = 0; i < r.dim; ++i) {
             const int64_t source = i * r.stride % r.dim;

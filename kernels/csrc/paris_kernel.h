@@ -158,8 +158,9 @@ struct ByteScan {
                 }
                 uint8_t most = group == 0 ? 0 : scores[i];
                 for (size_t lane = 0; lane < sizeof(Entry); ++lane) {
-                    const uint8_t points = static_cast<uint8_t>(sum >> 8 * lane);
-                    most = points > most ? points : most;
+                    const int points = static_cast<uint8_t>(sum >> 8 * lane);
+                    const int left = points - tables.drops[8 * group + lane];
+                    most = left > most ? static_cast<uint8_t>(left) : most;
                 }
                 scores[i] = most;
             }
@@ -320,9 +321,10 @@ void rerank_some(const Rerank &work, int64_t first_head, int64_t heads) {
 template <class I> void finish_estimates(const Rerank &work) {
     for (int64_t g = 0; g < work.heads; ++g) {
         float *scores = work.out + g * work.stride;
-        const float offset = work.offsets == nullptr ? 0.0f : work.offsets[g];
-        for (int64_t i = work.first; i < work.last; ++i) scores[i] += offset;
+        const float *offsets = work.offsets + g * work.offset_stride;
         int64_t i = work.first;
+        for (; i < work.last; ++i) scores[i] += offsets[work.ids[i] >> work.block_bits];
+        i = work.first;
         float some[I::lanes];
         for (; i < work.last; i += I::lanes) {
             const int64_t count = std::min<int64_t>(I::lanes, work.last - i);

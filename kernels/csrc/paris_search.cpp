@@ -17,10 +17,13 @@ class ParisSearch : public Search {
         : step_(step), paris_(paris), kernel_(kernel),
           heads_(step.attention.query_heads / step.attention.id_heads),
           tables_(paris.mean_query ? 1 : heads_), row_bytes_(paris.dim / 8),
-          stride_(row_stride(paris.candidates)) {
+          stride_(row_stride(paris.candidates)),
+          blocks_((step.tokens + paris.block_len - 1) / paris.block_len),
+          offset_stride_(row_stride(blocks_)), drop_stride_((tables_ + 7) / 8 * 8) {
         Cutter cutter;
         rotated_ = cutter.take<float>(tables_ * paris.dim);
-        offsets_ = cutter.take<float>(tables_);
+        offsets_ = cutter.take<float>(tables_ * offset_stride_);
+        drops_ = cutter.take<uint8_t>(blocks_ * drop_stride_);
         points_ = cutter.take<uint8_t>(tables_ * row_bytes_ * 256);
         packed_ = cutter.take<char>(kernel.packed_bytes(tables(nullptr)));
         scores_ = cutter.take<uint8_t>(step.tokens + kSlack);
@@ -37,7 +40,7 @@ class ParisSearch : public Search {
     }
     int64_t bytes() const override { return bytes_; }
 
-    bool run(int stage, const Selection &selection, char *work, float *, int64_t chunk,
+    bool run(int stage, const Selection &selection, char *work, float *scratch, int64_t chunk,
              int64_t chunks, int32_t *ids) const override {
         const int64_t head = selection.batch * step_.attention.id_heads + selection.head;
         int64_t *count = at<int64_t>(work, count_);
@@ -46,19 +49,28 @@ class ParisSearch : public Search {
         switch (stage) {
         case kTables: {
             const int64_t first = tables_ * chunk / chunks, last = tables_ * (chunk + 1) / chunks;
-            rotate(selection, head, work, first, last);
+            read_queries(selection, work, first, last);
+            make_offsets(head, work, scratch, first, last);
+            rotate(head, work, first, last);
+            make_drops(work, first, last);
             make_tables(head, work, first, last);
             break;
         }
         case kPack:
             kernel_.pack(tables(work));
             break;
-        case kScan:
-            kernel_.scan(tables(work), sign(selection),
-                         step_.valid + selection.batch * step_.valid_stride,
-                         boundary(step_.tokens, chunk, chunks),
-                         boundary(step_.tokens, chunk + 1, chunks), scores);
+        case kScan: {
+            const int64_t last = boundary(step_.tokens, chunk + 1, chunks);
+            for (int64_t i = boundary(step_.tokens, chunk, chunks), end; i < last; i = end) {
+                const int64_t block = i / paris_.block_len;
+                end = std::min(last, (block + 1) * paris_.block_len);
+                PointTables own = tables(work);
+                own.drops += block * drop_stride_;
+                kernel_.scan(own, sign(selection),
+                             step_.valid + selection.batch * step_.valid_stride, i, end, scores);
+            }
             break;
+        }
         case kCandidates:
             std::fill(scores + step_.tokens, scores + step_.tokens + kSlack, 0);
             *count = kernel_.candidates(scores, step_.tokens, paris_.candidates, candidates);
@@ -86,6 +98,10 @@ class ParisSearch : public Search {
         const int64_t dims = tables_ * paris_.dim, entries = tables_ * row_bytes_ * 256;
         copy(trace.rotated, place * dims, rotated_, dims);
         copy(trace.points, place * entries, points_, entries);
+        for (int64_t i = 0; trace.drops != nullptr && i < tables_ * blocks_; ++i) {
+            trace.drops[place * tables_ * blocks_ + i] = static_cast<uint8_t>(
+                work[drops_ + i % blocks_ * drop_stride_ + i / blocks_]);
+        }
         copy(trace.scores, place * step_.tokens, scores_, step_.tokens);
         int64_t count;
         std::memcpy(&count, work + count_, sizeof count);
@@ -112,16 +128,15 @@ class ParisSearch : public Search {
         // Two subspaces of four coordinates share a byte.
         const int64_t most =
             paris_.tiers == 0 ? kMostSimilar : paris_.tiers * (paris_.m == 4 ? 2 : 1);
-        if (work == nullptr) return {tables_, row_bytes_, most, nullptr, nullptr};
-        return {tables_, row_bytes_, most, at<uint8_t>(work, points_), work + packed_};
+        if (work == nullptr) return {tables_, row_bytes_, most, nullptr, nullptr, nullptr};
+        return {tables_, row_bytes_, most, at<uint8_t>(work, points_), at<uint8_t>(work, drops_),
+                work + packed_};
     }
 
-    // Random signs and a Walsh-Hadamard transform of the group's queries, or of their mean.
-    void rotate(const Selection &selection, int64_t head, char *work, int64_t first,
-                int64_t last) const {
+    // The group's queries, or their mean.
+    void read_queries(const Selection &selection, char *work, int64_t first, int64_t last) const {
         const hfk_request &request = step_.attention;
-        float *rotated = at<float>(work, rotated_), *offsets = at<float>(work, offsets_);
-        const float *signs = paris_.signs + head * paris_.dim;
+        float *rotated = at<float>(work, rotated_);
         std::fill(rotated + first * paris_.dim, rotated + last * paris_.dim, 0.0f);
         for (int64_t g = paris_.mean_query ? 0 : first; g < (paris_.mean_query ? heads_ : last); ++g) {
             const int64_t row = (selection.batch * request.query_heads + selection.head * heads_ +
@@ -131,14 +146,36 @@ class ParisSearch : public Search {
                 to[d] += number_at(request.query, request.dtype, row * request.key_dim + d);
             }
         }
+        for (int64_t d = 0; paris_.mean_query && d < request.key_dim; ++d) {
+            rotated[d] /= static_cast<float>(heads_);
+        }
+    }
+
+    // Products of queries and the mean keys of blocks.
+    void make_offsets(int64_t head, char *work, float *scratch, int64_t first, int64_t last) const {
+        float *offsets = at<float>(work, offsets_);
+        std::fill(offsets + first * offset_stride_, offsets + last * offset_stride_, 0.0f);
+        if (paris_.means == nullptr) return;
+        const int64_t dim = step_.attention.key_dim;
+        ProxyScores products{};
+        products.dtype = HFK_FLOAT32, products.heads = 1;
+        products.rank = dim, products.row_bytes = dim * static_cast<int64_t>(sizeof(float));
+        products.rows = paris_.means + head * blocks_ * dim;
+        products.last = blocks_;
+        products.scratch = scratch, products.stride = offset_stride_;
         for (int64_t g = first; g < last; ++g) {
-            float *x = rotated + g * paris_.dim;
-            offsets[g] = 0.0f;
-            for (int64_t d = 0; d < request.key_dim; ++d) {
-                if (paris_.mean_query) x[d] /= static_cast<float>(heads_);
-                if (paris_.mean != nullptr) offsets[g] += x[d] * paris_.mean[head * request.key_dim + d];
-            }
-            const int64_t filled = spread(x, request.key_dim, paris_.dim);
+            products.queries[0] = at<float>(work, rotated_) + g * paris_.dim;
+            products.out = offsets + g * offset_stride_;
+            kernel_.proxy_scores(products);
+        }
+    }
+
+    // Random signs and a Walsh-Hadamard transform.
+    void rotate(int64_t head, char *work, int64_t first, int64_t last) const {
+        const float *signs = paris_.signs + head * paris_.dim;
+        for (int64_t g = first; g < last; ++g) {
+            float *x = at<float>(work, rotated_) + g * paris_.dim;
+            const int64_t filled = spread(x, step_.attention.key_dim, paris_.dim);
             for (int64_t i = 0; i < filled; ++i) x[i] *= signs[i];
             // Powers of two that add up to the dimension, the largest first.
             for (int64_t left = paris_.dim; left > 0;) {
@@ -190,6 +227,21 @@ class ParisSearch : public Search {
         return few;
     }
 
+    // Points that the mean keys of blocks cost their tokens, see paris/naive.py.
+    void make_drops(char *work, int64_t first, int64_t last) const {
+        for (int64_t g = first; g < last; ++g) {
+            const float *query = at<float>(work, rotated_) + g * paris_.dim;
+            const float *own = at<float>(work, offsets_) + g * offset_stride_;
+            const float best = *std::max_element(own, own + blocks_);
+            const float unit = paris_.tiers == 0 ? similarity_scale(query, paris_.dim) * kSimilarityOfProduct : 0.0f;
+            for (int64_t i = 0; i < blocks_; ++i) {
+                const float behind = (best - own[i]) * unit;
+                at<uint8_t>(work, drops_)[i * drop_stride_ + g] =
+                    behind > 0.0f ? static_cast<uint8_t>(std::min(behind, 255.0f)) : 0;
+            }
+        }
+    }
+
     void make_tables(int64_t head, char *work, int64_t first, int64_t last) const {
         if (paris_.tiers == 0) return make_similar_tables(work, first, last);
         constexpr int64_t kUnit = 1000000;
@@ -234,7 +286,8 @@ class ParisSearch : public Search {
         estimates.ids = at<int32_t>(work, candidates_);
         estimates.first = first, estimates.last = last;
         estimates.levels = paris_.levels;
-        estimates.offsets = paris_.mean == nullptr ? nullptr : at<float>(work, offsets_);
+        estimates.offsets = at<float>(work, offsets_), estimates.offset_stride = offset_stride_;
+        estimates.block_bits = __builtin_ctzll(paris_.block_len);
         estimates.scale = static_cast<float>(step_.attention.scale);
         estimates.softcap = static_cast<float>(step_.attention.softcap);
         estimates.out = at<float>(work, estimates_);
@@ -245,8 +298,8 @@ class ParisSearch : public Search {
     const hfk_step &step_;
     const hfk_paris &paris_;
     const Kernel &kernel_;
-    const int64_t heads_, tables_, row_bytes_, stride_;
-    int64_t rotated_, offsets_, points_, packed_, scores_, count_, candidates_, estimates_,
+    const int64_t heads_, tables_, row_bytes_, stride_, blocks_, offset_stride_, drop_stride_;
+    int64_t rotated_, offsets_, drops_, points_, packed_, scores_, count_, candidates_, estimates_,
         relevance_, bytes_;
 };
 
@@ -255,7 +308,8 @@ bool is_good(const hfk_paris &paris, const hfk_request &request) {
            paris.dim >= request.key_dim && (paris.m == 4 || paris.m == 8) &&
            (paris.tiers > 0 || (paris.tiers == 0 && paris.m == 8)) &&
            (paris.tiers == 0 ? kMostSimilar : paris.tiers) * (paris.dim / paris.m) < 255 &&
-           paris.candidates >= 0;
+           paris.candidates >= 0 && paris.block_len >= 64 &&
+           (paris.block_len & (paris.block_len - 1)) == 0;
 }
 
 } // namespace

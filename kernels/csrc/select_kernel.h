@@ -165,7 +165,9 @@ template <class I, class T> void score_rows(const Workspace &space, const Scored
             for (int r = 0; r < block.count; ++r) scores[r] += offset;
             finish_scores<I>(scores, padded(block.count), work.scale, work.softcap);
             float *to = work.out + g * work.stride + first;
-            for (int r = 0; r < block.count; ++r) to[r] = work.valid[first + r] ? scores[r] : kNone;
+            for (int r = 0; r < block.count; ++r) {
+                to[r] = work.valid == nullptr || work.valid[first + r] ? scores[r] : kNone;
+            }
         }
     }
 }

@@ -297,10 +297,9 @@ class KernelOp:
 
 def _paris_encode(shape: KernelShape, draw: Draw) -> Any:
     keys, (signs, levels) = draw.keys(shape), _basis(shape, draw)
-    mean = draw.normal(shape.batch, shape.heads, shape.head_dim)
 
     def run(backend: str) -> tuple[torch.Tensor, ...]:
-        codes = paris.encode(keys, signs, levels, m=SUBSPACE_DIM, mean=mean, backend=backend)
+        codes = paris.encode(keys, signs, levels, m=SUBSPACE_DIM, backend=backend)
         return codes.sign, codes.magnitude, codes.weight
 
     return run

@@ -21,7 +21,7 @@ FILE_NAME = "libhf_kvret_host.so"
 PATH_VARIABLE = "HF_KVRET_HOST_LIBRARY"
 # Names the instruction set to use where a call asks for none, one of PATHS.
 ISA_VARIABLE = "HF_KVRET_CPU_PATH"
-VERSION = 20
+VERSION = 21
 
 # Instruction sets that the library has code for, best first, with its numbers for them.
 PATHS = {"avx512_bf16": 3, "avx512": 2, "avx2": 1, "neon": 4, "portable": 0}
@@ -49,8 +49,8 @@ _CODES = struct.Struct("@6P3Pq2i5q4i")
 _RANKING = struct.Struct("@3P6q2i")
 # hfk_product: four addresses, three sizes, and dtype, path, threads and a reserved number.
 _PRODUCT = struct.Struct("@4P3q4i")
-# hfk_paris_encoding: six addresses, seven sizes, seven strides; dtype, path, threads, reserved.
-_PARIS_ENCODING = struct.Struct("@6P14q4i")
+# hfk_paris_encoding: five addresses, seven sizes, seven strides; dtype, path, threads, reserved.
+_PARIS_ENCODING = struct.Struct("@5P14q4i")
 
 
 def attend(
@@ -247,7 +247,6 @@ def encode_paris(
     signs: torch.Tensor,
     levels: torch.Tensor,
     m: int,
-    mean: torch.Tensor | None,
     planes: tuple[torch.Tensor, torch.Tensor],
     stride: int,
 ) -> None:
@@ -258,9 +257,8 @@ def encode_paris(
     """
     if keys.stride(3) != 1:
         keys = keys.contiguous()
-    mean = None if mean is None else mean.contiguous()
     signs, levels, threads = signs.contiguous(), levels.contiguous(), thread_count()
-    tensors = (keys, mean, signs, levels, *planes)
+    tensors = (keys, signs, levels, *planes)
     request = _PARIS_ENCODING.pack(
         *map(_address, tensors),
         *(*keys.shape, len(signs), m, stride),

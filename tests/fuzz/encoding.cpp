@@ -5,7 +5,7 @@ namespace {
 
 struct Case {
     hfk_paris_encoding request{};
-    Numbers keys, mean, signs;
+    Numbers keys, signs;
     std::vector<uint8_t> sign, record;
 
     explicit Case(Random &random) {
@@ -26,9 +26,6 @@ struct Case {
         r.path = random.path(), r.threads = static_cast<int32_t>(pick(1, 8));
         keys = Numbers(heads * room * r.key_row, r.dtype);
         keys.fill(random);
-        mean = Numbers(heads * r.head_dim, HFK_FLOAT32);
-        mean.fill(random);
-        if (random.one_in(2)) r.mean = mean.floats();
         signs = Numbers(r.dim, HFK_FLOAT32);
         signs.fill(random);
         rising_ = {0.1f, 0.22f, 0.31f, 0.4f, 0.52f, 0.61f, 0.75f, 0.9f};
@@ -59,7 +56,6 @@ struct Case {
             const int64_t source = i * r.stride % r.dim;
             if (source >= r.head_dim) continue;
             double number = keys[b * r.key_batch + h * r.key_head + t * r.key_row + source];
-            if (r.mean != nullptr) number -= mean[(b * r.heads + h) * r.head_dim + source];
             x[i] = number * signs[i];
         }
         transform(x);

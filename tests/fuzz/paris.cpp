@@ -34,9 +34,11 @@ class ParisCase : public SearchCase {
         paris_.candidates = std::max<int64_t>(paris_.candidates, 0);
         make_codes(random, step);
         make_counts(random, step);
-        mean_ = Numbers(r.batch * r.id_heads * r.key_dim, HFK_FLOAT32);
-        mean_.fill(random);
-        if (random.one_in(2)) paris_.mean = mean_.floats();
+        paris_.block_len = int64_t{64} << random.pick(0, 3);
+        blocks_ = (step.tokens + paris_.block_len - 1) / paris_.block_len;
+        means_ = Numbers(r.batch * r.id_heads * blocks_ * r.key_dim, HFK_FLOAT32);
+        means_.fill(random);
+        if (random.one_in(2)) paris_.means = means_.floats();
         signs_.resize(r.batch * r.id_heads * paris_.dim);
         for (float &sign : signs_) {
             sign = (random.one_in(2) ? 1.0f : -1.0f) * std::exp2(static_cast<float>(random.pick(-3, 3)));
@@ -58,12 +60,13 @@ class ParisCase : public SearchCase {
         Trace trace;
         trace.rotated.assign(rows * paris_.dim, poison);
         trace.points.assign(rows * paris_.dim / 8 * 256, 255);
+        trace.drops.assign(rows * blocks_, 255);
         trace.scores.assign(selections_ * step.tokens, 255);
         trace.candidates.assign(selections_ * paris_.candidates, -7);
         trace.estimates.assign(rows * paris_.candidates, poison);
         const hfk_paris_trace request = {trace.rotated.data(), trace.points.data(),
-                                         trace.scores.data(), trace.candidates.data(),
-                                         trace.estimates.data()};
+                                         trace.drops.data(),   trace.scores.data(),
+                                         trace.candidates.data(), trace.estimates.data()};
         if (hfk_search_ids(&step, &request) != HFK_OK) return "status of hfk_search_ids";
         const hfk_request &r = step.attention;
         for (int64_t place = 0; place < selections_; ++place) {
@@ -72,6 +75,7 @@ class ParisCase : public SearchCase {
                 const int64_t row = place * tables_ + g;
                 if (!is_rotated(step, query, place, g, trace)) return "rotation";
                 if (!has_points(head, row, trace)) return "points";
+                if (!has_drops(step, query, place, g, trace)) return "drops";
             }
             if (!has_scores(step, place, trace)) return "scores of the scan";
             if (!has_candidates(step, place, trace)) return "candidates";
@@ -91,7 +95,7 @@ class ParisCase : public SearchCase {
   private:
     struct Trace {
         std::vector<float> rotated, estimates;
-        std::vector<uint8_t> points, scores;
+        std::vector<uint8_t> points, drops, scores;
         std::vector<int32_t> candidates;
     };
 
@@ -205,6 +209,41 @@ class ParisCase : public SearchCase {
         return points;
     }
 
+    // Products of a query and the mean keys of blocks, and the sizes of their terms.
+    std::pair<double, double> product(const hfk_step &step, const Numbers &query, int64_t place,
+                                      int64_t g, int64_t block) const {
+        const int64_t head = place / step.attention.queries, dim = step.attention.key_dim;
+        double sum = 0.0, size = 0.0;
+        for (int64_t d = 0; paris_.means != nullptr && d < dim; ++d) {
+            const double mean = means_[(head * blocks_ + block) * dim + d];
+            const double term = query_at(step, query, place, g, d) * mean;
+            sum += term, size += std::abs(term);
+        }
+        return {sum, size};
+    }
+
+    // Within one point, as sums of floats have another order.
+    bool has_drops(const hfk_step &step, const Numbers &query, int64_t place, int64_t g,
+                   const Trace &trace) const {
+        const int64_t row = place * tables_ + g;
+        const float *rotated = trace.rotated.data() + row * paris_.dim;
+        double squares = 0.0, best = -kInf;
+        for (int64_t d = 0; d < paris_.dim; ++d) squares += double(rotated[d]) * rotated[d];
+        for (int64_t i = 0; i < blocks_; ++i) {
+            best = std::max(best, product(step, query, place, g, i).first);
+        }
+        for (int64_t i = 0; i < blocks_; ++i) {
+            // The unit is rounded down by up to an eighth.
+            const double unit = std::sqrt(paris_.dim / squares) * 2.0 / 3.0 * 0.8;
+            const double most =
+                paris_.tiers > 0 ? 0.0 : (best - product(step, query, place, g, i).first) * unit;
+            const double got = trace.drops[row * blocks_ + i];
+            const double slack = 1.0 + 1e-4 * most;
+            if (got > most + slack || got < std::min(most * 0.87, 255.0) - slack) return false;
+        }
+        return true;
+    }
+
     // Points go by similarity. `nudge` moves a scale across the step that it may lie on.
     bool has_similar_points(int64_t row, const Trace &trace, float nudge) const {
         const float *query = trace.rotated.data() + row * paris_.dim;
@@ -258,6 +297,7 @@ class ParisCase : public SearchCase {
                 for (int64_t s = 0; s < bytes; ++s) {
                     sum += trace.points[((place * tables_ + g) * bytes + s) * 256 + sign[s]];
                 }
+                sum -= trace.drops[(place * tables_ + g) * blocks_ + i / paris_.block_len];
                 most = std::max(most, sum);
             }
             const int want = valid[i] ? most + 1 : 0;
@@ -291,15 +331,10 @@ class ParisCase : public SearchCase {
         const uint8_t *records =
             record_.data() + batch * paris_.record_batch + own_head * paris_.record_head;
         const float *rotated = trace.rotated.data() + (place * tables_ + g) * paris_.dim;
-        double offset = 0.0, offset_size = 0.0;
-        for (int64_t d = 0; paris_.mean != nullptr && d < r.key_dim; ++d) {
-            const double term = query_at(step, query, place, g, d) * mean_[head * r.key_dim + d];
-            offset += term, offset_size += std::abs(term);
-        }
         for (int64_t c = 0; c < paris_.candidates; ++c) {
             const int64_t id = trace.candidates[place * paris_.candidates + c];
             if (id < 0) break;
-            double sum = offset, size = offset_size;
+            auto [sum, size] = product(step, query, place, g, id / paris_.block_len);
             const uint8_t *own = records + id * width();
             for (int64_t d = 0; d < paris_.dim; ++d) {
                 // Three bits for each coordinate, lowest first.
@@ -335,9 +370,9 @@ class ParisCase : public SearchCase {
     }
 
     hfk_paris paris_{};
-    int64_t group_, tables_, selections_;
+    int64_t group_, tables_, selections_, blocks_;
     std::vector<uint8_t> sign_, record_;
-    Numbers mean_, levels_;
+    Numbers means_, levels_;
     std::vector<int32_t> counts_;
     std::vector<float> signs_;
     std::vector<int64_t> shares_;

@@ -40,7 +40,8 @@ class Shape:
         queries: drafted tokens, each of which searches and attends.
         batch: rows.
         m: dims of a group of ParisKV's codes, 4 or 8.
-        tiers: shares of centroids that get the same bonus.
+        tiers: shares of centroids that get the same bonus; 0 for points by similarity.
+        block_len: tokens of ParisKV's blocks with a mean key each; 0 for no means.
         mean_query: whether ParisKV searches once for the mean of a group.
         dtype: of queries, keys and values.
         candidates: ParisKV's; None for a quarter of the tokens.
@@ -55,6 +56,7 @@ class Shape:
     batch: int = 1
     m: int = 8
     tiers: int = 6
+    block_len: int = 0
     mean_query: bool = False
     dtype: torch.dtype = torch.float32
     candidates: int | None = None
@@ -84,9 +86,13 @@ def paris_search(shape: Shape, valid: torch.Tensor) -> ParisSearch:
     lead = shape.batch, shape.heads, shape.dim
     factors = torch.randint(-3, 4, lead, generator=generator(9)).float().exp2()
     signs = paris.scaled_signs(signs, factors)
-    return ParisSearch(
+    search = ParisSearch(
         codes, counts, signs, levels, shares, shape.m, count, mean_query=shape.mean_query
     )
+    if shape.block_len:
+        search.block_len = shape.block_len
+        search.means = draw(*lead[:2], -(-shape.n // shape.block_len), shape.dim, seed=5)
+    return search
 
 
 def cold_rows(shape: Shape) -> tuple[PagedRows, torch.Tensor, torch.Tensor]:

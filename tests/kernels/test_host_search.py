@@ -223,11 +223,16 @@ SHAPES = {
     "one token": Shape(1, valid=1.1),
     "all are candidates": Shape(200, candidates=200),
     "nothing valid": Shape(100, valid=-1.0),
+    "similar, blocks": Shape(700, group=3, queries=2, batch=2, tiers=0, block_len=64),
+    "similar, many heads": Shape(600, dim=64, group=9, tiers=0, block_len=256),
+    "similar, odd bytes": Shape(300, dim=133, tiers=0, block_len=128, dtype=torch.bfloat16),
+    "mean of blocks": Shape(300, dim=80, m=4, block_len=64, mean_query=True),
+    "few points": Shape(900, dim=8, tiers=0, block_len=64, group=2),
 }
 
 
-# hfk_paris_trace: five addresses.
-_TRACE = struct.Struct("@5P")
+# hfk_paris_trace: six addresses.
+_TRACE = struct.Struct("@6P")
 
 
 class ParisTrace(NamedTuple):
@@ -236,7 +241,8 @@ class ParisTrace(NamedTuple):
     Attributes:
         rotated: ``[B, H, Q, G, P]`` fp32.
         points: ``[B, H, Q, G, P // 8, 256]`` uint8, of each sign byte.
-        scores: ``[B, H, Q, n]`` uint8: one more than the points, 0 for tokens that are not valid.
+        drops: ``[B, H, Q, G, blocks]`` uint8: points that the tokens of a block lose.
+        scores: ``[B, H, Q, n]`` uint8: one more than points left, 0 for tokens that are not valid.
         candidates: ``[B, H, Q, C]`` int32, -1 behind the last one.
         estimates: ``[B, H, Q, G, C]`` fp32, -inf behind the last one.
         ids: ``[B, H, Q, budget]`` int32.
@@ -244,6 +250,7 @@ class ParisTrace(NamedTuple):
 
     rotated: torch.Tensor
     points: torch.Tensor
+    drops: torch.Tensor
     scores: torch.Tensor
     candidates: torch.Tensor
     estimates: torch.Tensor
@@ -266,6 +273,7 @@ def trace_paris(
     trace = ParisTrace(
         query.new_empty(*lead, tables, rotated_dim, dtype=torch.float32),
         query.new_empty(*lead, tables, rotated_dim // 8, 256, dtype=torch.uint8),
+        query.new_empty(*lead, tables, -(-n // search.block_len), dtype=torch.uint8),
         query.new_empty(*lead, n, dtype=torch.uint8),
         query.new_empty(*lead, search.candidates, dtype=torch.int32),
         query.new_full((*lead, tables, search.candidates), -math.inf, dtype=torch.float32),
@@ -278,7 +286,7 @@ def trace_paris(
     step, _keep = host_step._pack_step(
         query, window, cold, scores, trace.ids, trace.rotated, None, 1
     )
-    arrays = (trace.rotated, trace.points, trace.scores, trace.candidates, trace.estimates)
+    arrays = trace[:-1]
     find = library.load().hfk_search_ids
     find.argtypes = [ctypes.c_char_p, ctypes.c_char_p]
     assert find(step, _TRACE.pack(*(array.data_ptr() for array in arrays))) == 0
@@ -302,8 +310,17 @@ def test_each_stage_of_paris_is_the_naive_one(name: str, path: str) -> None:
     torch.testing.assert_close(trace.rotated, rotated, rtol=1e-5, atol=1e-5)
 
     # From here on each stage is given what the stage before it left, to be compared bit by bit.
-    bonus = naive.bonus_table(trace.rotated, search.counts, tuple(search.shares.tolist()), shape.m)
-    scores = naive.collide(search.codes.sign, bonus, shape.m, valid)
+    shares, products = tuple(search.shares.tolist()), trace.drops * 0.0
+    if search.means is not None:
+        products = naive.mean_products(grouped.transpose(2, 3), search.means)
+    lost = naive.lost_points(products, trace.rotated) if not shares else trace.drops * 0
+    # Products are sums in another order.
+    assert ((trace.drops.int() - lost.int()).abs() <= 1).all()
+    bonus = naive.similarity_points(trace.rotated)
+    if shares:
+        bonus = naive.bonus_table(trace.rotated, search.counts, shares, shape.m)
+    drops = naive.Blocks(trace.drops, search.block_len)
+    scores = naive.collide(search.codes.sign, bonus, shape.m, valid, drops)
     by_byte = bonus
     if shape.m == 4:
         byte, halves = torch.arange(256), bonus.unflatten(-2, (-1, 2))
@@ -312,22 +329,24 @@ def test_each_stage_of_paris_is_the_naive_one(name: str, path: str) -> None:
     assert torch.equal(trace.scores, torch.where(scores == 255, 0, scores + 1))
     candidates = naive.candidates(scores, search.candidates)
     assert torch.equal(trace.candidates, candidates)
+    offsets = naive.Blocks(products, search.block_len)
     estimates = naive.rerank(
-        trace.rotated, search.codes, candidates, search.levels, shape.m, 0.1, None, None
+        trace.rotated, search.codes, candidates, search.levels, shape.m, 0.1, None, offsets
     )
     torch.testing.assert_close(trace.estimates, estimates, rtol=1e-5, atol=FP32_ERROR)
     assert torch.equal(trace.ids, naive_relevance.best_ids(trace.estimates, candidates, budget))
 
 
 def test_a_soft_cap_bends_the_mean_key_too(path: str) -> None:
-    shape = Shape(300, group=2)
+    shape = Shape(300, group=2, block_len=64)
     query, valid = shape.query(), shape.mask()
     search = paris_search(shape, valid)
-    search.mean = draw(1, 2, 128, seed=5)
+    assert search.means is not None
     trace = trace_paris(query, search, valid, 9, softcap=1.5)
-    offset = torch.einsum("bhgqd,bhd->bhqg", query.view(1, 2, 2, 1, 128), search.mean)
+    products = naive.mean_products(query.view(1, 2, 2, 1, 128).transpose(2, 3), search.means)
     expected = naive.rerank(
-        trace.rotated, search.codes, trace.candidates, search.levels, 8, 0.1, 1.5, offset
+        *(trace.rotated, search.codes, trace.candidates, search.levels, 8, 0.1, 1.5),
+        naive.Blocks(products, 64),
     )
     torch.testing.assert_close(trace.estimates, expected, rtol=1e-5, atol=FP32_ERROR)
 

@@ -26,21 +26,24 @@ def stages(
     valid: torch.Tensor | None = None,
     scale: float = 1.0,
     softcap: float | None = None,
-    offset: torch.Tensor | None = None,
+    means: torch.Tensor | None = None,
+    block_len: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The candidates of a search, their estimates ``[B, H, Q, G, C]`` and the best ``count``."""
     shares = paris.share_units(rho, TIERS)
     if backend == "naive":
         points = naive.bonus_table(q_rot, counts, shares, m)
-        ids = naive.candidates(naive.collide(codes.sign, points, m, valid), survivors)
-        scores = naive.rerank(q_rot, codes, ids, levels, m, scale, softcap, offset)
+        ids = naive.candidates(naive.collide(codes.sign, points, m, valid, None), survivors)
+        products = None if means is None else naive.mean_products(q_rot, means)
+        offsets = None if products is None else naive.Blocks(products, block_len)
+        scores = naive.rerank(q_rot, codes, ids, levels, m, scale, softcap, offsets)
         return ids, scores, best_ids(scores, ids, count, backend="naive")
     from hf_kvret_kernels.paris import triton
 
-    tables = triton.bonus(q_rot, None, counts, shares, m)
+    tables = triton.bonus(q_rot, None, counts, shares, m, means, block_len)
     most = len(shares) * counts.shape[2]
     collisions = triton.collide(tables, codes.sign, m, valid, most, survivors)
-    options = count, survivors, shares, m, valid, scale, softcap, offset
+    options = count, survivors, shares, m, valid, scale, softcap, means, block_len
     return triton.rank(
         tables, collisions, paris.SearchCall(q_rot, None, codes, counts, levels, *options)
     )
@@ -102,18 +105,20 @@ def test_triton_ranks_as_the_reference_does(
 
 
 @pytest.mark.parametrize("softcap", [None, 5.0])
-def test_scale_offset_and_cap_apply_to_estimates(softcap: float | None, place: Place) -> None:
+def test_scale_means_and_cap_apply_to_estimates(softcap: float | None, place: Place) -> None:
     signs, levels = paris_tools(16, 4)
     codes = paris.encode(draw(2, 2, 9, 16), signs, levels, m=4)
     q_rot = paris.rotate(3 * draw(2, 2, 2, 3, 16, seed=1), signs)
     given = q_rot, codes, paris.count_centroids(codes.sign, m=4), levels, 5
-    offset = draw(3, 2, 2, 2, seed=2).permute(1, 2, 3, 0)
-    plain = run_at(place, stages, *given, m=4)[1].double()
-    scores = (plain + offset.unsqueeze(-1)) * 0.7
+    means = draw(3, 2, 2, 16, seed=2).permute(1, 2, 0, 3)
+    ids, plain, _ = run_at(place, stages, *given, m=4)
+    products = torch.einsum("bhqgd,bhnd->bhqgn", q_rot.double(), means.double())
+    offsets = products.gather(4, (ids.long() // 4).unsqueeze(3).expand_as(plain))
+    scores = (plain.double() + offsets) * 0.7
     if softcap is not None:
         scores = softcap * (scores / softcap).tanh()
-    options = {"m": 4, "scale": 0.7, "softcap": softcap, "offset": offset}
+    options = {"m": 4, "scale": 0.7, "softcap": softcap, "means": means, "block_len": 4}
     result = run_at(place, stages, *given, **options)[1]
     assert result.dtype == torch.float32
     # fp32 of numbers around 20.
-    torch.testing.assert_close(result.double(), scores, rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(result.double(), scores, rtol=1e-5, atol=2e-5)

@@ -36,6 +36,8 @@ def collisions(
     tiers: tuple[float, ...],
     m: int,
     valid: torch.Tensor | None = None,
+    means: torch.Tensor | None = None,
+    block_len: int = 1,
     backend: str = "naive",
 ) -> torch.Tensor:
     """The scores of all tokens, of stage 1."""
@@ -43,10 +45,14 @@ def collisions(
     if backend == "naive":
         by_rank = naive.bonus_table(q_rot, counts, shares, m) if shares else None
         points = naive.similarity_points(q_rot) if by_rank is None else by_rank
-        return naive.collide(sign, points, m, valid)
+        drops = None
+        if means is not None and not shares:
+            lost = naive.lost_points(naive.mean_products(q_rot, means), q_rot)
+            drops = naive.Blocks(lost, block_len)
+        return naive.collide(sign, points, m, valid, drops)
     from hf_kvret_kernels.paris import triton
 
-    points = triton.bonus(q_rot, None, counts, shares, m)
+    points = triton.bonus(q_rot, None, counts, shares, m, means, block_len)
     return triton.collide(points, sign, m, valid, most_points(shares, counts), 0).scores
 
 
@@ -115,10 +121,12 @@ def test_a_program_may_take_several_subspaces(part: int, monkeypatch: pytest.Mon
     query, shares = query[..., :5].contiguous(), (100_000, 400_000)
     factors = (torch.arange(15.0).view(3, 1, 5) - 7).exp2()
     signs = paris.scaled_signs(paris.random_signs(8, seed=3), factors).to(DEVICE)
-    expected = triton.bonus(query, signs, counts, shares, 4)
+    given = query, signs, counts, shares, 4, draw(3, 1, 9, 5, seed=2).to(DEVICE), 8
+    expected = triton.bonus(*given)
     monkeypatch.setattr(triton, "subspaces_of_program", lambda count: part)
-    result = triton.bonus(query, signs, counts, shares, 4)
-    assert all(torch.equal(*pair) for pair in zip(result, expected, strict=True))
+    monkeypatch.setattr(triton, "_MEANS", 8)
+    result = triton.bonus(*given)
+    assert all(torch.equal(*pair) for pair in zip(result[:5], expected[:5], strict=True))
     rotated = naive.rotate(query, signs)
     torch.testing.assert_close(result.queries, triton.by_planes(rotated))
     assert result.histogram.eq(0).all() and result.tickets.eq(0).all()
@@ -223,6 +231,37 @@ def test_points_by_similarity_are_those_of_a_literal_walk(
         want = totals.amax(0).masked_fill(~valid[b], 255)
         assert torch.equal(scores[b, 0, 0].long(), want)
     assert scores[scores < 255].max() > scores.min()
+
+
+@pytest.mark.parametrize(
+    ("tables", "dim", "blocks", "block_len"),
+    # Tables in two words, long queries, blocks of programs, more than are taken at a time.
+    [(5, 16, 3, 64), (2, 136, 5, 16), (1, 8, 3, 1024), (2, 8, 150, 2)],
+)
+def test_the_tokens_of_a_block_lose_points_by_its_mean_key(
+    place: Place, tables: int, dim: int, blocks: int, block_len: int
+) -> None:
+    """Products of eighths are exact. One query loses all that there is to lose in most blocks."""
+    q_rot, means = draw(2, 1, 1, tables, dim, seed=4), draw(2, 1, blocks, dim, seed=5)
+    q_rot, means = ((x * 8).round() / 8 for x in (q_rot, means))
+    means[0] *= 64.0
+    length = (blocks - 1) * block_len + 1
+    sign, counts = random_sign(2, 1, length, dim // 8), torch.zeros(2, 1, dim // 8, 256).int()
+    options: dict[str, Any] = {"rho": 1.0, "tiers": (), "m": 8}
+    blocked = options | {"means": means, "block_len": block_len}
+    scores = check_candidates(place, (q_rot, counts, sign), 40, **blocked)
+    # [B, 1, 1, G, blocks], of each token.
+    products = torch.einsum("bhqgd,bhnd->bhqgn", q_rot.double(), means.double())
+    lost = (
+        0.8
+        * naive.similarity_scale(q_rot)[..., None].double()
+        * (products.amax(-1, keepdim=True) - products)
+    )
+    lost = lost.repeat_interleave(block_len, -1)[..., :length]
+    points = [collisions(q_rot[..., g : g + 1, :], counts, sign, **options) for g in range(tables)]
+    left = torch.stack(points, dim=3).double() - lost.clamp(max=255).floor()
+    want = left.amax(3).clamp(min=0)
+    assert torch.equal(scores.long(), want)
 
 
 @pytest.mark.parametrize("query", [0.0, math.inf, math.nan])

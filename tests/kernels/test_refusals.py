@@ -104,7 +104,6 @@ def of_paris() -> Iterator[Refusal]:
     yield "head dim 1025", partial(paris.encode, torch.zeros(1, 1, 1, 1025), signs, levels)
     yield "signs is ", partial(paris.encode, torch.zeros(1, 1, 1, 20), signs, levels)
     yield "levels is ", partial(paris.encode, keys, signs, levels[:4])
-    yield "mean is ", partial(encode, mean=keys[:, :1, 0])
     yield "out has room", partial(encode, out=paris.ParisCodes.empty(1, 2, 4, 16))
     wide = vars(paris.ParisCodes.empty(1, 2, 6, 16)).values()
     gaps = paris.ParisCodes(*(plane[:, :, ::2] for plane in wide))
@@ -125,7 +124,10 @@ def of_paris() -> Iterator[Refusal]:
     yield "rho=2", partial(search, **stage | {"rho": 2})
     yield "at most 127 tiers", partial(search, rho=0.5, tiers=(0.5,) * 128)
     yield "valid is torch.uint8", partial(search, valid=torch.ones(1, 3).byte(), **stage)
-    yield "offset is ", partial(search, offset=torch.zeros(1, 2, 1), **stage)
+    means = torch.zeros(1, 2, 2, 16)
+    yield "means is ", partial(search, means=means[:, :, :1], block_len=2, **stage)
+    for length in (0, 3):
+        yield f"block_len={length}", partial(search, means=means, block_len=length, **stage)
     one_head = rotated[:, :1], None, codes, counts[:, :1], levels, 1
     yield r"codes\.sign is .*\[1, 1, 3, 2\]", partial(paris.search, *one_head, survivors=2, **stage)
     narrow = rotated[..., :12], None, codes, counts, levels, 1

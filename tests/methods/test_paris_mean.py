@@ -1,4 +1,4 @@
-"""ParisKV's mean key: of the whole prompt, and taken anew as a context grows."""
+"""ParisKV's mean keys: of blocks of the whole prompt, and taken anew as a context grows."""
 
 import pytest
 import torch
@@ -10,6 +10,14 @@ from .codebooks import DIM, HEADS
 from .index_runs import IndexRun
 
 OPTIONS = ParisConfig(top_k=4)
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 16 tokens at least, at most four of them when means are taken."""
+    monkeypatch.setattr("hf_kvret.methods.paris.index._BLOCK", 16)
+    monkeypatch.setattr("hf_kvret.methods.paris.index._BLOCKS", 4)
+    monkeypatch.setattr("hf_kvret.methods.paris.index._ENOUGH", 8)
 
 
 def _keys(length: int, drift: float = 1.0) -> torch.Tensor:
@@ -66,7 +74,7 @@ def test_the_mean_is_taken_anew_once_the_context_has_doubled() -> None:
         _add(fed, keys[:, :, end - 10 : end])
         before = fed.index.state_dict()
         fed.ready()
-        renewed = not torch.equal(fed.index.state_dict()["mean"], before["mean"])
+        renewed = fed.index.state_dict()["means"].shape != before["means"].shape
         assert renewed == (end == 100)
     assert _same(fed.index, _fed(keys).index)
 
@@ -85,6 +93,26 @@ def test_a_fork_keeps_its_codes_while_the_original_takes_others() -> None:
     fed.ready()
     assert _same(twin, original)
     assert all(torch.equal(x, renewed[name]) for name, x in original.state_dict().items())
+
+
+def test_each_block_has_the_mean_of_its_first_keys() -> None:
+    """Keys of a prompt, or of the flush that begins a block; padding takes that of a neighbour."""
+    keys, valid = _keys(100), torch.ones(2, 100, dtype=torch.bool)
+    valid[1, :35] = False
+    fed = _fed(keys[:, :, :60], valid=valid[:, :60])
+    _add(fed, keys[:, :, 60:70])
+    _add(fed, keys[:, :, 70:])
+    means = fed.index.state_dict()["means"]
+    spans = ((0, 16), (16, 32), (32, 48), (48, 60), (64, 70), (80, 96), (96, 100))
+    assert means.shape == (2, HEADS, len(spans), DIM)
+    for i, (start, end) in enumerate(spans):
+        # Six keys, and then four, of eight that would be enough.
+        share = min(1.0, (end - start) / 8)
+        for row, part in ((0, slice(start, end)), (1, slice(max(start, 35), max(end, 48)))):
+            last, own = means[row, :, i - 1], keys[row, :, part].mean(1)
+            torch.testing.assert_close(means[row, :, i], last.lerp(own, share))
+    fed.crop(65)
+    assert torch.equal(fed.index.state_dict()["means"], means[:, :, :5])
 
 
 @pytest.mark.parametrize("why", ["coded rows", "no mean"])

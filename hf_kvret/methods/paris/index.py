@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -43,8 +43,12 @@ SCHEDULES = {
 
 Below ``length`` cold tokens a share beta of them are candidates, and rho of the keys earn points.
 """
-# Numbers that are scaled at once, 16 MiB; least energy of a coordinate, as a share of their mean.
-_NUMBERS, _LEAST = 1 << 22, 1e-3
+# Least energy of a coordinate, as a share of their mean.
+_LEAST = 1e-3
+# Fewest tokens of a block, and most blocks of the keys whose means are taken at once.
+_BLOCK, _BLOCKS = 256, 64
+# Keys that are read at a time, and how many tell the mean of a block as well as the one before it.
+_CHUNK, _ENOUGH = 4096, 64
 # Queries that say what others will ask for.
 _FEWEST = 8
 # How tensors are kept that not every index has.
@@ -68,8 +72,9 @@ class ParisConfig(RetrievalConfig):
         group_reduce: how the query heads of a KV head share a selection. ``"max"``: by the largest
             of their softmax weights. ``"mean"``: by the mean of their queries, as in the authors'
             code.
-        center: subtract the mean key before keys are coded, and scale coordinates so that none
-            outweighs the others. Queries are scaled inversely: the ranking does not depend on it.
+        center: subtract the mean key of a block of tokens before keys are coded, and scale
+            coordinates so that none outweighs the others. Queries are scaled inversely, and a
+            block's tokens get the product of query and mean key back.
         seed: for the random signs, the same in all layers and heads.
     """
 
@@ -146,12 +151,13 @@ class ParisIndex(CapturableIndex, Index):
     Walsh-Hadamard transform (long ones in blocks), and cut into subspaces. Stage 1 gives each key
     points for subspaces whose sign pattern lies close to the query's, and keeps the keys with most
     points. Stage 2 estimates their inner products from the codes. New keys are encoded like old
-    ones. Mean and scales are those of a prompt, and taken anew whenever a context has doubled.
+    ones. Means and scales are those of a prompt, and taken anew whenever a context has doubled.
 
     A code's error is a share of its key's length. Where few coordinates are large, as with a bias
     of the keys, and queries hardly ask for them, it would bury the others. The expected error is
     least where keys and queries have the same energy in each coordinate, and scales go two thirds
-    of the way there.
+    of the way there. RoPE turns a bias with the position. So blocks of tokens have mean keys of
+    their own, whose products with a query count in both stages.
 
     Args:
         options: of the method.
@@ -162,10 +168,12 @@ class ParisIndex(CapturableIndex, Index):
     _record: TokenBuffer = tokens(dims="B H N q", dtype=torch.uint8)
     # Keys in each centroid of each subspace.
     _counts: torch.Tensor | None = tensor(shared=True, dims="B H s c", dtype=torch.int32)
-    # The mean key, [B, Hkv, D] fp32, and of how many tokens it is.
-    _mean: torch.Tensor | None = tensor(dims="B H D", **_CENTERED)
+    # Mean keys of blocks of tokens, [B, Hkv, blocks, D] fp32, and the length of a block; how many
+    # tokens they were taken of at once.
+    _means: torch.Tensor | None = tensor(dims="B H b D", **_CENTERED)
+    _block_len: int = number(_BLOCK)
     _mean_len: int = number(0)
-    # Sums of squares of a prompt's newest queries; powers of two that queries are multiplied by.
+    # Sums of squares of a prompt's newest queries; what queries are multiplied by.
     _energy: torch.Tensor | None = tensor(dims="B g D", **_CENTERED)
     _factors: torch.Tensor | None = tensor(dims="B H D", **_CENTERED)
     # Random signs of the rotation, times the factors, [B, H, P] fp32, and the [8] fp32 levels of
@@ -180,13 +188,18 @@ class ParisIndex(CapturableIndex, Index):
         self.options = options
 
     def add(self, block: TokenBlock) -> None:
+        valid = block.valid
+        if valid is None:
+            valid = block.keys.new_ones(len(block.keys), len(block), dtype=torch.bool)
         if self._counts is None:
             batch, heads, _, dim = block.keys.shape
             self._make_basis(batch, heads, dim, block.keys.device)
             self._mean_len = len(block)
             if self.options.center:
-                self._mean = block.mean_key()
-                self._balance(block.deviation(self._mean))
+                self._learn(lambda _: [(0, block.keys)], valid)
+        elif self._means is not None:
+            start = len(self._sign)
+            self._means, _ = self._mean_keys(self._means, start, block.keys, valid)
         self._append(block.keys, block.valid)
 
     def on_prompt(self, queries: torch.Tensor, valid: torch.Tensor | None) -> None:
@@ -197,20 +210,71 @@ class ParisIndex(CapturableIndex, Index):
             squares = squares.masked_fill(~valid[:, None, :, None], 0.0)
         self._energy = squares.sum(dim=2)
 
+    def _learn(
+        self, read: Callable[[int], Iterable[tuple[int, torch.Tensor]]], valid: torch.Tensor
+    ) -> None:
+        """Take means and factors of the keys that ``read`` brings, in chunks of a length."""
+        self._block_len = max(_BLOCK, 1 << (-(-self._mean_len // _BLOCKS) - 1).bit_length())
+        means, squares = None, []
+        for start, keys in read(max(_CHUNK, self._block_len)):
+            own = valid[:, start : start + keys.shape[2]]
+            means, some = self._mean_keys(means, start, keys, own)
+            squares.append(some)
+        assert means is not None, "there are keys"
+        # Blocks of padding in front take the mean of the first one behind them.
+        places = torch.arange(means.shape[2], device=means.device)
+        places = places.where(means.any(-1), len(places) - 1).flip(-1).cummin(-1).values.flip(-1)
+        self._means = means.gather(2, places.unsqueeze(-1).expand_as(means))
+        count = valid.sum(dim=1).clamp(min=1)[:, None, None]
+        self._balance(torch.stack(squares).sum(0) / count)
+
+    def _mean_keys(
+        self, means: torch.Tensor | None, start: int, keys: torch.Tensor, valid: torch.Tensor
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """``means`` and those of the blocks that begin with ``keys``, the tokens from ``start`` on.
+
+        Then the sums of squared distances from the latter, ``[B, Hkv, D]`` fp32.
+        """
+        squares = keys.new_zeros(*keys.shape[:2], keys.shape[3], dtype=torch.float32)
+        for block, part in self._pieces(start, keys.shape[2]):
+            if means is not None and block < means.shape[2]:
+                continue
+            own, padding = keys[:, :, part].float(), ~valid[:, None, part, None]
+            count = (~padding).sum(2, keepdim=True)
+            mean = own.masked_fill(padding, 0.0).sum(2, keepdim=True) / count.clamp(min=1)
+            if means is not None:
+                last = means[:, :, -1:]
+                share = (count / _ENOUGH).clamp(max=1.0).where(last.any(-1, keepdim=True), 1.0)
+                mean = last.lerp(mean, share)
+            squares += (own - mean).masked_fill_(padding, 0.0).square_().sum(2)
+            means = mean if means is None else torch.cat([means, mean], dim=2)
+        return means, squares
+
+    def _pieces(self, start: int, length: int) -> Iterator[tuple[int, slice]]:
+        """Each block that has some of these tokens, the first being ``start``, and which ones."""
+        size, end = self._block_len, start + length
+        for block in range(start // size, -(-end // size)):
+            first, last = max(start, block * size), min(end, (block + 1) * size)
+            yield block, slice(first - start, last - start)
+
     def _balance(self, keys: torch.Tensor) -> None:
-        """Make factors for ``keys [B, Hkv, D]``, sums of squared distances from the mean."""
+        """Make factors for keys whose coordinates have variances ``keys [B, Hkv, D]``."""
         queries = torch.zeros_like(keys)
         if self._energy is not None:
             queries = self._energy.unflatten(1, (keys.shape[1], -1)).sum(dim=2)
         shares = [x / x.mean(-1, keepdim=True).clamp(min=1e-30) + _LEAST for x in (keys, queries)]
-        # With the fourth root the energies would be the same, but later queries may be others.
-        # Products with powers of two are exact, and a rounding more or less changes none of them.
+        # With the fourth root the energies would be the same, but later queries may be others. A
+        # rounding more or less changes none of the factors.
         exponents = (shares[0] / shares[1]).log2() / 6
-        self._factors = (exponents - exponents.mean(-1, keepdim=True)).round().exp2()
-        self._signs = paris.scaled_signs(self._basis()[0], self._factors)
+        exponents = (exponents - exponents.mean(-1, keepdim=True)).round()
+        # Numbers of rotated keys get the size that points count on.
+        signs, _ = self._basis()
+        squares = (keys * (-2 * exponents).exp2()).sum(-1, keepdim=True) / len(signs)
+        self._factors = (exponents + (2 * squares.clamp(min=1e-30).log2()).round() / 4).exp2()
+        self._signs = paris.scaled_signs(signs, self._factors)
 
     def _append(self, keys: torch.Tensor, valid: torch.Tensor | None) -> None:
-        codes = self.encode(keys)
+        codes = self.encode(keys, len(self._sign))
         if valid is not None:
             # A crop must know which tokens the counts leave out.
             codes.mark_padding(valid)
@@ -220,35 +284,25 @@ class ParisIndex(CapturableIndex, Index):
         self._counts = counts if self._counts is None else self._counts + counts
 
     def build(self, cold: ColdTokens) -> None:
-        """Code a prompt that came in pieces by its own mean, not by that of the first piece."""
+        """Code a prompt that came in pieces by its own means, not by those of the first piece."""
         if len(cold) > self._mean_len:
             self._renew(cold.store)
 
     def is_stale(self, cold: ColdTokens) -> bool:
-        """The mean of half as many tokens, or fewer, no longer is that of the keys."""
+        """Factors of half as many tokens, or fewer, no longer are those of the keys."""
         return cold.valid.shape[1] >= 2 * self._mean_len
 
     def _renew(self, store: Store) -> None:
-        """Take mean and factors of all keys and code them anew.
+        """Take means and factors of all keys and code them anew.
 
         Reads all keys twice, in chunks. Where a store codes its rows there are no exact keys, and
-        the mean stays.
+        what was taken stays.
         """
-        mean, length = self._mean, len(self._sign)
-        self._mean_len = length
-        if mean is None or store.codes_rows:
+        self._mean_len = length = len(self._sign)
+        if self._means is None or store.codes_rows:
             return
         valid = self._codes().is_valid()
-        total, squares = torch.zeros_like(mean), torch.zeros_like(mean)
-        for start, keys in store.key_chunks():
-            padding = ~valid[:, None, start : start + keys.shape[2], None]
-            total += keys.masked_fill(padding, 0.0).sum(dim=2, dtype=torch.float32)
-            squares += (keys - mean[:, :, None]).masked_fill(padding, 0.0).square().sum(dim=2)
-        count = valid.sum(dim=1).clamp(min=1)[:, None, None]
-        self._mean = total / count
-        # The squares are of distances from the old mean.
-        squares -= count * (self._mean - mean).square()
-        self._balance(squares.clamp(min=0))
+        self._learn(store.key_chunks, valid)
         self._counts = None
         for plane in (self._sign, self._record):
             # Room for all at once, also where a fork still reads the memory.
@@ -263,19 +317,16 @@ class ParisIndex(CapturableIndex, Index):
         assert self._signs is not None, "add comes first"
         return naive.rotate(self._grouped(query), self._signs).flatten(1, 2)
 
-    def encode(self, keys: torch.Tensor) -> paris.ParisCodes:
-        """Codes of ``keys [B, Hkv, n, D]``."""
-        m, mean, (signs, levels) = self.options.subspace_dim, self._mean, self._basis()
-        if self._factors is None or mean is None:
-            return paris.encode(keys, signs, levels, m=m, mean=mean)
-        batch, heads, length, dim = keys.shape
+    def encode(self, keys: torch.Tensor, start: int) -> paris.ParisCodes:
+        """Codes of ``keys [B, Hkv, n, D]``, the tokens from ``start`` on."""
+        m, (signs, levels) = self.options.subspace_dim, self._basis()
+        if self._factors is None or self._means is None:
+            return paris.encode(keys, signs, levels, m=m)
         codes = paris.ParisCodes.empty(*keys.shape, m=m, device=keys.device)
-        divisors, mean = self._factors.unsqueeze(2), mean / self._factors
-        step = max(1, _NUMBERS // max(1, batch * heads * dim))
-        for start in range(0, length, step):
-            part = keys[:, :, start : start + step] / divisors
-            out = codes.tokens(start, start + part.shape[2])
-            paris.encode(part, signs, levels, m=m, mean=mean, out=out)
+        for block, part in self._pieces(start, keys.shape[2]):
+            own = keys[:, :, part] - self._means[:, :, block : block + 1]
+            own /= self._factors.unsqueeze(2)
+            paris.encode(own, signs, levels, m=m, out=codes.tokens(part.start, part.stop))
         return codes
 
     def _basis(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -290,17 +341,14 @@ class ParisIndex(CapturableIndex, Index):
         if options.group_reduce == "mean":
             grouped = grouped.float().mean(dim=2, keepdim=True)
         _, rho = options.ratios(length)
-        offset = None
-        if cold.softcap is not None and self._mean is not None:
-            # A cap bends the whole score, the mean key's part included: [B, Hkv, Q, G].
-            offset = torch.einsum("bhgqd,bhd->bhqg", grouped.float(), self._mean)
         call = paris.SearchCall(
             *(grouped.transpose(2, 3), self._signs, self._codes(), counts, levels, cold.budget),
             survivors=self._candidates(length, cold.budget),
             shares=paris.share_units(rho, options.tiers_for(counts.shape[2])),
             m=options.subspace_dim,
             **cold.scoring._asdict(),
-            offset=offset,
+            means=self._means,
+            block_len=self._block_len,
         )
         return paris.search_unchecked(call)
 
@@ -310,7 +358,7 @@ class ParisIndex(CapturableIndex, Index):
 
     def host_search(self, query: torch.Tensor, cold: ColdTokens) -> HostSearch | None:
         options, counts, search = self.options, self._counts, self._host_search
-        key = options, cold.budget, cold.softcap is None
+        key = options, cold.budget
         # Whatever changes the codes makes new counts.
         if search is None or search.counts is not counts or self._host_search_key != key:
             signs, levels = self._signs, self._levels
@@ -325,7 +373,8 @@ class ParisIndex(CapturableIndex, Index):
                 paris.tier_shares(rho, options.tiers_for(counts.shape[2])),
                 options.subspace_dim,
                 self._candidates(len(self._sign), cold.budget),
-                mean=None if cold.softcap is None else self._mean,
+                means=self._means,
+                block_len=self._block_len,
                 mean_query=options.group_reduce == "mean",
             )
         return search
@@ -350,8 +399,10 @@ class ParisIndex(CapturableIndex, Index):
             self.reset()
         if self._counts is None or length >= len(self._sign):
             return
-        # So that what comes in place of the dropped tokens gets a mean of its own in time.
+        # So that what comes in place of the dropped tokens gets means of its own in time.
         self._mean_len = min(self._mean_len, length)
+        if self._means is not None:
+            self._means = self._means[:, :, : -(-length // self._block_len)]
         dropped = self._codes()
         counted = dropped.is_valid()[:, length:]
         self._counts = self._counts - paris.count_centroids(
@@ -366,14 +417,24 @@ class ParisIndex(CapturableIndex, Index):
         return super().state_dict()
 
     def check_saved(self, state: Tensors, schema: Schema) -> None:
-        """As for every state; the width of a record follows from other tensors."""
+        """As for every state; widths of records and numbers of means follow from other tensors."""
         super().check_saved(state, schema)
+        if {"sign", "means", "block_len"} <= state.keys():
+            size = int(state["block_len"])
+            if size < _BLOCK or size & (size - 1):
+                raise ValueError(f"block_len is {size}: the file is damaged; save the cache again")
+            blocks = -(-state["sign"].shape[2] // size)
+            schema.check("means", state["means"], f"B H {blocks} D", torch.float32)
         if {"sign", "counts", "record"} <= state.keys():
             width = 3 * state["sign"].shape[3] + state["counts"].shape[2]
             schema.check("record", state["record"], f"B H N {width}", torch.uint8)
 
     def load_state_dict(self, state: Tensors, device: torch.device | None = None) -> None:
-        """As for every state."""
+        """As for every state; codes of 0.1.0 have one mean key, and are renewed from exact keys."""
+        if "mean" in state:
+            mean, numbers = state["mean"], {"block_len": 1 << 40, "mean_len": 0}
+            state = {"factors": torch.ones_like(mean)} | state | {"means": mean.unsqueeze(2)}
+            state |= {name: torch.tensor(number) for name, number in numbers.items()}
         if "counts" in state:
             super().load_state_dict(state, device)
             return

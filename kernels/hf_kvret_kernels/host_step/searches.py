@@ -99,13 +99,14 @@ class ParisSearch(WithoutAddresses):
         shares: ``[tiers]`` int64, ``rho`` times each tier in millionths.
         m: coordinates of a subspace.
         candidates: tokens that are reranked.
-        mean: ``[B, Hkv, Dk]`` fp32 to be added back, for a soft cap; else None.
+        means: ``[B, Hkv, blocks, Dk]`` fp32 that were subtracted from keys, or None.
+        block_len: tokens of a block, a power of two from 64 on.
         mean_query: one query for the group, the mean of its own.
     """
 
     kind: ClassVar[int] = 2
     heads: ClassVar[None] = None
-    _STRUCT: ClassVar[struct.Struct] = struct.Struct("@7P8q2i")
+    _STRUCT: ClassVar[struct.Struct] = struct.Struct("@7P9q2i")
 
     codes: ParisCodes
     counts: torch.Tensor
@@ -114,7 +115,8 @@ class ParisSearch(WithoutAddresses):
     shares: torch.Tensor
     m: int
     candidates: int
-    mean: torch.Tensor | None = None
+    means: torch.Tensor | None = None
+    block_len: int = 64
     mean_query: bool = False
 
     @functools.cached_property
@@ -126,12 +128,12 @@ class ParisSearch(WithoutAddresses):
         planes = [_dense_rows(x) for x in (self.codes.sign, self.codes.record)]
         self.codes = ParisCodes(*planes)
         self.counts, self.signs = self.counts.contiguous(), self.signs.contiguous()
-        if self.mean is not None:
-            self.mean = self.mean.contiguous()
+        if self.means is not None:
+            self.means = self.means.contiguous()
         return self._STRUCT.pack(
             *(plane.data_ptr() for plane in planes),
             self.counts.data_ptr(),
-            0 if self.mean is None else self.mean.data_ptr(),
+            0 if self.means is None else self.means.data_ptr(),
             self.signs.data_ptr(),
             self.levels.data_ptr(),
             self.shares.data_ptr(),
@@ -140,6 +142,7 @@ class ParisSearch(WithoutAddresses):
             self.m,
             len(self.shares),
             self.candidates,
+            self.block_len,
             self.mean_query,
             0,
         )

@@ -22,6 +22,8 @@ _MOST_WEIGHT, _PADDING = 57344.0, 247
 EXCLUDED = 255
 # A centroid earns at most this by similarity: two heads share a byte of the scan on a CPU.
 MOST_SIMILAR = 7
+# The similarity that a product of 1 stands for, see ``naive.lost_points``.
+SIMILARITY_OF_PRODUCT = 0.8
 
 
 def rotated_dim(head_dim: int) -> int:
@@ -159,7 +161,8 @@ class SearchCall(NamedTuple):
     valid: torch.Tensor | None
     scale: float
     softcap: float | None
-    offset: torch.Tensor | None
+    means: torch.Tensor | None
+    block_len: int
 
 
 def code_weights(weight: torch.Tensor) -> torch.Tensor:

@@ -44,27 +44,23 @@ def encode(
     levels: torch.Tensor,
     *,
     m: int = 8,
-    mean: torch.Tensor | None = None,
     out: ParisCodes | None = None,
     backend: str = "auto",
 ) -> ParisCodes:
     """Codes of ``keys``; ``out`` itself where it is given, then written in place.
 
-    With ``x`` the rotated ``k - mean`` and per subspace ``r = |x_b|``, ``u = x_b / r``,
+    With ``x`` the rotated key and per subspace ``r = |x_b|``, ``u = x_b / r``,
     ``v = sign(u) * nearest level of |u|``: the weight is ``r / alpha`` with
     ``alpha = <v, u>`` (eq. 7 and 9; normalizing the key first and multiplying by its norm
     afterwards, as the paper writes it, is the same number). Then ``<u, q>`` is estimated by
     ``<v, q> / alpha`` (eq. 8). A zero key, or a zero subspace, gets weight 0 and no NaN.
-    Ours: weights are kept in eight bits (``code_weights``), and a mean key per head is subtracted.
-    The mean shifts all scores of a query by one constant, so the ranking stays, and directions
-    spread out where keys share a large common part.
+    Ours: weights are kept in eight bits (``code_weights``).
 
     Args:
         keys: ``[B, H, n, D]`` fp32, bf16 or fp16, any strides, n may be 0.
         signs: ``[P]`` fp32 of ``random_signs``, P as of ``rotate``.
         levels: ``[8]`` fp32 ascending, of ``magnitude_levels(m)``.
         m: coordinates of a subspace, 4 or 8.
-        mean: ``[B, H, D]`` fp32 to subtract from every key of the head, or None.
         out: views of n tokens to write, laid out as ``ParisCodes`` says.
         backend: "auto", "naive", "triton", or "cpp" for the compiled library, which "auto" takes on
             a CPU where there is one. Backends round in different orders, so a number that lies
@@ -79,8 +75,6 @@ def encode(
     batch, heads, length, head_dim = keys.shape
     dim = check_signs_of(signs, head_dim, keys.device)
     check_tensor("levels", levels, (LEVELS,), [torch.float32], keys.device)
-    if mean is not None:
-        check_tensor("mean", mean, (batch, heads, head_dim), [torch.float32], keys.device)
     if out is None:
         out = ParisCodes.empty(batch, heads, length, dim, m=m, device=keys.device)
     elif tuple(out.sign.shape[:3]) != (batch, heads, length):
@@ -94,9 +88,9 @@ def encode(
         return out
     if host_library.is_asked(backend, keys):
         planes = out.sign, out.record
-        host_library.encode_paris(keys, signs, levels, m, mean, planes, rotation_stride(dim))
+        host_library.encode_paris(keys, signs, levels, m, planes, rotation_stride(dim))
     else:
-        arguments = keys, signs, levels, m, mean, out
+        arguments = keys, signs, levels, m, out
         run(__package__, "encode", backend, *arguments, triton="triton_encode")
     return out
 
@@ -104,7 +98,7 @@ def encode(
 def decode(codes: ParisCodes, levels: torch.Tensor, *, m: int = 8) -> torch.Tensor:
     """``[B, H, n, P]`` fp32: weight times dequantized direction, still rotated.
 
-    ``<decode(codes), rotate(q)>`` is what ``rerank`` estimates ``<k - mean, q>`` by. Plain
+    ``<decode(codes), rotate(q)>`` is what ``rerank`` estimates ``<k, q>`` by. Plain
     torch on every device: for inspection and tests, not for the decode step.
     """
     check_subspace_dim(m)

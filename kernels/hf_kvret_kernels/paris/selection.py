@@ -45,13 +45,14 @@ def search(
     valid: torch.Tensor | None = None,
     scale: float = 1.0,
     softcap: float | None = None,
-    offset: torch.Tensor | None = None,
+    means: torch.Tensor | None = None,
+    block_len: int = 1,
     backend: str = "auto",
 ) -> torch.Tensor:
     """``[B, H, Q, count]`` int32: the tokens that matter most by their codes, -1 for missing ones.
 
     Candidates are the ``survivors`` tokens with the most points, of equal ones the last.
-    ``scale * <k - mean, q>`` of these is estimated from their codes, as the paper's eq. 10 does,
+    ``scale * <k, q>`` of these is estimated from their codes, as the paper's eq. 10 does,
     and ``relevance.best_ids`` takes the best. ``paris.naive`` says what is computed, stage after
     stage; Triton shares work between them.
 
@@ -72,8 +73,10 @@ def search(
         valid: ``[B, n]`` bool, any strides, or None for all valid.
         scale: factor of the inner products, before the cap.
         softcap: ``c`` of ``c * tanh(score / c)``, or None.
-        offset: ``[B, H, Q, G]`` fp32 to be added to the inner products of a query, before the
-            scale; None for 0. With a cap it matters: the mean key's part is bent too.
+        means: ``[B, H, blocks, D]`` fp32: what was subtracted from the keys of each block before
+            they were coded; None for nothing. It counts in both stages, in stage 1 where points are
+            by similarity, for rotated keys whose numbers have a root mean square of about 1.
+        block_len: tokens of a block, a power of two; ``blocks`` of them hold all n.
         backend: "auto", "naive" or "triton".
 
     Raises:
@@ -119,12 +122,15 @@ def search(
     check_codes(codes, dim, m, device)
     check_valid(valid, (batch, length), device)
     check_tensor("levels", levels, (LEVELS,), [torch.float32], device)
-    if offset is not None:
-        check_tensor("offset", offset, query.shape[:4], [torch.float32], device)
+    if block_len < 1 or block_len & (block_len - 1):
+        raise ValueError(f"block_len={block_len}: pass a power of two, the tokens of a mean key")
+    if means is not None:
+        shape = batch, heads, -(-length // block_len), query.shape[4]
+        check_tensor("means", means, shape, [torch.float32], device)
     check_softcap(softcap)
     call = SearchCall(
         *(query, signs, codes, counts, levels, count, survivors, share_units(rho, tiers), m, valid),
-        *(scale, softcap, offset),
+        *(scale, softcap, means, block_len),
     )
     return search_unchecked(call, backend)
 

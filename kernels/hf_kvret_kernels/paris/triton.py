@@ -1,7 +1,8 @@
 """Both stages of a search in Triton kernels, which leave to one another what they have in hand.
 
 1. ``bonus`` makes tables of what a key earns by its centroid, four tables in a word. It also turns
-   queries into the coordinates of the codes, and zeroes the numbers that later kernels count up.
+   queries into the coordinates of the codes, takes their products with the mean keys of blocks, and
+   zeroes the numbers that later kernels count up.
 2. ``collide`` looks the points of all tokens up. Each program takes a block of tokens, holds the
    tables in shared memory, and counts how many tokens reach each sum. The last program of a row to
    arrive adds these counts up: it finds the lowest sum that is taken, and how many tokens the
@@ -39,6 +40,7 @@ from hf_kvret_kernels.paris.codes import (
     EXCLUDED,
     LEVELS,
     MOST_SIMILAR,
+    SIMILARITY_OF_PRODUCT,
     SearchCall,
     most_points,
     rotation_blocks,
@@ -51,6 +53,10 @@ from hf_kvret_kernels.top_k.triton import best_ids, choose, order_of, warm_up
 _SHARE_UNIT = tl.constexpr(SHARE_UNIT)
 _EXCLUDED = tl.constexpr(EXCLUDED)
 _MOST_SIMILAR = tl.constexpr(float(MOST_SIMILAR))
+_SIMILARITY_OF_PRODUCT = tl.constexpr(SIMILARITY_OF_PRODUCT)
+# Programs that share the mean keys of blocks, at most, and their numbers that one takes at a time.
+_PARTS = tl.constexpr(32)
+_MEANS = 1024
 # Tables whose points one load brings. Sums of points stay below 255: none reaches into the next.
 PER_WORD = 4
 # Bytes of a token's signs that are taken at once, if their number is a power of two.
@@ -79,7 +85,9 @@ _SUMS = tl.constexpr(256)
 def search(call: SearchCall) -> torch.Tensor:
     """See ``hf_kvret_kernels.paris.search``."""
     points = most_points(call.shares, call.counts)
-    tables = bonus(call.query, call.signs, call.counts, call.shares, call.m)
+    tables = bonus(
+        *(call.query, call.signs, call.counts, call.shares, call.m, call.means, call.block_len)
+    )
     collisions = collide(tables, call.codes.sign, call.m, call.valid, points, call.survivors)
     return rank(tables, collisions, call).best
 
@@ -94,12 +102,20 @@ class Bonus(NamedTuple):
             ``[j, b]``, so that kernels that take bytes of signs read their coordinates in a row.
         histogram: ``[B, H, Q, 256]`` int32 of zeros.
         tickets: ``[B, H, Q]`` int32 of zeros.
+        products: ``[B, H, Q, G, blocks]`` fp32: see ``naive.mean_products``; None without means.
+        bests: ``[B, H, Q, G, parts]`` fp32, whose largest is that of ``products``.
+        units: ``[B, H, Q, G]`` fp32: points that a product of 1 costs; None where it costs none.
+        block_bits: a block has two to the power of that many tokens.
     """
 
     words: torch.Tensor
     queries: torch.Tensor
     histogram: torch.Tensor
     tickets: torch.Tensor
+    products: torch.Tensor | None
+    bests: torch.Tensor | None
+    units: torch.Tensor | None
+    block_bits: int
 
 
 def by_planes(q_rot: torch.Tensor) -> torch.Tensor:
@@ -122,6 +138,8 @@ def bonus(
     counts: torch.Tensor,
     shares: tuple[int, ...],
     m: int,
+    means: torch.Tensor | None = None,
+    block_len: int = 1,
 ) -> Bonus:
     """Tables of ``query [B, H, Q, G, D]``, which is in the codes' coordinates without ``signs``."""
     batch, heads, queries, tables, head_dim = query.shape
@@ -134,14 +152,25 @@ def bonus(
     )
     histogram = torch.empty(*lead, 256, dtype=torch.int32, device=device)
     tickets = torch.empty(lead, dtype=torch.int32, device=device)
+    first, end = rotation_blocks(dim)[0]
+    products = bests = units = None
+    if means is not None:
+        parts = (end - first) // m // subspaces_of_program((end - first) // m)
+        products = means.new_empty(*lead, tables, means.shape[2])
+        bests = means.new_empty(*lead, tables, parts)
+        units = None if shares else means.new_empty(*lead, tables)
+        means = means.contiguous() if signs is not None else by_planes(means)
     if signs is None:
         planes = by_planes(query)
         source = planes
     else:
         planes = torch.empty(*lead, tables, 8, dim // 8, dtype=torch.float32, device=device)
         source = query.contiguous()
+    bits = block_len.bit_length() - 1
+    result = Bonus(points, planes, histogram, tickets, products, bests, units, bits)
     if not rows:
-        return Bonus(points, planes, histogram, tickets)
+        return result
+    wide = triton.next_power_of_2(dim)
     for first, end in rotation_blocks(dim):
         own = (end - first) // m
         part = subspaces_of_program(own)
@@ -155,9 +184,13 @@ def bonus(
             points,
             histogram,
             tickets,
+            *(planes if x is None else x for x in (means, products, bests, units)),
             queries,
             head_dim,
+            0 if means is None else means.shape[2],
             (end - first) ** -0.5,
+            HAS_MEANS=means is not None,
+            MEANS=max(1, _MEANS // wide),
             ROTATE=signs is not None,
             TABLES=tables,
             WORDS=words,
@@ -165,7 +198,7 @@ def bonus(
             SHARES=shares,
             M=m,
             SUBSPACES=subspaces,
-            WIDE=triton.next_power_of_2(dim),
+            WIDE=wide,
             FIRST=first,
             DIM=end - first,
             STRIDE=rotation_stride(dim),
@@ -174,17 +207,17 @@ def bonus(
             num_warps=1,
             enable_fp_fusion=True,
         )
-    return Bonus(points, planes, histogram, tickets)
+    return result
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks"])
 def _bonus_kernel(
     query_ptr, signs_ptr, signs_stride, counts_ptr, planes_ptr, points_ptr, histogram_ptr,
-    tickets_ptr, queries, head_dim, scale,
-    ROTATE: tl.constexpr, TABLES: tl.constexpr, WORDS: tl.constexpr, PER_WORD: tl.constexpr,
-    SHARES: tl.constexpr, M: tl.constexpr, SUBSPACES: tl.constexpr, WIDE: tl.constexpr,
-    FIRST: tl.constexpr, DIM: tl.constexpr, STRIDE: tl.constexpr, PART: tl.constexpr,
-    LOG_DIM: tl.constexpr,
+    tickets_ptr, means_ptr, products_ptr, bests_ptr, units_ptr, queries, head_dim, blocks, scale,
+    HAS_MEANS: tl.constexpr, MEANS: tl.constexpr, ROTATE: tl.constexpr, TABLES: tl.constexpr,
+    WORDS: tl.constexpr, PER_WORD: tl.constexpr, SHARES: tl.constexpr, M: tl.constexpr,
+    SUBSPACES: tl.constexpr, WIDE: tl.constexpr, FIRST: tl.constexpr, DIM: tl.constexpr,
+    STRIDE: tl.constexpr, PART: tl.constexpr, LOG_DIM: tl.constexpr,
 ):  # fmt: skip
     """PART subspaces of one table: points of their centroids, by rank or by similarity.
 
@@ -205,6 +238,12 @@ def _bonus_kernel(
     if table < TABLES:
         source = row * TABLES + table
         signs_ptr += row // queries * signs_stride if ROTATE else 0
+        if HAS_MEANS and FIRST == 0:
+            best = _take_products(
+                *(query_ptr + source * head_dim, means_ptr + row // queries * blocks * head_dim),
+                *(products_ptr + source * blocks, head_dim, blocks, part, MEANS, WIDE),
+            )
+            tl.store(bests_ptr + source * tl.num_programs(1) + part, best)
         if ROTATE:
             indices = tl.arange(0, DIM)[None, :]
             x = _signed(
@@ -234,6 +273,13 @@ def _bonus_kernel(
             x = x.to(tl.float64)
             factor = (tl.sqrt(WHOLE / tl.sum(x * x, axis=1)) * (2 / 3)).to(tl.float32)
             factor = (factor.to(tl.int32, bitcast=True) & -(1 << 20)).to(tl.float32, bitcast=True)
+            if HAS_MEANS:
+                first = (part == 0) & (FIRST == 0) & (tl.arange(0, 1) == 0)
+                tl.store(
+                    units_ptr + source + tl.arange(0, 1),
+                    factor * _SIMILARITY_OF_PRODUCT,
+                    mask=first,
+                )
             points = (sims + size / 2) * factor[:, None]
             points = tl.minimum(tl.where(points > 0, points, 0.0), _MOST_SIMILAR)
             tl.store(points_ptr + ids * PER_WORD, points.to(tl.int32).to(tl.uint8))
@@ -254,6 +300,29 @@ def _bonus_kernel(
             tl.store(points_ptr + ranked * PER_WORD, points.to(tl.uint8))
     else:
         tl.store(points_ptr + ids * PER_WORD, tl.zeros((PART, CENTROIDS), tl.uint8))
+
+
+@triton.jit
+def _take_products(
+    query_ptr, means_ptr, products_ptr, head_dim, blocks, part,
+    MEANS: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Products of a query and the mean keys that are this part's, MEANS of them at a time.
+
+    Returns the largest.
+    """
+    best = tl.full((MEANS,), float("-inf"), tl.float32)
+    columns = tl.arange(0, WIDE)[None, :]
+    inside = columns < head_dim
+    query = tl.load(query_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    for first in range(part * MEANS, blocks, tl.num_programs(1) * MEANS):
+        own = first + tl.arange(0, MEANS)
+        here = inside & (own < blocks)[:, None]
+        mean = tl.load(means_ptr + own[:, None] * head_dim + columns, mask=here, other=0.0)
+        product = tl.sum(mean * query, axis=1)
+        tl.store(products_ptr + own, product, mask=own < blocks)
+        best = tl.maximum(best, tl.where(own < blocks, product, float("-inf")))
+    return tl.max(best, axis=0)
 
 
 @triton.jit
@@ -364,6 +433,7 @@ def collide(
             scores,
             bonus.histogram,
             bonus.tickets,
+            *(before if x is None else x for x in (bonus.products, bonus.bests, bonus.units)),
             reaching,
             plan,
             before,
@@ -372,9 +442,15 @@ def collide(
             heads,
             queries,
             count,
+            0 if bonus.products is None else bonus.products.shape[4],
+            bonus.block_bits,
             *sign.stride()[:2],
             *mask_layout(valid),
             HAS_VALID=valid is not None,
+            HAS_DROPS=bonus.units is not None,
+            SAME_MEAN=(1 << bonus.block_bits) % block == 0,
+            TABLES=bonus.queries.shape[3],
+            PARTS=1 if bonus.bests is None else bonus.bests.shape[4],
             WORDS=words,
             PER_WORD=PER_WORD,
             BINS=bins,
@@ -390,14 +466,15 @@ def collide(
     return Collisions(scores[..., :length], plan, before, block)
 
 
-@triton.jit(do_not_specialize=["length", "stride", "count", "valid_stride_b"])
+@triton.jit(do_not_specialize=["length", "stride", "count", "mean_blocks", "valid_stride_b"])
 def _collide_kernel(
-    sign_ptr, words_ptr, valid_ptr, scores_ptr, histogram_ptr, tickets_ptr, reaching_ptr, plan_ptr,
-    before_ptr, length, stride, heads, queries, count,
-    sign_stride_b, sign_stride_h, valid_stride_b, valid_stride_n,
-    VALID_UNIT: tl.constexpr, HAS_VALID: tl.constexpr, WORDS: tl.constexpr, PER_WORD: tl.constexpr,
-    BINS: tl.constexpr, M: tl.constexpr, BYTES: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, ALIGN: tl.constexpr,
+    sign_ptr, words_ptr, valid_ptr, scores_ptr, histogram_ptr, tickets_ptr, products_ptr, bests_ptr,
+    units_ptr, reaching_ptr, plan_ptr, before_ptr, length, stride, heads, queries, count,
+    mean_blocks, block_bits, sign_stride_b, sign_stride_h, valid_stride_b, valid_stride_n,
+    VALID_UNIT: tl.constexpr, HAS_VALID: tl.constexpr, HAS_DROPS: tl.constexpr,
+    SAME_MEAN: tl.constexpr, TABLES: tl.constexpr, PARTS: tl.constexpr, WORDS: tl.constexpr,
+    PER_WORD: tl.constexpr, BINS: tl.constexpr, M: tl.constexpr, BYTES: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """A block of tokens for one query; a word of four bytes holds the points of four tables."""
     OF_BYTE: tl.constexpr = 8 // M << M
@@ -421,6 +498,10 @@ def _collide_kernel(
 
     best = tl.zeros((BLOCK,), dtype=tl.int32)
     words_ptr += row * WORDS * ENTRIES
+    # Of all tokens, where they have one mean key.
+    places = block * BLOCK >> block_bits
+    if not SAME_MEAN:
+        places = tl.minimum(tokens >> block_bits, mean_blocks - 1)
     for w in range(WORDS):
         total = tl.zeros((BLOCK,), dtype=tl.uint32)
         if CHUNK == BYTES:
@@ -434,8 +515,17 @@ def _collide_kernel(
                 entry = first * OF_BYTE + tl.arange(0, OF_CHUNK)
                 table = tl.load(words_ptr + w * ENTRIES + entry, mask=entry < ENTRIES, other=0)
                 total = _add_points(total, table, byte, column, M, BLOCK, CHUNK)
+        lost = tl.zeros((), dtype=tl.uint32)
+        if HAS_DROPS:
+            for t in tl.static_range(PER_WORD):
+                # Tables behind the last one have no points.
+                table = row * TABLES + tl.minimum(w * PER_WORD + t, TABLES - 1)
+                own = tl.load(products_ptr + table * mean_blocks + places)
+                drops = _drops(bests_ptr + table * PARTS, own, tl.load(units_ptr + table), PARTS)
+                lost |= drops << (8 * t)
         for t in tl.static_range(PER_WORD):
-            best = tl.maximum(best, ((total >> (8 * t)) & 255).to(tl.int32))
+            points = ((total >> (8 * t)) & 255).to(tl.int32)
+            best = tl.maximum(best, points - ((lost >> (8 * t)) & 255).to(tl.int32))
     score = tl.where(counted, best, _EXCLUDED).to(tl.uint8)
     # To the end of the row, in whole words.
     tl.store(scores_ptr + row * stride * ALIGN + tokens, score, mask=tokens < stride * ALIGN)
@@ -457,6 +547,15 @@ def _collide_kernel(
         _plan(
             histogram_ptr, reaching_ptr, plan_ptr + row * 4, before_ptr, blocks, count, BINS, BLOCKS
         )
+
+
+@triton.jit
+def _drops(bests_ptr, products, unit, PARTS: tl.constexpr):
+    """What tokens lose whose blocks have ``products``, see ``naive.lost_points``."""
+    parts = tl.arange(0, _PARTS)
+    bests = tl.load(bests_ptr + parts, mask=parts < PARTS, other=float("-inf"))
+    behind = (tl.max(bests, axis=0) - products) * unit
+    return tl.minimum(tl.where(behind > 0, behind, 0.0), 255.0).to(tl.uint32)
 
 
 @triton.jit
@@ -521,7 +620,7 @@ class Ranked(NamedTuple):
 
 def rank(tables: Bonus, collisions: Collisions, call: SearchCall) -> Ranked:
     """The best of the candidates; ``tables`` and ``collisions`` were made for the same call."""
-    count, survivors, levels, offset = call.budget, call.survivors, call.levels, call.offset
+    count, survivors, levels, products = call.budget, call.survivors, call.levels, tables.products
     *lead, group, _, width = tables.queries.shape
     device, blocks = tables.queries.device, collisions.before.shape[3]
     ids = torch.empty(*lead, survivors, dtype=torch.int32, device=device)
@@ -542,10 +641,10 @@ def rank(tables: Bonus, collisions: Collisions, call: SearchCall) -> Ranked:
     arguments = (
         *(collisions.scores, collisions.plan, collisions.before, tables.tickets, tables.queries),
         *(call.codes.sign, words, record, levels.contiguous()),
-        levels if offset is None else offset.contiguous(),
-        *(ids, scores, log_sums, best),
+        *(levels if products is None else products, ids, scores, log_sums, best),
         *score_factors(call.scale, call.softcap),
         *(collisions.scores.stride(2) // ALIGN, survivors, count),
+        *(0 if products is None else products.shape[4], tables.block_bits),
         *lead[1:],
         *call.codes.sign.stride()[:2],
         *words.stride()[:2],
@@ -553,7 +652,7 @@ def rank(tables: Bonus, collisions: Collisions, call: SearchCall) -> Ranked:
     )
     constants = {
         "IN_WORDS": in_words and chunk % 4 == 0,
-        "HAS_OFFSET": offset is not None,
+        "HAS_MEANS": products is not None,
         "SOFTCAP": call.softcap is not None,
         "TABLES": group,
         "HEADS": triton.next_power_of_2(group),
@@ -590,13 +689,13 @@ def _chooses_at_once(survivors: int, count: int) -> bool:
     return 2 * count <= _LAST and survivors - count <= _ROUNDS * new
 
 
-@triton.jit(do_not_specialize=["stride", "survivors", "count"])
+@triton.jit(do_not_specialize=["stride", "survivors", "count", "mean_blocks"])
 def _rank_kernel(
     points_ptr, plan_ptr, before_ptr, tickets_ptr, q_ptr, sign_ptr, words_ptr, record_ptr,
-    levels_ptr, offset_ptr, ids_ptr, scores_ptr, sums_ptr, best_ptr, inner, outer, stride,
-    survivors, count, heads, queries, sign_stride_b, sign_stride_h, words_stride_b,
-    words_stride_h, record_stride_b, record_stride_h,
-    IN_WORDS: tl.constexpr, HAS_OFFSET: tl.constexpr, SOFTCAP: tl.constexpr, TABLES: tl.constexpr,
+    levels_ptr, products_ptr, ids_ptr, scores_ptr, sums_ptr, best_ptr, inner, outer, stride,
+    survivors, count, mean_blocks, block_bits, heads, queries, sign_stride_b, sign_stride_h,
+    words_stride_b, words_stride_h, record_stride_b, record_stride_h,
+    IN_WORDS: tl.constexpr, HAS_MEANS: tl.constexpr, SOFTCAP: tl.constexpr, TABLES: tl.constexpr,
     HEADS: tl.constexpr, M: tl.constexpr, LEVELS: tl.constexpr, BYTES: tl.constexpr,
     CHUNK: tl.constexpr, INNER: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
     ALIGN: tl.constexpr, LAST: tl.constexpr, CHOOSE: tl.constexpr,
@@ -688,8 +787,9 @@ def _rank_kernel(
                         total *= low
                     estimate = tl.sum(tl.sum(total, axis=2), axis=1)
                     table = first + g
-                    if HAS_OFFSET:
-                        estimate += tl.load(offset_ptr + tl.minimum(row * TABLES + table, last))
+                    if HAS_MEANS:
+                        own = products_ptr + tl.minimum(row * TABLES + table, last) * mean_blocks
+                        estimate += tl.load(own + (rows >> block_bits))
                     estimate = capped_scores(estimate, inner, outer, SOFTCAP)
                     estimate = tl.where(inside, estimate, float("-inf"))
                     # Nothing is stored where there is no such query.

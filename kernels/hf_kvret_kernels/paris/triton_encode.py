@@ -19,7 +19,6 @@ def encode(
     signs: torch.Tensor,
     levels: torch.Tensor,
     m: int,
-    mean: torch.Tensor | None,
     out: ParisCodes,
 ) -> None:
     batch, heads, length, head_dim = keys.shape
@@ -31,7 +30,6 @@ def encode(
             keys,
             signs.contiguous(),
             levels.contiguous(),
-            keys if mean is None else mean.contiguous(),
             out.sign,
             out.record,
             length,
@@ -41,7 +39,6 @@ def encode(
             *out.sign.stride()[:2],
             *out.record.stride()[:2],
             part**-0.5,
-            HAS_MEAN=mean is not None,
             M=m,
             LEVELS=LEVELS,
             FIRST=first,
@@ -65,11 +62,11 @@ def source_columns(indices, WHOLE: tl.constexpr, STRIDE: tl.constexpr):
 
 @triton.jit
 def _encode_kernel(
-    keys_ptr, signs_ptr, levels_ptr, mean_ptr, sign_ptr, record_ptr, length, heads, head_dim,
+    keys_ptr, signs_ptr, levels_ptr, sign_ptr, record_ptr, length, heads, head_dim,
     keys_stride_b, keys_stride_h, keys_stride_n, keys_stride_d, sign_stride_b, sign_stride_h,
     record_stride_b, record_stride_h,
     scale,
-    HAS_MEAN: tl.constexpr, M: tl.constexpr, LEVELS: tl.constexpr, FIRST: tl.constexpr,
+    M: tl.constexpr, LEVELS: tl.constexpr, FIRST: tl.constexpr,
     WHOLE: tl.constexpr, STRIDE: tl.constexpr, DIM: tl.constexpr, LOG_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -86,11 +83,7 @@ def _encode_kernel(
 
     keys_ptr += b * keys_stride_b + h * keys_stride_h
     x = tl.load(keys_ptr + tokens * keys_stride_n + cols * keys_stride_d, mask=inside, other=0.0)
-    x = x.to(tl.float32)
-    if HAS_MEAN:
-        mean_ptr += (b * heads + h) * head_dim
-        x -= tl.load(mean_ptr + cols + tokens * 0, mask=inside, other=0.0)
-    x = walsh_hadamard(x * tl.load(signs_ptr + indices), DIM, LOG_DIM, BLOCK) * scale
+    x = walsh_hadamard(x.to(tl.float32) * tl.load(signs_ptr + indices), DIM, LOG_DIM, BLOCK) * scale
 
     x_b = tl.reshape(x, (BLOCK, SUBSPACES, M))
     r = tl.sqrt(tl.sum(x_b * x_b, axis=2))
