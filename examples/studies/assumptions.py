@@ -204,11 +204,10 @@ def drift(texts: Texts, number: int, place: str) -> Numbers:
     index = ParisIndex(ParisConfig())
     for start, part in ((0, keys[:, :, :half]), (half, keys[:, :, half:])):
         index.add(TokenBlock(part, part, start))
-    assert index._means is not None, "they are centered"
-    means = index._means.repeat_interleave(index._block_len, dim=2)[:, :, : 2 * half]
+    means = index.state_dict()["means"].repeat_interleave(index._block_len, dim=2)
     decoded = paris.decode(index._codes(), paris.magnitude_levels(8), m=8)
     estimates["ParisKV"] = exact_scores(index.rotate(queries), decoded, 1.0)
-    estimates["ParisKV"] += exact_scores(queries, means, 1.0)
+    estimates["ParisKV"] += exact_scores(queries, means[:, :, : 2 * half], 1.0)
     results = {}
     for name, estimate in estimates.items():
         for title, those in (("prompt", slice(1, half, 2)), ("later", slice(half + 1, None, 2))):

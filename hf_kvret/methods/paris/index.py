@@ -236,7 +236,7 @@ class ParisIndex(CapturableIndex, Index):
         Then the sums of squared distances from the latter, ``[B, Hkv, D]`` fp32.
         """
         squares = keys.new_zeros(*keys.shape[:2], keys.shape[3], dtype=torch.float32)
-        for block, part in self._pieces(start, keys.shape[2]):
+        for block, part in self._by_block(start, keys.shape[2]):
             if means is not None and block < means.shape[2]:
                 continue
             own, padding = keys[:, :, part].float(), ~valid[:, None, part, None]
@@ -250,7 +250,7 @@ class ParisIndex(CapturableIndex, Index):
             means = mean if means is None else torch.cat([means, mean], dim=2)
         return means, squares
 
-    def _pieces(self, start: int, length: int) -> Iterator[tuple[int, slice]]:
+    def _by_block(self, start: int, length: int) -> Iterator[tuple[int, slice]]:
         """Each block that has some of these tokens, the first being ``start``, and which ones."""
         size, end = self._block_len, start + length
         for block in range(start // size, -(-end // size)):
@@ -323,7 +323,7 @@ class ParisIndex(CapturableIndex, Index):
         if self._factors is None or self._means is None:
             return paris.encode(keys, signs, levels, m=m)
         codes = paris.ParisCodes.empty(*keys.shape, m=m, device=keys.device)
-        for block, part in self._pieces(start, keys.shape[2]):
+        for block, part in self._by_block(start, keys.shape[2]):
             own = keys[:, :, part] - self._means[:, :, block : block + 1]
             own /= self._factors.unsqueeze(2)
             paris.encode(own, signs, levels, m=m, out=codes.tokens(part.start, part.stop))
@@ -432,7 +432,7 @@ class ParisIndex(CapturableIndex, Index):
     def load_state_dict(self, state: Tensors, device: torch.device | None = None) -> None:
         """As for every state; codes of 0.1.0 have one mean key, and are renewed from exact keys."""
         if "mean" in state:
-            mean, numbers = state["mean"], {"block_len": 1 << 40, "mean_len": 0}
+            mean, numbers = state["mean"], {"block_len": 1 << 30, "mean_len": 0}
             state = {"factors": torch.ones_like(mean)} | state | {"means": mean.unsqueeze(2)}
             state |= {name: torch.tensor(number) for name, number in numbers.items()}
         if "counts" in state:

@@ -498,10 +498,10 @@ def _collide_kernel(
 
     best = tl.zeros((BLOCK,), dtype=tl.int32)
     words_ptr += row * WORDS * ENTRIES
-    # Of all tokens, where they have one mean key.
-    places = block * BLOCK >> block_bits
+    # The tokens may have one mean key.
+    mean_ids = block * BLOCK >> block_bits
     if not SAME_MEAN:
-        places = tl.minimum(tokens >> block_bits, mean_blocks - 1)
+        mean_ids = tl.minimum(tokens >> block_bits, mean_blocks - 1)
     for w in range(WORDS):
         total = tl.zeros((BLOCK,), dtype=tl.uint32)
         if CHUNK == BYTES:
@@ -520,7 +520,7 @@ def _collide_kernel(
             for t in tl.static_range(PER_WORD):
                 # Tables behind the last one have no points.
                 table = row * TABLES + tl.minimum(w * PER_WORD + t, TABLES - 1)
-                own = tl.load(products_ptr + table * mean_blocks + places)
+                own = tl.load(products_ptr + table * mean_blocks + mean_ids)
                 drops = _drops(bests_ptr + table * PARTS, own, tl.load(units_ptr + table), PARTS)
                 lost |= drops << (8 * t)
         for t in tl.static_range(PER_WORD):
