@@ -263,8 +263,8 @@ struct hfk_paris {
     const uint8_t *sign;      // [batch, id_heads, *, dim / 8], rows contiguous
     const uint8_t *record;    // [batch, id_heads, *, 3 * dim / 8 + dim / m]
     const int32_t *counts;    // [batch, id_heads, dim / m, 2^m]
-    const float *means;       // [batch, id_heads, blocks, key_dim]: what was subtracted from the keys
-                              // of each block of tokens; null: nothing was
+    const float *means;       // [batch, id_heads, blocks, key_dim]: what was subtracted from the
+                              // keys of each block of tokens; null: nothing was
     const float *signs;       // [batch, id_heads, dim], times factors of coordinates
     const float *levels;      // [8]
     const int64_t *shares;    // [tiers], in millionths of all keys
@@ -276,9 +276,9 @@ struct hfk_paris {
     int64_t m;                // 4 or 8
     int64_t tiers;            // tiers * dim / m is below 255; 0: points are by similarity, for m = 8
     int64_t candidates;       // tokens that are reranked, at most
-    int64_t block_len;        // tokens of a block, a power of two from 64 on; they hold all tokens
+    int64_t block_len;        // tokens of a block, a power of two from 64 on
     int32_t mean_query;       // one query for the group, the mean of its own
-    int32_t reserved;
+    float worth;              // of a product with a mean key, see points_of_product in paris/codes.py
 };
 
 // Inner products of proxies of queries and keys, and the best of them.
@@ -338,8 +338,8 @@ struct hfk_lists {
 struct hfk_paris_trace {
     float *rotated;           // [batch, id_heads, queries, G, dim]
     uint8_t *points;          // [batch, id_heads, queries, G, dim / 8, 256], of each sign byte
-    uint8_t *drops;           // [batch, id_heads, queries, G, blocks]: points that a block's tokens lose
-    uint8_t *scores;          // [batch, id_heads, queries, tokens]: points left + 1, 0 for excluded ones
+    uint8_t *drops;           // [batch, id_heads, queries, G, blocks]: points that its tokens lose
+    uint8_t *scores;          // [batch, id_heads, queries, tokens]: points + 1, 0 for excluded ones
     int32_t *candidates;      // [batch, id_heads, queries, candidates]; -1 behind the last one
     float *estimates;         // [batch, id_heads, queries, G, candidates]
 };

@@ -31,8 +31,6 @@ struct ParisCodes {
 
 // Points by similarity stay below 8, so that two heads share a byte.
 constexpr int kMostSimilar = 7;
-// Of a product of 1, see paris/naive.py.
-constexpr float kSimilarityOfProduct = 0.8f;
 
 // Points of sign bytes, for a scan: those of `heads` heads, of `bytes` bytes each.
 struct PointTables {
@@ -40,7 +38,7 @@ struct PointTables {
     int64_t bytes;
     int64_t most;          // the largest entry
     const uint8_t *points; // [heads, bytes, 256]
-    const uint8_t *drops;  // [heads, and zeros up to a multiple of 8]: taken off sums, down to 0
+    const uint8_t *drops;  // [heads, up to a multiple of 8]: taken off sums, down to 0
     char *packed;          // packed_bytes(): as the kernel wants them
 };
 

@@ -233,7 +233,7 @@ class ParisSearch : public Search {
             const float *query = at<float>(work, rotated_) + g * paris_.dim;
             const float *own = at<float>(work, offsets_) + g * offset_stride_;
             const float best = *std::max_element(own, own + blocks_);
-            const float unit = paris_.tiers == 0 ? similarity_scale(query, paris_.dim) * kSimilarityOfProduct : 0.0f;
+            const float unit = similarity_scale(query, paris_.dim) * paris_.worth;
             for (int64_t i = 0; i < blocks_; ++i) {
                 const float behind = (best - own[i]) * unit;
                 at<uint8_t>(work, drops_)[i * drop_stride_ + g] =

@@ -39,6 +39,7 @@ class ParisCase : public SearchCase {
         means_ = Numbers(r.batch * r.id_heads * blocks_ * r.key_dim, HFK_FLOAT32);
         means_.fill(random);
         if (random.one_in(2)) paris_.means = means_.floats();
+        paris_.worth = static_cast<float>(random.pick(0, 8)) / 4;
         signs_.resize(r.batch * r.id_heads * paris_.dim);
         for (float &sign : signs_) {
             sign = (random.one_in(2) ? 1.0f : -1.0f) * std::exp2(static_cast<float>(random.pick(-3, 3)));
@@ -234,9 +235,8 @@ class ParisCase : public SearchCase {
         }
         for (int64_t i = 0; i < blocks_; ++i) {
             // The unit is rounded down by up to an eighth.
-            const double unit = std::sqrt(paris_.dim / squares) * 2.0 / 3.0 * 0.8;
-            const double most =
-                paris_.tiers > 0 ? 0.0 : (best - product(step, query, place, g, i).first) * unit;
+            const double unit = std::sqrt(paris_.dim / squares) * 2.0 / 3.0 * paris_.worth;
+            const double most = (best - product(step, query, place, g, i).first) * unit;
             const double got = trace.drops[row * blocks_ + i];
             const double slack = 1.0 + 1e-4 * most;
             if (got > most + slack || got < std::min(most * 0.87, 255.0) - slack) return false;

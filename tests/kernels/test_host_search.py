@@ -26,6 +26,7 @@ from hf_kvret_kernels.host_step import (
 from hf_kvret_kernels.ids import WrongIdError
 from hf_kvret_kernels.paged import HostRows, PagedRows
 from hf_kvret_kernels.paris import naive
+from hf_kvret_kernels.paris.codes import points_of_product
 from hf_kvret_kernels.relevance import group_relevance
 from hf_kvret_kernels.relevance import naive as naive_relevance
 
@@ -313,9 +314,11 @@ def test_each_stage_of_paris_is_the_naive_one(name: str, path: str) -> None:
     shares, products = tuple(search.shares.tolist()), trace.drops * 0.0
     if search.means is not None:
         products = naive.mean_products(grouped.transpose(2, 3), search.means)
-    lost = naive.lost_points(products, trace.rotated) if not shares else trace.drops * 0
+    worth = points_of_product(shares, shape.m)
+    lost = naive.lost_points(products, trace.rotated, worth)
     # Products are sums in another order.
     assert ((trace.drops.int() - lost.int()).abs() <= 1).all()
+    assert lost.any() or search.means is None or lost.shape[-1] == 1
     bonus = naive.similarity_points(trace.rotated)
     if shares:
         bonus = naive.bonus_table(trace.rotated, search.counts, shares, shape.m)

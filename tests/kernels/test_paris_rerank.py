@@ -5,6 +5,7 @@ import torch
 
 from hf_kvret_kernels import paris
 from hf_kvret_kernels.paris import naive
+from hf_kvret_kernels.paris.codes import points_of_product
 from hf_kvret_kernels.relevance import best_ids
 
 from .draws import NAIVE, TRITON, Place, draw, needs_triton, paris_tools, run_at
@@ -33,9 +34,12 @@ def stages(
     shares = paris.share_units(rho, TIERS)
     if backend == "naive":
         points = naive.bonus_table(q_rot, counts, shares, m)
-        ids = naive.candidates(naive.collide(codes.sign, points, m, valid, None), survivors)
-        products = None if means is None else naive.mean_products(q_rot, means)
-        offsets = None if products is None else naive.Blocks(products, block_len)
+        offsets = drops = None
+        if means is not None:
+            products, worth = naive.mean_products(q_rot, means), points_of_product(shares, m)
+            offsets = naive.Blocks(products, block_len)
+            drops = naive.Blocks(naive.lost_points(products, q_rot, worth), block_len)
+        ids = naive.candidates(naive.collide(codes.sign, points, m, valid, drops), survivors)
         scores = naive.rerank(q_rot, codes, ids, levels, m, scale, softcap, offsets)
         return ids, scores, best_ids(scores, ids, count, backend="naive")
     from hf_kvret_kernels.paris import triton
@@ -109,7 +113,7 @@ def test_scale_means_and_cap_apply_to_estimates(softcap: float | None, place: Pl
     signs, levels = paris_tools(16, 4)
     codes = paris.encode(draw(2, 2, 9, 16), signs, levels, m=4)
     q_rot = paris.rotate(3 * draw(2, 2, 2, 3, 16, seed=1), signs)
-    given = q_rot, codes, paris.count_centroids(codes.sign, m=4), levels, 5
+    given = q_rot, codes, paris.count_centroids(codes.sign, m=4), levels, 9
     means = draw(3, 2, 2, 16, seed=2).permute(1, 2, 0, 3)
     ids, plain, _ = run_at(place, stages, *given, m=4)
     products = torch.einsum("bhqgd,bhnd->bhqgn", q_rot.double(), means.double())

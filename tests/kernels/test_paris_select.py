@@ -9,9 +9,20 @@ import torch
 
 from hf_kvret_kernels import paris
 from hf_kvret_kernels.paris import naive
-from hf_kvret_kernels.paris.codes import most_points
+from hf_kvret_kernels.paris.codes import most_points, points_of_product
 
-from .draws import DEVICE, NAIVE, TRITON, Place, best_places, draw, generator, needs_triton, run_at
+from .draws import (
+    DEVICE,
+    NAIVE,
+    TRITON,
+    Place,
+    best_places,
+    draw,
+    generator,
+    needs_triton,
+    paris_tools,
+    run_at,
+)
 
 TIERS = (0.05, 0.15, 0.30, 0.50, 0.75, 1.0)
 
@@ -46,8 +57,9 @@ def collisions(
         by_rank = naive.bonus_table(q_rot, counts, shares, m) if shares else None
         points = naive.similarity_points(q_rot) if by_rank is None else by_rank
         drops = None
-        if means is not None and not shares:
-            lost = naive.lost_points(naive.mean_products(q_rot, means), q_rot)
+        if means is not None:
+            worth = points_of_product(shares, m)
+            lost = naive.lost_points(naive.mean_products(q_rot, means), q_rot, worth)
             drops = naive.Blocks(lost, block_len)
         return naive.collide(sign, points, m, valid, drops)
     from hf_kvret_kernels.paris import triton
@@ -127,9 +139,34 @@ def test_a_program_may_take_several_subspaces(part: int, monkeypatch: pytest.Mon
     monkeypatch.setattr(triton, "_MEANS", 8)
     result = triton.bonus(*given)
     assert all(torch.equal(*pair) for pair in zip(result[:5], expected[:5], strict=True))
+    assert expected.bests is not None and result.bests is not None and expected.units is not None
+    assert result.units is not None and torch.equal(result.units, expected.units)
+    assert torch.equal(result.bests.amax(-1), expected.bests.amax(-1))
     rotated = naive.rotate(query, signs)
     torch.testing.assert_close(result.queries, triton.by_planes(rotated))
     assert result.histogram.eq(0).all() and result.tickets.eq(0).all()
+
+
+@needs_triton
+@pytest.mark.parametrize(("dim", "m"), [(64, 8), (16, 4), (3, 8)])
+def test_a_search_by_triton_takes_products_of_queries_as_they_are(dim: int, m: int) -> None:
+    """Rotations by a power of two and products of eighths are exact, so all numbers are."""
+    query, means = draw(2, 2, 1, 3, dim, seed=4), 4 * draw(2, 2, 4, dim, seed=5)
+    query, means = ((x * 8).round() / 8 for x in (query, means))
+    signs, levels = paris_tools(dim, m)
+    codes = paris.encode(draw(2, 2, 250, dim), signs, levels, m=m)
+    given = query, signs, codes, paris.count_centroids(codes.sign, m=m), levels, 20
+    options: dict[str, Any] = {
+        "survivors": 60,
+        "rho": 0.5,
+        "tiers": () if m == 8 else TIERS,
+        "m": m,
+    }
+    options |= {"means": means, "block_len": 64}
+    want, got = (run_at(place, paris.search, *given, **options) for place in (NAIVE, TRITON))
+    assert torch.equal(want.sort().values, got.sort().values)
+    without = run_at(NAIVE, paris.search, *given, **options | {"means": None})
+    assert not torch.equal(want, without), "or the test shows nothing"
 
 
 def centroids(sign: torch.Tensor, m: int) -> torch.Tensor:
@@ -238,8 +275,9 @@ def test_points_by_similarity_are_those_of_a_literal_walk(
     # Tables in two words, long queries, blocks of programs, more than are taken at a time.
     [(5, 16, 3, 64), (2, 136, 5, 16), (1, 8, 3, 1024), (2, 8, 150, 2)],
 )
+@pytest.mark.parametrize("tiers", [(), (0.15, 0.5, 1.0)])
 def test_the_tokens_of_a_block_lose_points_by_its_mean_key(
-    place: Place, tables: int, dim: int, blocks: int, block_len: int
+    place: Place, tables: int, dim: int, blocks: int, block_len: int, tiers: tuple[float, ...]
 ) -> None:
     """Products of eighths are exact. One query loses all that there is to lose in most blocks."""
     q_rot, means = draw(2, 1, 1, tables, dim, seed=4), draw(2, 1, blocks, dim, seed=5)
@@ -247,16 +285,18 @@ def test_the_tokens_of_a_block_lose_points_by_its_mean_key(
     means[0] *= 64.0
     length = (blocks - 1) * block_len + 1
     sign, counts = random_sign(2, 1, length, dim // 8), torch.zeros(2, 1, dim // 8, 256).int()
-    options: dict[str, Any] = {"rho": 1.0, "tiers": (), "m": 8}
+    options: dict[str, Any] = {"rho": 0.75, "tiers": tiers, "m": 8}
+    # A normal number exceeds one whose density is .192 with 11.25%; with 37.5% .379, with 75% .318.
+    worth = 1.4 * (0.19155 + 0.37937 + 0.31778) / math.sqrt(8) if tiers else 0.8
+    assert points_of_product(paris.share_units(0.75, tiers), 8) == pytest.approx(worth, rel=2e-3)
+    worth = points_of_product(paris.share_units(0.75, tiers), 8)
     blocked = options | {"means": means, "block_len": block_len}
     scores = check_candidates(place, (q_rot, counts, sign), 40, **blocked)
     # [B, 1, 1, G, blocks], of each token.
     products = torch.einsum("bhqgd,bhnd->bhqgn", q_rot.double(), means.double())
-    lost = (
-        0.8
-        * naive.similarity_scale(q_rot)[..., None].double()
-        * (products.amax(-1, keepdim=True) - products)
-    )
+    # In fp32 as the code under test.
+    unit = (naive.similarity_scale(q_rot) * worth)[..., None]
+    lost = (products.amax(-1, keepdim=True) - products).float() * unit
     lost = lost.repeat_interleave(block_len, -1)[..., :length]
     points = [collisions(q_rot[..., g : g + 1, :], counts, sign, **options) for g in range(tables)]
     left = torch.stack(points, dim=3).double() - lost.clamp(max=255).floor()

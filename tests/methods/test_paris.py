@@ -193,15 +193,24 @@ def test_a_soft_cap_bends_the_whole_score_not_the_centered_one() -> None:
 def test_codes_load_with_their_padding_and_records_of_another_width_do_not() -> None:
     (keys, _), valid = _peaked(40, 32), torch.arange(80).view(2, 40) >= 7
     loaded, state = ParisIndex(OURS), _counted(keys, valid).state_dict()
-    loaded.load_state_dict(state)
+    # A cache of 0.1.0 had no blocks.
+    loaded.load_state_dict({name: x for name, x in state.items() if name != "block_len"})
     assert torch.equal(loaded._codes().is_valid(), valid) and not valid.all()
     schema = Schema(torch.float32, {"B": 2, "H": HEADS, "N": 40, "D": 32})
     loaded.check_saved(state, schema)
     with pytest.raises(ValueError, match="record is"):
         loaded.check_saved(state | {"record": state["record"][..., 1:]}, schema)
-    state |= {"means": torch.zeros(2, HEADS, 2, 32), "block_len": torch.tensor(256)}
-    with pytest.raises(ValueError, match="means is"):
+    state |= {"means": torch.zeros(2, HEADS, 1, 32), "block_len": torch.tensor(256)}
+    with pytest.raises(ValueError, match="means come with factors"):
         loaded.check_saved(state, schema)
+    state["factors"] = torch.ones(2, HEADS, 32)
+    for wrong in (torch.zeros(2, HEADS, 2, 32), torch.zeros(2, 1, 1, 32)):
+        with pytest.raises(ValueError, match="means is"):
+            loaded.check_saved(state | {"means": wrong}, schema)
+    del state["means"]
+    with pytest.raises(ValueError, match="means is"):
+        loaded.check_saved(state | {"mean": torch.zeros(2, 1, 32)}, schema)
+    state["means"] = torch.zeros(2, HEADS, 1, 32)
     for length in (0, 128, 600):
         with pytest.raises(ValueError, match=f"block_len is {length}"):
             loaded.check_saved(state | {"block_len": torch.tensor(length)}, schema)

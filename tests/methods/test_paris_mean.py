@@ -115,6 +115,24 @@ def test_each_block_has_the_mean_of_its_first_keys() -> None:
     assert torch.equal(fed.index.state_dict()["means"], means[:, :, :5])
 
 
+@pytest.mark.parametrize("count", [0, 1, 2])
+@pytest.mark.parametrize("other", [False, True])
+def test_a_sequence_may_begin_with_padding_alone(count: int, other: bool) -> None:
+    """But for ``count`` tokens, which may be equal. Later ones are centered and scaled."""
+    keys, valid = _keys(300) + 20.0, torch.ones(2, 300, dtype=torch.bool)
+    valid[1, : 170 - count] = False
+    if other:
+        keys[1, :, 168] = keys[1, :, 169]
+    fed = _fed(keys[:, :, :170], valid=valid[:, :170])
+    _add(fed, keys[:, :, 170:])
+    index = fed.index
+    assert isinstance(index, ParisIndex) and index._means is not None
+    # Means of tokens 128 to 300, of which those to 170 are padding.
+    assert index._block_len == 64 and (index._means[1, :, 2:] - 20).abs().max() < 5
+    weights = index._codes().weight[1, :, 192:]
+    assert 0.02 < weights.mean() < 50
+
+
 @pytest.mark.parametrize("why", ["coded rows", "no mean"])
 def test_without_exact_keys_or_a_mean_codes_stay(why: str) -> None:
     keys = _keys(100)

@@ -45,10 +45,13 @@ Below ``length`` cold tokens a share beta of them are candidates, and rho of the
 """
 # Least energy of a coordinate, as a share of their mean.
 _LEAST = 1e-3
-# Fewest tokens of a block, and most blocks of the keys whose means are taken at once.
-_BLOCK, _BLOCKS = 256, 64
-# Keys that are read at a time, and how many tell the mean of a block as well as the one before it.
-_CHUNK, _ENOUGH = 4096, 64
+# Fewest tokens of a block, most blocks of the keys whose means are taken at once, and a block that
+# has all tokens.
+_BLOCK, _BLOCKS, _LONGEST = 256, 64, 1 << 30
+# Keys that are read at a time; numbers that are scaled at once, 16 MiB.
+_CHUNK, _NUMBERS = 4096, 1 << 22
+# Keys that tell a block's mean and their variance, and its least share of the means' square.
+_ENOUGH, _CLOSE = 64, 1e-4
 # Queries that say what others will ask for.
 _FEWEST = 8
 # How tensors are kept that not every index has.
@@ -222,32 +225,41 @@ class ParisIndex(CapturableIndex, Index):
             squares.append(some)
         assert means is not None, "there are keys"
         # Blocks of padding in front take the mean of the first one behind them.
-        places = torch.arange(means.shape[2], device=means.device)
-        places = places.where(means.any(-1), len(places) - 1).flip(-1).cummin(-1).values.flip(-1)
-        self._means = means.gather(2, places.unsqueeze(-1).expand_as(means))
-        count = valid.sum(dim=1).clamp(min=1)[:, None, None]
-        self._balance(torch.stack(squares).sum(0) / count)
+        indices = torch.arange(means.shape[2], device=means.device)
+        indices = indices.where(means.any(-1), len(indices) - 1)
+        indices = indices.flip(-1).cummin(-1).values.flip(-1)
+        self._means = means.gather(2, indices.unsqueeze(-1).expand_as(means))
+        count = valid.sum(dim=1)[:, None, None]
+        # Few keys may lie closer together than later ones will.
+        least = self._means.square().mean(2).sum(-1, keepdim=True) * _CLOSE
+        least = least.where(count >= _ENOUGH, least / _CLOSE)
+        self._balance(torch.stack(squares).sum(0) / count.clamp(min=1), least)
 
     def _mean_keys(
         self, means: torch.Tensor | None, start: int, keys: torch.Tensor, valid: torch.Tensor
-    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """``means`` and those of the blocks that begin with ``keys``, the tokens from ``start`` on.
 
-        Then the sums of squared distances from the latter, ``[B, Hkv, D]`` fp32.
+        Also of blocks that were all padding so far, in the sequences where they were. Then the sums
+        of squared distances of all ``keys`` from the means, ``[B, Hkv, D]`` fp32.
         """
         squares = keys.new_zeros(*keys.shape[:2], keys.shape[3], dtype=torch.float32)
+        if means is None:
+            means = squares.unsqueeze(2)[:, :, :0]
         for block, part in self._by_block(start, keys.shape[2]):
-            if means is not None and block < means.shape[2]:
-                continue
-            own, padding = keys[:, :, part].float(), ~valid[:, None, part, None]
+            own, padding = keys[:, :, part], ~valid[:, None, part, None]
             count = (~padding).sum(2, keepdim=True)
-            mean = own.masked_fill(padding, 0.0).sum(2, keepdim=True) / count.clamp(min=1)
-            if means is not None:
-                last = means[:, :, -1:]
-                share = (count / _ENOUGH).clamp(max=1.0).where(last.any(-1, keepdim=True), 1.0)
-                mean = last.lerp(mean, share)
+            mean = own.masked_fill(padding, 0.0).sum(2, keepdim=True, dtype=torch.float32)
+            mean /= count.clamp(min=1)
+            before, after = means[:, :, :block], means[:, :, block + 1 :]
+            if block < means.shape[2]:
+                old = means[:, :, block : block + 1]
+                mean = old.where(old.any(-1, keepdim=True), mean)
+            elif block:
+                last, share = before[:, :, -1:], (count / _ENOUGH).clamp(max=1.0)
+                mean = last.lerp(mean, share.where(last.any(-1, keepdim=True), 1.0))
+            means = torch.cat([before, mean, after], dim=2)
             squares += (own - mean).masked_fill_(padding, 0.0).square_().sum(2)
-            means = mean if means is None else torch.cat([means, mean], dim=2)
         return means, squares
 
     def _by_block(self, start: int, length: int) -> Iterator[tuple[int, slice]]:
@@ -257,8 +269,11 @@ class ParisIndex(CapturableIndex, Index):
             first, last = max(start, block * size), min(end, (block + 1) * size)
             yield block, slice(first - start, last - start)
 
-    def _balance(self, keys: torch.Tensor) -> None:
-        """Make factors for keys whose coordinates have variances ``keys [B, Hkv, D]``."""
+    def _balance(self, keys: torch.Tensor, least: torch.Tensor) -> None:
+        """Make factors for keys whose coordinates have variances ``keys [B, Hkv, D]``.
+
+        ``least [B, Hkv, 1]`` is their sum, if that is less.
+        """
         queries = torch.zeros_like(keys)
         if self._energy is not None:
             queries = self._energy.unflatten(1, (keys.shape[1], -1)).sum(dim=2)
@@ -269,8 +284,9 @@ class ParisIndex(CapturableIndex, Index):
         exponents = (exponents - exponents.mean(-1, keepdim=True)).round()
         # Numbers of rotated keys get the size that points count on.
         signs, _ = self._basis()
-        squares = (keys * (-2 * exponents).exp2()).sum(-1, keepdim=True) / len(signs)
-        self._factors = (exponents + (2 * squares.clamp(min=1e-30).log2()).round() / 4).exp2()
+        squares = (keys * (-2 * exponents).exp2()).sum(-1, keepdim=True).maximum(least)
+        size = (squares / len(signs)).where(squares > 0, 1.0).log2() / 2
+        self._factors = (exponents + (4 * size).round() / 4).exp2()
         self._signs = paris.scaled_signs(signs, self._factors)
 
     def _append(self, keys: torch.Tensor, valid: torch.Tensor | None) -> None:
@@ -323,10 +339,13 @@ class ParisIndex(CapturableIndex, Index):
         if self._factors is None or self._means is None:
             return paris.encode(keys, signs, levels, m=m)
         codes = paris.ParisCodes.empty(*keys.shape, m=m, device=keys.device)
+        step = max(1, _NUMBERS // max(1, keys[:, :, :1].numel()))
         for block, part in self._by_block(start, keys.shape[2]):
-            own = keys[:, :, part] - self._means[:, :, block : block + 1]
-            own /= self._factors.unsqueeze(2)
-            paris.encode(own, signs, levels, m=m, out=codes.tokens(part.start, part.stop))
+            for first in range(part.start, part.stop, step):
+                end = min(first + step, part.stop)
+                own = keys[:, :, first:end] - self._means[:, :, block : block + 1]
+                own /= self._factors.unsqueeze(2)
+                paris.encode(own, signs, levels, m=m, out=codes.tokens(first, end))
         return codes
 
     def _basis(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -418,25 +437,24 @@ class ParisIndex(CapturableIndex, Index):
 
     def check_saved(self, state: Tensors, schema: Schema) -> None:
         """As for every state; widths of records and numbers of means follow from other tensors."""
+        state = _current(state)
         super().check_saved(state, schema)
-        if {"sign", "means", "block_len"} <= state.keys():
+        if {"sign", "means"} <= state.keys():
             size = int(state["block_len"])
-            if size < _BLOCK or size & (size - 1):
+            if not _BLOCK <= size <= _LONGEST or size & (size - 1):
                 raise ValueError(f"block_len is {size}: the file is damaged; save the cache again")
             blocks = -(-state["sign"].shape[2] // size)
             schema.check("means", state["means"], f"B H {blocks} D", torch.float32)
+        if ("means" in state) != ("factors" in state):
+            raise ValueError("means come with factors: the file is damaged; save the cache again")
         if {"sign", "counts", "record"} <= state.keys():
             width = 3 * state["sign"].shape[3] + state["counts"].shape[2]
             schema.check("record", state["record"], f"B H N {width}", torch.uint8)
 
     def load_state_dict(self, state: Tensors, device: torch.device | None = None) -> None:
         """As for every state; codes of 0.1.0 have one mean key, and are renewed from exact keys."""
-        if "mean" in state:
-            mean, numbers = state["mean"], {"block_len": 1 << 30, "mean_len": 0}
-            state = {"factors": torch.ones_like(mean)} | state | {"means": mean.unsqueeze(2)}
-            state |= {name: torch.tensor(number) for name, number in numbers.items()}
         if "counts" in state:
-            super().load_state_dict(state, device)
+            super().load_state_dict(_current(state), device)
             return
         self.reset()
         if "energy" in state:
@@ -463,6 +481,16 @@ class ParisIndex(CapturableIndex, Index):
 
     def _codes(self) -> paris.ParisCodes:
         return paris.ParisCodes(self._sign.rows, self._record.rows)
+
+
+def _current(state: Tensors) -> Tensors:
+    """A saved state of 0.1.0 as one of today; others as they are."""
+    if "mean" not in state:
+        return {"block_len": torch.tensor(_BLOCK)} | state if "counts" in state else state
+    mean, size = state["mean"], {"block_len": torch.tensor(_LONGEST)}
+    state = {"factors": torch.ones_like(mean)} | state | {"means": mean.unsqueeze(2)}
+    # No length: where keys are exact, they are coded again.
+    return state | size | {"mean_len": torch.tensor(0)}
 
 
 class ParisKVCache(RetrievalCache):

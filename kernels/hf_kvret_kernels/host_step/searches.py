@@ -12,7 +12,7 @@ import torch
 from hf_kvret_kernels import host_library
 from hf_kvret_kernels.codebook.naive import check_valid_codes
 from hf_kvret_kernels.paged import WithoutAddresses
-from hf_kvret_kernels.paris.codes import ParisCodes
+from hf_kvret_kernels.paris.codes import ParisCodes, points_of_product
 
 _INT8 = 3
 
@@ -106,7 +106,7 @@ class ParisSearch(WithoutAddresses):
 
     kind: ClassVar[int] = 2
     heads: ClassVar[None] = None
-    _STRUCT: ClassVar[struct.Struct] = struct.Struct("@7P9q2i")
+    _STRUCT: ClassVar[struct.Struct] = struct.Struct("@7P9qif")
 
     codes: ParisCodes
     counts: torch.Tensor
@@ -144,7 +144,7 @@ class ParisSearch(WithoutAddresses):
             self.candidates,
             self.block_len,
             self.mean_query,
-            0,
+            points_of_product(tuple(self.shares.tolist()), self.m),
         )
 
 

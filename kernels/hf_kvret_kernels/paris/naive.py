@@ -15,10 +15,11 @@ from hf_kvret_kernels.paris.codes import (
     EXCLUDED,
     LEVELS,
     MOST_SIMILAR,
-    SIMILARITY_OF_PRODUCT,
+    SHARE_UNIT,
     ParisCodes,
     SearchCall,
     code_weights,
+    points_of_product,
     rotation_blocks,
     rotation_stride,
 )
@@ -26,7 +27,6 @@ from hf_kvret_kernels.relevance.naive import best_ids
 from hf_kvret_kernels.soft_cap import soft_cap_
 
 _ENCODE_TOKENS = 512
-SHARE_UNIT = 1_000_000
 
 
 def search(call: SearchCall) -> torch.Tensor:
@@ -34,9 +34,9 @@ def search(call: SearchCall) -> torch.Tensor:
     query, signs, codes, counts, levels, budget, survivors, shares, m, *_ = call
     q_rot, offsets, drops = query if signs is None else rotate(query, signs), None, None
     if call.means is not None:
-        offsets = Blocks(mean_products(query, call.means), call.block_len)
-        if not shares:
-            drops = Blocks(lost_points(offsets.numbers, q_rot), call.block_len)
+        products, worth = mean_products(query, call.means), points_of_product(shares, m)
+        offsets = Blocks(products, call.block_len)
+        drops = Blocks(lost_points(products, q_rot, worth), call.block_len)
     points = bonus_table(q_rot, counts, shares, m) if shares else similarity_points(q_rot)
     scores = collide(codes.sign, points, m, call.valid, drops)
     ids = candidates(scores, survivors)
@@ -220,14 +220,14 @@ def mean_products(query: torch.Tensor, means: torch.Tensor) -> torch.Tensor:
     return torch.einsum("bhqgd,bhnd->bhqgn", query.float(), means)
 
 
-def lost_points(products: torch.Tensor, q_rot: torch.Tensor) -> torch.Tensor:
+def lost_points(products: torch.Tensor, q_rot: torch.Tensor, worth: float) -> torch.Tensor:
     """uint8 of ``products [..., blocks]``: the points that a block's mean key costs its tokens.
 
-    They are ours. The block of the largest product loses none. Rotated keys without their means
-    have numbers whose root mean square is 1. If all were as long, and no points were cut off, a
-    product of 1 would be worth a similarity of 1.25. With 0.8 more of a model's top-k is found.
+    They are ours. The block of the largest product loses none. Other backends add the terms of
+    products in another order, and may take a point more or less. ``worth`` is of
+    ``codes.points_of_product``.
     """
-    unit = similarity_scale(q_rot) * SIMILARITY_OF_PRODUCT
+    unit = similarity_scale(q_rot) * worth
     behind = (products.amax(-1, keepdim=True) - products) * unit.unsqueeze(-1)
     return behind.where(behind > 0, 0.0).clamp(max=EXCLUDED).to(torch.uint8)
 

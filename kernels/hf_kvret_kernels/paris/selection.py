@@ -74,8 +74,8 @@ def search(
         scale: factor of the inner products, before the cap.
         softcap: ``c`` of ``c * tanh(score / c)``, or None.
         means: ``[B, H, blocks, D]`` fp32: what was subtracted from the keys of each block before
-            they were coded; None for nothing. It counts in both stages, in stage 1 where points are
-            by similarity, for rotated keys whose numbers have a root mean square of about 1.
+            they were coded; None for nothing. Its product counts in both stages, in stage 1 for
+            rotated keys whose numbers have a root mean square of about 1.
         block_len: tokens of a block, a power of two; ``blocks`` of them hold all n.
         backend: "auto", "naive" or "triton".
 

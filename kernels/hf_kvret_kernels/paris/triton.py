@@ -40,20 +40,19 @@ from hf_kvret_kernels.paris.codes import (
     EXCLUDED,
     LEVELS,
     MOST_SIMILAR,
-    SIMILARITY_OF_PRODUCT,
+    SHARE_UNIT,
     SearchCall,
     most_points,
+    points_of_product,
     rotation_blocks,
     rotation_stride,
 )
-from hf_kvret_kernels.paris.naive import SHARE_UNIT
 from hf_kvret_kernels.paris.triton_encode import source_columns
 from hf_kvret_kernels.top_k.triton import best_ids, choose, order_of, warm_up
 
 _SHARE_UNIT = tl.constexpr(SHARE_UNIT)
 _EXCLUDED = tl.constexpr(EXCLUDED)
 _MOST_SIMILAR = tl.constexpr(float(MOST_SIMILAR))
-_SIMILARITY_OF_PRODUCT = tl.constexpr(SIMILARITY_OF_PRODUCT)
 # Programs that share the mean keys of blocks, at most, and their numbers that one takes at a time.
 _PARTS = tl.constexpr(32)
 _MEANS = 1024
@@ -104,7 +103,7 @@ class Bonus(NamedTuple):
         tickets: ``[B, H, Q]`` int32 of zeros.
         products: ``[B, H, Q, G, blocks]`` fp32: see ``naive.mean_products``; None without means.
         bests: ``[B, H, Q, G, parts]`` fp32, whose largest is that of ``products``.
-        units: ``[B, H, Q, G]`` fp32: points that a product of 1 costs; None where it costs none.
+        units: ``[B, H, Q, G]`` fp32: points that a product of 1 is worth.
         block_bits: a block has two to the power of that many tokens.
     """
 
@@ -158,7 +157,7 @@ def bonus(
         parts = (end - first) // m // subspaces_of_program((end - first) // m)
         products = means.new_empty(*lead, tables, means.shape[2])
         bests = means.new_empty(*lead, tables, parts)
-        units = None if shares else means.new_empty(*lead, tables)
+        units = means.new_empty(*lead, tables)
         means = means.contiguous() if signs is not None else by_planes(means)
     if signs is None:
         planes = by_planes(query)
@@ -188,6 +187,7 @@ def bonus(
             queries,
             head_dim,
             0 if means is None else means.shape[2],
+            points_of_product(shares, m),
             (end - first) ** -0.5,
             HAS_MEANS=means is not None,
             MEANS=max(1, _MEANS // wide),
@@ -213,7 +213,8 @@ def bonus(
 @triton.jit(do_not_specialize=["blocks"])
 def _bonus_kernel(
     query_ptr, signs_ptr, signs_stride, counts_ptr, planes_ptr, points_ptr, histogram_ptr,
-    tickets_ptr, means_ptr, products_ptr, bests_ptr, units_ptr, queries, head_dim, blocks, scale,
+    tickets_ptr, means_ptr, products_ptr, bests_ptr, units_ptr, queries, head_dim, blocks, worth,
+    scale,
     HAS_MEANS: tl.constexpr, MEANS: tl.constexpr, ROTATE: tl.constexpr, TABLES: tl.constexpr,
     WORDS: tl.constexpr, PER_WORD: tl.constexpr, SHARES: tl.constexpr, M: tl.constexpr,
     SUBSPACES: tl.constexpr, WIDE: tl.constexpr, FIRST: tl.constexpr, DIM: tl.constexpr,
@@ -261,7 +262,7 @@ def _bonus_kernel(
             value = tl.load(planes_ptr + source * WHOLE + _plane(subspaces * M + j, WHOLE))
             sims += tl.where(((ids >> j) & 1) == 1, value, -value)
             size += tl.abs(value)
-        if len(SHARES) == 0:
+        if HAS_MEANS or len(SHARES) == 0:
             all_of_it = tl.arange(0, WIDE)[None, :]
             if ROTATE:
                 x = _signed(
@@ -275,11 +276,8 @@ def _bonus_kernel(
             factor = (factor.to(tl.int32, bitcast=True) & -(1 << 20)).to(tl.float32, bitcast=True)
             if HAS_MEANS:
                 first = (part == 0) & (FIRST == 0) & (tl.arange(0, 1) == 0)
-                tl.store(
-                    units_ptr + source + tl.arange(0, 1),
-                    factor * _SIMILARITY_OF_PRODUCT,
-                    mask=first,
-                )
+                tl.store(units_ptr + source + tl.arange(0, 1), factor * worth, mask=first)
+        if len(SHARES) == 0:
             points = (sims + size / 2) * factor[:, None]
             points = tl.minimum(tl.where(points > 0, points, 0.0), _MOST_SIMILAR)
             tl.store(points_ptr + ids * PER_WORD, points.to(tl.int32).to(tl.uint8))
@@ -447,7 +445,7 @@ def collide(
             *sign.stride()[:2],
             *mask_layout(valid),
             HAS_VALID=valid is not None,
-            HAS_DROPS=bonus.units is not None,
+            HAS_MEANS=bonus.units is not None,
             SAME_MEAN=(1 << bonus.block_bits) % block == 0,
             TABLES=bonus.queries.shape[3],
             PARTS=1 if bonus.bests is None else bonus.bests.shape[4],
@@ -471,7 +469,7 @@ def _collide_kernel(
     sign_ptr, words_ptr, valid_ptr, scores_ptr, histogram_ptr, tickets_ptr, products_ptr, bests_ptr,
     units_ptr, reaching_ptr, plan_ptr, before_ptr, length, stride, heads, queries, count,
     mean_blocks, block_bits, sign_stride_b, sign_stride_h, valid_stride_b, valid_stride_n,
-    VALID_UNIT: tl.constexpr, HAS_VALID: tl.constexpr, HAS_DROPS: tl.constexpr,
+    VALID_UNIT: tl.constexpr, HAS_VALID: tl.constexpr, HAS_MEANS: tl.constexpr,
     SAME_MEAN: tl.constexpr, TABLES: tl.constexpr, PARTS: tl.constexpr, WORDS: tl.constexpr,
     PER_WORD: tl.constexpr, BINS: tl.constexpr, M: tl.constexpr, BYTES: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, ALIGN: tl.constexpr,
@@ -516,7 +514,7 @@ def _collide_kernel(
                 table = tl.load(words_ptr + w * ENTRIES + entry, mask=entry < ENTRIES, other=0)
                 total = _add_points(total, table, byte, column, M, BLOCK, CHUNK)
         lost = tl.zeros((), dtype=tl.uint32)
-        if HAS_DROPS:
+        if HAS_MEANS:
             for t in tl.static_range(PER_WORD):
                 # Tables behind the last one have no points.
                 table = row * TABLES + tl.minimum(w * PER_WORD + t, TABLES - 1)
