@@ -116,7 +116,7 @@ def test_a_large_part_of_keys_that_queries_hardly_ask_for_hides_nothing(dim: int
 def test_a_bias_that_drifts_with_positions_counts(
     dim: int, least: float, most: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In both stages where points are by similarity; where they are by rank, in stage 2 alone."""
+    """Of 320 numbers points go by rank."""
     keys, query = _peaked(3000, dim, batch=1)
     for pair in range(6):
         angles, size = torch.arange(3000) / 2**pair / 1000, 400 * math.cos(pair)
