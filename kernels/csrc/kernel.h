@@ -38,7 +38,7 @@ struct PointTables {
     int64_t bytes;
     int64_t most;          // the largest entry
     const uint8_t *points; // [heads, bytes, 256]
-    const uint8_t *drops;  // [heads, up to a multiple of 8]: taken off sums, down to 0
+    const uint8_t *drops;  // [heads, rounded up to a multiple of 8]: taken off sums, down to 0
     char *packed;          // packed_bytes(): as the kernel wants them
 };
 

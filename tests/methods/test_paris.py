@@ -210,6 +210,9 @@ def test_codes_load_with_their_padding_and_records_of_another_width_do_not() -> 
     del state["means"]
     with pytest.raises(ValueError, match="means is"):
         loaded.check_saved(state | {"mean": torch.zeros(2, 1, 32)}, schema)
+    for wrong in (torch.zeros(()), torch.zeros(32)):
+        with pytest.raises(ValueError, match=r"(means|factors) is"):
+            loaded.check_saved(state | {"mean": wrong}, schema)
     state["means"] = torch.zeros(2, HEADS, 1, 32)
     for length in (0, 128, 600):
         with pytest.raises(ValueError, match=f"block_len is {length}"):

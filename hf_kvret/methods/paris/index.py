@@ -224,11 +224,7 @@ class ParisIndex(CapturableIndex, Index):
             means, some = self._mean_keys(means, start, keys, own)
             squares.append(some)
         assert means is not None, "there are keys"
-        # Blocks of padding in front take the mean of the first one behind them.
-        indices = torch.arange(means.shape[2], device=means.device)
-        indices = indices.where(means.any(-1), len(indices) - 1)
-        indices = indices.flip(-1).cummin(-1).values.flip(-1)
-        self._means = means.gather(2, indices.unsqueeze(-1).expand_as(means))
+        self._means = means
         count = valid.sum(dim=1)[:, None, None]
         # Few keys may lie closer together than later ones will.
         least = self._means.square().mean(2).sum(-1, keepdim=True) * _CLOSE
@@ -240,8 +236,8 @@ class ParisIndex(CapturableIndex, Index):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """``means`` and those of the blocks that begin with ``keys``, the tokens from ``start`` on.
 
-        Also of blocks that were all padding so far, in the sequences where they were. Then the sums
-        of squared distances of all ``keys`` from the means, ``[B, Hkv, D]`` fp32.
+        Blocks of padding in front take the mean of the first one behind them. Then the sums of
+        squared distances of all ``keys`` from the means, ``[B, Hkv, D]`` fp32.
         """
         squares = keys.new_zeros(*keys.shape[:2], keys.shape[3], dtype=torch.float32)
         if means is None:
@@ -260,7 +256,10 @@ class ParisIndex(CapturableIndex, Index):
                 mean = last.lerp(mean, share.where(last.any(-1, keepdim=True), 1.0))
             means = torch.cat([before, mean, after], dim=2)
             squares += (own - mean).masked_fill_(padding, 0.0).square_().sum(2)
-        return means, squares
+        indices = torch.arange(means.shape[2], device=means.device)
+        indices = indices.where(means.any(-1), len(indices) - 1)
+        indices = indices.flip(-1).cummin(-1).values.flip(-1)
+        return means.gather(2, indices.unsqueeze(-1).expand_as(means)), squares
 
     def _by_block(self, start: int, length: int) -> Iterator[tuple[int, slice]]:
         """Each block that has some of these tokens, the first being ``start``, and which ones."""
@@ -272,7 +271,7 @@ class ParisIndex(CapturableIndex, Index):
     def _balance(self, keys: torch.Tensor, least: torch.Tensor) -> None:
         """Make factors for keys whose coordinates have variances ``keys [B, Hkv, D]``.
 
-        ``least [B, Hkv, 1]`` is their sum, if that is less.
+        ``least [B, Hkv, 1]`` is the least of their sum, as they are scaled.
         """
         queries = torch.zeros_like(keys)
         if self._energy is not None:
@@ -285,6 +284,8 @@ class ParisIndex(CapturableIndex, Index):
         # Numbers of rotated keys get the size that points count on.
         signs, _ = self._basis()
         squares = (keys * (-2 * exponents).exp2()).sum(-1, keepdim=True).maximum(least)
+        # A sequence without keys takes the size of others.
+        squares = squares.where(squares > 0, squares.amax(0, keepdim=True))
         size = (squares / len(signs)).where(squares > 0, 1.0).log2() / 2
         self._factors = (exponents + (4 * size).round() / 4).exp2()
         self._signs = paris.scaled_signs(signs, self._factors)
@@ -488,8 +489,9 @@ def _current(state: Tensors) -> Tensors:
     if "mean" not in state:
         return {"block_len": torch.tensor(_BLOCK)} | state if "counts" in state else state
     mean, size = state["mean"], {"block_len": torch.tensor(_LONGEST)}
-    state = {"factors": torch.ones_like(mean)} | state | {"means": mean.unsqueeze(2)}
-    # No length: where keys are exact, they are coded again.
+    means = mean.reshape(*mean.shape[:-1], 1, *mean.shape[-1:])
+    state = {"factors": torch.ones_like(mean)} | state | {"means": means}
+    # A length of 0 has exact keys coded again.
     return state | size | {"mean_len": torch.tensor(0)}
 
 

@@ -14,11 +14,11 @@ from hf_kvret_kernels._dispatch import (
     check_valid,
     run,
 )
-from hf_kvret_kernels.paris import naive
 from hf_kvret_kernels.paris.codes import (
     EXCLUDED,
     LEVELS,
     MOST_SIMILAR,
+    SHARE_UNIT,
     ParisCodes,
     SearchCall,
     check_codes,
@@ -163,7 +163,7 @@ def count_centroids(
 
 def share_units(rho: float, tiers: Sequence[float]) -> tuple[int, ...]:
     """The tiers' shares of all keys, ``rho * t`` each, in units of 1 / SHARE_UNIT."""
-    return tuple(round(rho * tier * naive.SHARE_UNIT) for tier in tiers)
+    return tuple(round(rho * tier * SHARE_UNIT) for tier in tiers)
 
 
 @functools.cache
