@@ -148,7 +148,7 @@ struct Bytes256 {
     static V zero() { return _mm256_setzero_si256(); }
     static V add(V a, V b) { return _mm256_add_epi8(a, b); }
     static V sub(V a, V b) { return _mm256_sub_epi8(a, b); }
-    // The differences, 0 at least.
+    // A difference below 0 becomes 0.
     static V less(V a, uint8_t b) {
         return _mm256_subs_epu8(a, _mm256_set1_epi8(static_cast<char>(b)));
     }

@@ -14,7 +14,7 @@ struct Bytes512 {
     static V zero() { return _mm512_setzero_si512(); }
     static V add(V a, V b) { return _mm512_add_epi8(a, b); }
     static V sub(V a, V b) { return _mm512_sub_epi8(a, b); }
-    // The differences, 0 at least.
+    // A difference below 0 becomes 0.
     static V less(V a, uint8_t b) {
         return _mm512_subs_epu8(a, _mm512_set1_epi8(static_cast<char>(b)));
     }

@@ -132,8 +132,8 @@ struct Kernel {
     int64_t (*packed_bytes)(const PointTables &tables);
     void (*pack)(const PointTables &tables);
 
-    // 1 + the largest sum of points, less drops, among the heads of each token `first .. last`; 0
-    // where `valid` is. `first` is a multiple of 64, and scores may be written up to the next one behind `last`.
+    // Tokens `first .. last` score 1 + the largest of the heads' sums less drops, or 0 as `valid` has.
+    // `first` is a multiple of 64, and scores may be written up to the next one behind `last`.
     void (*scan)(const PointTables &tables, const uint8_t *sign, const uint8_t *valid,
                  int64_t first, int64_t last, uint8_t *scores);
 

@@ -102,7 +102,7 @@ template <class B, class Table> struct NibbleScan {
         }
     }
 
-    // What drops leave of the larger of both heads' sums, where it exceeds the best.
+    // A head's sum loses its drop, down to 0; the best becomes the larger of itself and both sums.
     template <int Blocks>
     static void take_best(const V *both, const V *odd, const uint8_t *drops, V *best) {
         for (int b = 0; b < Blocks; ++b) {

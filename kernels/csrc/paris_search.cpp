@@ -133,7 +133,7 @@ class ParisSearch : public Search {
                 work + packed_};
     }
 
-    // The group's queries, or their mean.
+    // Reads the group's queries, or their mean.
     void read_queries(const Selection &selection, char *work, int64_t first, int64_t last) const {
         const hfk_request &request = step_.attention;
         float *rotated = at<float>(work, rotated_);
@@ -151,7 +151,7 @@ class ParisSearch : public Search {
         }
     }
 
-    // Products of queries and the mean keys of blocks.
+    // Multiplies queries with the mean keys of blocks.
     void make_offsets(int64_t head, char *work, float *scratch, int64_t first, int64_t last) const {
         float *offsets = at<float>(work, offsets_);
         std::fill(offsets + first * offset_stride_, offsets + last * offset_stride_, 0.0f);
@@ -170,7 +170,7 @@ class ParisSearch : public Search {
         }
     }
 
-    // Random signs and a Walsh-Hadamard transform.
+    // Multiplies queries by the signs and transforms them (Walsh-Hadamard).
     void rotate(int64_t head, char *work, int64_t first, int64_t last) const {
         const float *signs = paris_.signs + head * paris_.dim;
         for (int64_t g = first; g < last; ++g) {
@@ -227,7 +227,7 @@ class ParisSearch : public Search {
         return few;
     }
 
-    // Points that the mean keys of blocks cost their tokens, see paris/naive.py.
+    // Says how many points the tokens of each block lose, see lost_points in paris/naive.py.
     void make_drops(char *work, int64_t first, int64_t last) const {
         for (int64_t g = first; g < last; ++g) {
             const float *query = at<float>(work, rotated_) + g * paris_.dim;

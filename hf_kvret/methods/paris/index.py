@@ -199,7 +199,7 @@ class ParisIndex(CapturableIndex, Index):
             self._make_basis(batch, heads, dim, block.keys.device)
             self._mean_len = len(block)
             if self.options.center:
-                self._learn(lambda _: [(0, block.keys)], valid)
+                self._learn(block.keys[:, :, :0].float(), lambda _: [(0, block.keys)], valid)
         elif self._means is not None:
             start = len(self._sign)
             self._means, _ = self._mean_keys(self._means, start, block.keys, valid)
@@ -214,25 +214,27 @@ class ParisIndex(CapturableIndex, Index):
         self._energy = squares.sum(dim=2)
 
     def _learn(
-        self, read: Callable[[int], Iterable[tuple[int, torch.Tensor]]], valid: torch.Tensor
+        self,
+        means: torch.Tensor,
+        read: Callable[[int], Iterable[tuple[int, torch.Tensor]]],
+        valid: torch.Tensor,
     ) -> None:
-        """Take means and factors of the keys that ``read`` brings, in chunks of a length."""
+        """Take means, of which there are none, and factors of what ``read`` brings in chunks."""
+        squares = []
         self._block_len = max(_BLOCK, 1 << (-(-self._mean_len // _BLOCKS) - 1).bit_length())
-        means, squares = None, []
         for start, keys in read(max(_CHUNK, self._block_len)):
             own = valid[:, start : start + keys.shape[2]]
             means, some = self._mean_keys(means, start, keys, own)
             squares.append(some)
-        assert means is not None, "there are keys"
         self._means = means
         count = valid.sum(dim=1)[:, None, None]
         # Few keys may lie closer together than later ones will.
-        least = self._means.square().mean(2).sum(-1, keepdim=True) * _CLOSE
+        least = means.square().mean(2).sum(-1, keepdim=True) * _CLOSE
         least = least.where(count >= _ENOUGH, least / _CLOSE)
         self._balance(torch.stack(squares).sum(0) / count.clamp(min=1), least)
 
     def _mean_keys(
-        self, means: torch.Tensor | None, start: int, keys: torch.Tensor, valid: torch.Tensor
+        self, means: torch.Tensor, start: int, keys: torch.Tensor, valid: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """``means`` and those of the blocks that begin with ``keys``, the tokens from ``start`` on.
 
@@ -240,8 +242,6 @@ class ParisIndex(CapturableIndex, Index):
         squared distances of all ``keys`` from the means, ``[B, Hkv, D]`` fp32.
         """
         squares = keys.new_zeros(*keys.shape[:2], keys.shape[3], dtype=torch.float32)
-        if means is None:
-            means = squares.unsqueeze(2)[:, :, :0]
         for block, part in self._by_block(start, keys.shape[2]):
             own, padding = keys[:, :, part], ~valid[:, None, part, None]
             count = (~padding).sum(2, keepdim=True)
@@ -319,7 +319,7 @@ class ParisIndex(CapturableIndex, Index):
         if self._means is None or store.codes_rows:
             return
         valid = self._codes().is_valid()
-        self._learn(store.key_chunks, valid)
+        self._learn(self._means[:, :, :0], store.key_chunks, valid)
         self._counts = None
         for plane in (self._sign, self._record):
             # Room for all at once, also where a fork still reads the memory.
@@ -422,7 +422,7 @@ class ParisIndex(CapturableIndex, Index):
         # So that what comes in place of the dropped tokens gets means of its own in time.
         self._mean_len = min(self._mean_len, length)
         if self._means is not None:
-            self._means = self._means[:, :, : -(-length // self._block_len)]
+            self._means = self._means[:, :, : -(-length // self._block_len)].contiguous()
         dropped = self._codes()
         counted = dropped.is_valid()[:, length:]
         self._counts = self._counts - paris.count_centroids(

@@ -23,7 +23,7 @@ _MOST_WEIGHT, _PADDING = 57344.0, 247
 EXCLUDED = 255
 # A centroid earns at most this by similarity: two heads share a byte of the scan on a CPU.
 MOST_SIMILAR = 7
-# Shares of keys are whole numbers of this part of all.
+# A share of the keys is a whole number of millionths.
 SHARE_UNIT = 1_000_000
 
 

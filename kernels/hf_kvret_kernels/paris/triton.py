@@ -496,7 +496,7 @@ def _collide_kernel(
 
     best = tl.zeros((BLOCK,), dtype=tl.int32)
     words_ptr += row * WORDS * ENTRIES
-    # The tokens may have one mean key.
+    # All tokens of this program have one mean key, unless blocks are shorter than its own.
     mean_ids = block * BLOCK >> block_bits
     if not SAME_MEAN:
         mean_ids = tl.minimum(tokens >> block_bits, mean_blocks - 1)
