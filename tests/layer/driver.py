@@ -33,7 +33,7 @@ METHODS: dict[str, tuple[type[RetrievalCache], dict[str, Any]]] = {
     "paris, nibbles": (ParisKVCache, {"subspace_dim": 4, "group_reduce": "mean"}),
     "lrqk": (LRQKCache, {"rank": 8}),
     "lrqk, published": (LRQKCache, {"rank": 8, "factors": "als"}),
-    "lrqk, in bytes": (LRQKCache, {"rank": 20, "proxy_dtype": "int8"}),
+    "lrqk, in bf16": (LRQKCache, {"rank": 20, "proxy_dtype": "bfloat16"}),
     "ctkvr": (CTkvrCache, {}),
     "h2o": (H2OCache, {}),
 }

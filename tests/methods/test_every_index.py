@@ -38,7 +38,7 @@ def _als() -> Index:
 INDEXES: dict[str, Make] = {
     **{"flat": FlatIndex, "paris": lambda: ParisIndex(ParisConfig())},
     "paris, nibbles": lambda: ParisIndex(ParisConfig(subspace_dim=4)),
-    **{"lrqk": _lrqk(), "lrqk, int8": _lrqk(proxy_dtype="int8"), "lrqk, als": _als},
+    **{"lrqk": _lrqk(), "lrqk, bf16": _lrqk(proxy_dtype="bfloat16"), "lrqk, als": _als},
     "ctkvr": _ctkvr(),
     "ctkvr, at once": _ctkvr(update=1, update_lists="recalled"),
     "ctkvr, few pending": _ctkvr(pending=6),
@@ -103,8 +103,7 @@ def test_sinks_padding_and_holes_are_never_selected(make: Make) -> None:
             assert len(slots) and allowed[slots].all()
 
 
-# Padding may widen the step of int8, up to a bound.
-@pytest.mark.parametrize("make", [name for name in NAMES if name != "lrqk, int8"], indirect=True)
+@pytest.mark.parametrize("make", NAMES, indirect=True)
 def test_contents_of_padding_do_not_matter(make: Make) -> None:
     tokens, valid = draw(0, PROMPT), ragged(SEQUENCES, PROMPT)
     other = [torch.where(valid[:, None, :, None], x, math.nan) for x in tokens]
@@ -176,8 +175,8 @@ def test_fewer_valid_tokens_than_the_budget_leave_the_other_slots_empty(make: Ma
         ("flat", 4 * DIM),
         # Signs, 3 bits of each magnitude, and weights of a byte.
         ("paris", DIM // 8 + 3 * DIM // 8 + DIM // 8),
-        ("lrqk", 2 * 12),
-        ("lrqk, int8", 12),
+        ("lrqk", 12),
+        ("lrqk, bf16", 2 * 12),
         ("lrqk, als", GROUP * 2 * 6),
         ("a2ats", 2),
     ],

@@ -96,9 +96,11 @@ def test_int8_proxies_are_within_half_a_step_of_bf16_ones() -> None:
     rows, steps = wide.index._proxies.rows.float(), narrow.index._proxies.steps
     assert steps is not None
     values = narrow.index._proxies.values(narrow.index._proxies.rows)
-    # Both start from the same bf16 rows; the margin is fp32 rounding of 127 steps.
-    assert bool(((values - rows).abs() <= steps * (0.5 + 1e-4)).all())
-    assert (narrow.index._proxies.rows.abs().amax(2) == 127).all()
+    # bf16 rounds by up to a 256th.
+    assert bool(((values - rows).abs() <= steps * (0.5 + 1e-4) + rows.abs() / 256).all())
+    torch.testing.assert_close(
+        steps, rows.square().mean(2, True).sqrt() * 8 / 127, rtol=1e-3, atol=0
+    )
     query = _tokens(4, seed=4)[0]
     assert narrow.recall(query) > wide.recall(query) - 0.05
 
@@ -107,13 +109,13 @@ def test_int8_proxies_that_come_later_keep_to_the_range() -> None:
     queries, keys = _tokens(100)
     mean = keys.mean(2, keepdim=True)
     run = fill(closed_options(proxy_dtype="int8"), queries, keys)
-    run.cool(mean + 3 * (keys - mean))
+    run.cool(mean + 5 * (keys - mean))
     rows = run.index._proxies.rows
     assert rows.shape[2] == 200 and rows.amin() >= -127 and rows.amax() == 127
-    # Where three times the value is in the range, it is kept.
-    small = rows[:, :, :100].abs() <= 42
-    off = (rows[:, :, 100:].int() - 3 * rows[:, :, :100].int()).abs()[small]
-    assert small.any() and off.max() <= 2
+    # Where five times the value is in the range, it is kept: up to 1.6 root mean squares.
+    small = rows[:, :, :100].abs() <= 25
+    off = (rows[:, :, 100:].int() - 5 * rows[:, :, :100].int()).abs()[small]
+    assert small.float().mean() > 0.5 and off.max() <= 3
 
 
 def _queries(count: int, seed: int = 0, first: int = 0, last: int = 16) -> torch.Tensor:
@@ -232,7 +234,8 @@ def test_a_saved_index_and_a_fork_remember_that_a_look_is_due() -> None:
 
 def test_the_rank_follows_the_head_dim_unless_it_is_given() -> None:
     auto = LRQKConfig()
-    assert [auto.rank_of(dim) for dim in (16, 32, 128, 256, 1280)] == [16, 32, 32, 64, 256]
+    assert [auto.rank_of(dim) for dim in (16, 64, 128, 256, 1280)] == [16, 64, 64, 128, 256]
+    assert [LRQKConfig(proxy_dtype="bfloat16").rank_of(d) for d in (16, 64, 256)] == [16, 32, 64]
     assert [LRQKConfig(rank=None).rank_of(dim) for dim in (16, 256)] == [16, 32]
     assert LRQKConfig(rank=40).rank_of(64) == 40
 
@@ -242,7 +245,7 @@ def test_the_papers_options_are_those_of_its_section_5() -> None:
     assert (paper.factors, paper.top_k, paper.iterations) == ("als", 2048, 2)
     # The paper's lite tokens.
     assert (paper.recent, paper.fit_recent) == (64, 64)
-    assert (paper.penalty, paper.rank_of(128)) == (1.0, 32)
+    assert (paper.penalty, paper.rank_of(128), paper.proxy_dtype) == (1.0, 32, "bfloat16")
     assert LRQKConfig.preset("paper", top_k=1024, rank=16).top_k == 1024
     assert LRQKConfig().factors == "closed" and LRQKConfig().top_k is None
 

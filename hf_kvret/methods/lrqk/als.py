@@ -339,9 +339,9 @@ class PaperLRQKIndex(Index):
         self._query_basis, self._key_basis = bases.query, bases.key
         self._omega = None
         self._recent.start(factors.to_key)
-        self._proxies.replace(
-            project(factors.to_key, (keys for _, keys in cold.store.key_chunks()))
-        )
+        chunks = project(factors.to_key, (keys for _, keys in cold.store.key_chunks()))
+        proxies = torch.cat([*chunks], dim=2)
+        self._proxies.replace([proxies], proxies.square().mean(2, keepdim=True).sqrt())
         queries.reset()
         keys.reset()
 

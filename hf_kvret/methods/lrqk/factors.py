@@ -32,7 +32,7 @@ _CPU_CHUNK_LEN = 1024
 
 DTYPES = {"bfloat16": torch.bfloat16, "int8": torch.int8}
 _MOST = 127.0
-# Largest range of int8, in root mean squares.
+# The range of int8, in root mean squares of a column: keys that come later may lie further out.
 _WIDEST = 8.0
 
 
@@ -373,7 +373,7 @@ class Proxies(State):
 
     Attributes:
         steps: ``[B, F, 1, r]`` fp32, quantization step of each int8 column; None for bf16. Set by
-            ``replace``; rows appended later are clamped to the range.
+            ``replace``; outliers, and rows appended later, are clamped to the range.
     """
 
     steps: torch.Tensor | None = tensor(
@@ -393,25 +393,19 @@ class Proxies(State):
     def replace(
         self,
         chunks: Iterable[torch.Tensor],
-        spread: torch.Tensor | None = None,
+        spread: torch.Tensor,
         keep: torch.Tensor | None = None,
     ) -> None:
         """Replace all rows by ``chunks`` of fp32 rows, ``[B, F, *, r]`` each, at least one.
 
-        ``spread [B, F, 1, r]``: root mean square of each column over the valid tokens. With it,
-        int8 clamps outliers, so that padding or a single key does not coarsen all.
+        ``spread [B, F, 1, r]``: root mean square of each column over the valid tokens.
         ``keep [B]`` bool: sequences that keep their old rows.
         """
         old = None if keep is None else (self.rows, self.steps)
-        # bf16 in between: the steps of int8 need all rows first.
-        rows = torch.cat([chunk.bfloat16() for chunk in chunks], dim=2)
-        self._rows = TokenBuffer()
         if self.dtype == torch.int8:
-            largest = rows.float().nan_to_num_(nan=0.0).abs().amax(dim=2, keepdim=True)
-            if spread is not None:
-                largest = torch.minimum(largest, _WIDEST * spread)
-            self.steps = largest.clamp(min=1e-30) / _MOST
-        self.append(rows)
+            self.steps = (spread * (_WIDEST / _MOST)).clamp(min=1e-30)
+        self._rows = TokenBuffer()
+        self._rows.append(torch.cat([self._coded(chunk) for chunk in chunks], dim=2))
         if old is not None and keep is not None:
             mask, (old_rows, old_steps) = keep[:, None, None, None], old
             self.rows.copy_(torch.where(mask, old_rows, self.rows))
@@ -420,11 +414,13 @@ class Proxies(State):
 
     def append(self, rows: torch.Tensor) -> None:
         """Add ``rows [B, F, m, r]`` of any floating type."""
-        if self.dtype == torch.int8:
-            assert self.steps is not None
-            rows = (rows.float() / self.steps).round_().clamp_(-_MOST, _MOST).nan_to_num_(nan=0.0)
-        self._rows.append(rows.to(self.dtype))
+        self._rows.append(self._coded(rows))
 
     def values(self, rows: torch.Tensor) -> torch.Tensor:
         """The ``rows [B, F, *, r]`` of ``self.rows`` in fp32."""
         return rows.float() if self.steps is None else rows.float() * self.steps
+
+    def _coded(self, rows: torch.Tensor) -> torch.Tensor:
+        if self.steps is not None:
+            rows = (rows.float() / self.steps).round_().clamp_(-_MOST, _MOST).nan_to_num_(nan=0.0)
+        return rows.to(self.dtype)
