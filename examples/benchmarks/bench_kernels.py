@@ -77,7 +77,7 @@ class Kernels(TimedTogether):
     head_dim: int = common.count_option(128, "of a key, and of a value")
     top_k: int = common.count_option(1024, "tokens that a head selects")
     codewords: int = common.count_option(4096, "of a codebook")
-    rank: int = common.count_option(32, "numbers of a proxy")
+    rank: int = common.count_option(64, "numbers of a proxy")
     threads: int = common.threads_option(1, "of torch and the CPU kernels")
     repeats: int = common.count_option(20, "timed calls of each way")
     limit: float = common.limit_option(

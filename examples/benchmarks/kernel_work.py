@@ -129,7 +129,7 @@ NEEDS: dict[str, Needs] = {
     "codebook.lookup": Needs(read="B Hq C f32 + B H n i16 + B n", sizes="{C:,} codewords"),
     "codebook.lookup_scores": Needs(read="B Hq C f32 + B H n i16 + B n", sizes="{C:,} codewords"),
     "proxy.top_indices": Needs(
-        read="B H n r bf16 + B Hq D x + B H D r f32 + B n", products="B Hq n r", sizes="rank {r}"
+        read="B H n r + B Hq D x + B H D r f32 + B n", products="B Hq n r", sizes="rank {r}"
     ),
     "top_k": Needs(read="B H n f32", sizes="top {K:,}"),
     "centroid.top_keys": Needs(

@@ -540,11 +540,11 @@ CODEBOOK_OPS = (
 
 
 def _proxy_top(shape: KernelShape, draw: Draw) -> Any:
-    lead, sizes = (shape.batch, shape.heads), (shape.head_dim, shape.rank)
-    query = draw.query(shape)
-    projection = proxy.Projection(draw.normal(*lead, *sizes) * shape.head_dim**-0.5)
-    rows = draw.in_buffer(draw.normal(*lead, shape.length, shape.rank, dtype=torch.bfloat16))
-    arguments = query, rows, shape.heads, shape.top_k
+    lead = shape.batch, shape.heads
+    maps = draw.normal(*lead, shape.head_dim, shape.rank) * shape.head_dim**-0.5
+    projection = proxy.Projection(maps, maps.new_full((*lead, 1, shape.rank), 1 / 16))
+    rows = draw.in_buffer((16 * draw.normal(*lead, shape.length, shape.rank)).to(torch.int8))
+    arguments = draw.query(shape), rows, shape.heads, shape.top_k
     options = {"valid": draw.valid(shape), "projection": projection, **shape.scoring}
     return partial(proxy.top_indices, *arguments, **options)
 

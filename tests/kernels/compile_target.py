@@ -24,7 +24,7 @@ from hf_kvret_kernels.catalog import OPERATIONS, Draw, KernelShape
 TARGETS = {"sm80": 80, "sm90": 90}
 HALF, FULL = torch.bfloat16, torch.float32
 SHAPES = (
-    KernelShape(5001, 1, 2, 4, 128, HALF, 1000, 4096, 32, 1251, 312, 2500),
+    KernelShape(5001, 1, 2, 4, 128, HALF, 1000, 4096, 64, 1251, 312, 2500),
     KernelShape(501, 1, 2, 1, 64, FULL, 100, 300, 200, 251, 31, 250),
     # Rows of latent attention, and as many query heads as read them.
     KernelShape(501, 1, 1, 20, 576, HALF, 100, 45, 32, 251, 31, 250, tiers=(0.15, 0.5, 1.0)),
@@ -55,7 +55,7 @@ def _more_calls() -> Iterator[partial]:
 
     valid = torch.ones(1, 501, dtype=torch.bool)
     for dtype in ROW_DTYPES:
-        for rank, queries, heads, softcap in ((32, 1, 8, None), (200, 9, 2, 50.0)):
+        for rank, queries, heads, softcap in ((64, 1, 8, None), (200, 9, 2, 50.0)):
             query, proxies = torch.zeros(1, 8, queries, rank), torch.zeros(1, 2, 501, rank)
             call = ProxyCall(query, proxies.to(dtype), heads, valid, softcap)
             yield partial(proxy.relevance, call)

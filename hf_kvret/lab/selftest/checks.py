@@ -120,7 +120,7 @@ def without_folders(text: str) -> str:
 # The length is no multiple of a page or a tile, and several query heads share a KV head.
 _SIZES: dict[str, Any] = {
     "length": 1_491, "batch": 2, "heads": 2, "group": 4, "head_dim": 128, "top_k": 200,
-    "codewords": 256, "rank": 32, "candidates": 746, "centroids": 93, "listed": 500,
+    "codewords": 256, "rank": 64, "candidates": 746, "centroids": 93, "listed": 500,
 }  # fmt: skip
 # Its rows take more than 4 MiB, from where on memory is pinned in huge pages.
 _LONG = 20_000

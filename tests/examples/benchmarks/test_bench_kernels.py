@@ -30,7 +30,7 @@ COUNTED = {
     "codebook.score_table": (12 * 64 + 3 * 32 * 32, 12 * 32 * 16),
     "codebook.lookup": (12 * 32 * 4 + 600 * 2 + 200, 0),
     "codebook.lookup_scores": (12 * 32 * 4 + 600 * 2 + 200, 0),
-    "proxy.top_indices": (600 * 8 + 12 * 32 + 6 * 64 * 4 + 200, 1200 * 4),
+    "proxy.top_indices": (600 * 4 + 12 * 32 + 6 * 64 * 4 + 200, 1200 * 4),
     "top_k": (600 * 4, 0),
     # 6 centroids of 2 heads for each KV head, lists of 25.
     "centroid.top_keys": (600 * 32 + 72 * 32 + 200, 72 * 100 * 16),
