@@ -140,10 +140,10 @@ def _wide_paris(shape: StepShape, heads: int, group: int, head_dim: int) -> None
 def _lrqk(shape: StepShape) -> None:
     from hf_kvret_kernels.proxy import KeptQueries, Projection, ProxyCall, triton
 
-    query, proxies = shape.query(), shape.tokens(LRQK_RANK, dtype=_HALF)
+    query, proxies = shape.query(), shape.tokens(LRQK_RANK, dtype=torch.int8)
     maps = torch.empty(shape.batch, shape.heads, shape.head_dim, LRQK_RANK, device=_META)
     kept = KeptQueries(torch.cat([query] * 64, dim=2), maps.new_empty(2).long())
-    options = shape.heads, shape.valid(), None, shape.scale, Projection(maps), kept
+    options = shape.heads, shape.valid(), None, shape.scale, Projection(maps, maps[:, :, :1]), kept
     triton.top_indices(ProxyCall(query, proxies, *options), LRQK_K)
 
 

@@ -544,9 +544,8 @@ def _proxy_top(shape: KernelShape, draw: Draw) -> Any:
     maps = draw.normal(*lead, shape.head_dim, shape.rank) * shape.head_dim**-0.5
     projection = proxy.Projection(maps, maps.new_full((*lead, 1, shape.rank), 1 / 16))
     rows = draw.in_buffer((16 * draw.normal(*lead, shape.length, shape.rank)).to(torch.int8))
-    arguments = draw.query(shape), rows, shape.heads, shape.top_k
-    options = {"valid": draw.valid(shape), "projection": projection, **shape.scoring}
-    return partial(proxy.top_indices, *arguments, **options)
+    call = partial(proxy.top_indices, draw.query(shape), rows, shape.heads, shape.top_k)
+    return partial(call, valid=draw.valid(shape), projection=projection, **shape.scoring)
 
 
 def _top_k(shape: KernelShape, draw: Draw) -> Any:
@@ -575,8 +574,7 @@ def _top_keys(shape: KernelShape, draw: Draw) -> Any:
         for start in range(0, shape.length, _PIECE_LEN):
             yield start, keys[:, :, start : start + _PIECE_LEN]
 
-    arguments = queries, pieces, shape.listed
-    return partial(centroid.top_keys, *arguments, valid=valid, **shape.scoring)
+    return partial(centroid.top_keys, queries, pieces, shape.listed, valid=valid, **shape.scoring)
 
 
 def _similarity(shape: KernelShape, draw: Draw) -> Any:

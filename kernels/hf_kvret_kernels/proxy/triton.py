@@ -50,9 +50,9 @@ _WAVES = 16
 _CHUNKS = 256
 # Numbers that are made zeros at a time.
 _ZEROS = tl.constexpr(1024)
-# By the proxies' dtype: copies of a query whose parts add up to it, and the bits that a part's
-# numbers have, sign and exponent among them. Proxies of fp32 leave this to the dot.
-_COPIES = {torch.bfloat16: (4, 16), torch.int8: (4, 16), torch.float16: (2, 19)}
+# By the proxies' dtype: copies of a query whose parts add up to it, and the bits of a part's
+# numbers. Proxies of fp32 leave this to the dot.
+_COPIES = {torch.bfloat16: (4, 16), torch.int8: (4, 8), torch.float16: (2, 19)}
 # Arguments that follow the length, which changes at every step, or the number of drafts.
 _CHANGING = (
     *("length", "chunk_len", "readers", "zeros"),
@@ -138,7 +138,7 @@ def _scores(
         HAS_STEPS=steps is not None,
         HAS_MEAN=mean is not None,
         KEEPS=kept is not None,
-        DOT_DTYPE=dot_dtype(torch.bfloat16) if bits == 16 else tl.float32,
+        DOT_DTYPE={8: tl.int8, 16: dot_dtype(torch.bfloat16)}.get(bits, tl.float32),
         COPIES=copies,
         BITS=bits,
         ALIGN=_alignment_bytes(rows),
@@ -168,34 +168,34 @@ def _top_bits(x, BITS: tl.constexpr):
 
 
 @triton.jit
-def _split(
-    query, DOT_DTYPE: tl.constexpr, COPIES: tl.constexpr, BITS: tl.constexpr, BLOCK_M: tl.constexpr
-):
-    """The parts of fp32 ``query [R, M * COPIES]``, in which each column stands COPIES times.
+def _split(query, DOT_DTYPE: tl.constexpr, COPIES: tl.constexpr, BITS: tl.constexpr):
+    """``(parts, units [M])`` of fp32 ``query [R, M]``, where each column stands COPIES times.
 
     A cast of the query to the proxies' dtype would cost digits, and fp32 without tensor cores would
     take longer than the proxies' way from memory. So every column of a query takes a part of it, in
-    numbers that tensor cores take as they are: three of bf16 for proxies of bf16 or bytes and a
-    fourth of nothing, two of tf32 for fp16. Proxies of fp32 are split as well, by the dot.
+    numbers that tensor cores take as they are: three of bf16 for proxies of bf16 and a fourth of
+    nothing, two of tf32 for fp16, four digits for bytes, to be multiplied with ``units``. Proxies
+    of fp32 are split as well, by the dot.
     """
+    part = (tl.arange(0, query.shape[1]) % COPIES)[None, :]
+    unit = tl.maximum(tl.max(tl.abs(query), axis=0), 1e-20)[None, :] / (1 << 30)
     parts = query
-    if COPIES > 1:
-        part = (tl.arange(0, BLOCK_M * COPIES) % COPIES)[None, :]
+    if BITS == 8:
+        # Digits from -128 to 127 are bytes of a sum with 128 in each but the last.
+        byte = ((query / unit).to(tl.int32) + 0x808080) >> (8 * part)
+        parts = tl.where(part == COPIES - 1, byte, (byte & 255) - 128)
+    elif COPIES > 1:
         high = _top_bits(query, BITS)
         parts = tl.where(part == 0, high, query - high)
         if COPIES == 4:
             middle = _top_bits(query - high, BITS)
-            parts = tl.where(part == 1, middle, parts)
-            parts = tl.where(part == 2, query - high - middle, parts)
-            parts = tl.where(part == 3, 0.0, parts)
-    return parts.to(DOT_DTYPE)
+            rest = tl.where(part == 1, middle, tl.where(part == 2, parts - middle, 0.0))
+            parts = tl.where(part == 0, high, rest)
+    return parts.to(DOT_DTYPE), tl.reshape(unit * tl.exp2(8.0 * part), (query.shape[1],))
 
 
 @triton.jit
-def _dots(
-    proxies, parts,
-    DOT_DTYPE: tl.constexpr, COPIES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+def _dots(proxies, parts, units, COPIES: tl.constexpr, BITS: tl.constexpr):
     """``[M, N]`` inner products of ``proxies [N, R]`` and a query in ``parts``, as good as fp32.
 
     One product has tokens for rows, as tensor cores take 64 of these but as few as 8 columns, and
@@ -204,8 +204,10 @@ def _dots(
     if COPIES == 1:
         dots = tl.dot(proxies, parts, input_precision="tf32x3")
     else:
-        dots = tl.dot(proxies.to(DOT_DTYPE), parts, input_precision="tf32")
-        dots = tl.sum(tl.reshape(dots, (BLOCK_N, BLOCK_M, COPIES)), axis=2)
+        dots = tl.dot(proxies.to(parts.dtype), parts, input_precision="tf32")
+        if BITS == 8:
+            dots = dots.to(tl.float32) * units[None, :]
+        dots = tl.sum(tl.reshape(dots, (proxies.shape[0], units.shape[0] // COPIES, COPIES)), 2)
     return tl.trans(dots)
 
 
@@ -310,7 +312,7 @@ def _scores_kernel(
         query_mask = (copied < readers)[None, :] & (columns < R)[:, None]
         query = tl.load(queries[None, :] + columns[:, None], mask=query_mask, other=0.0)
         query = query.to(tl.float32)
-    parts = _split(query, DOT_DTYPE, COPIES, BITS, BLOCK_M)
+    parts, units = _split(query, DOT_DTYPE, COPIES, BITS)
 
     begin = chunk * chunk_len
     rows_ptr += batch * rows_stride_b + tl.program_id(1).to(tl.int64) * rows_stride_f
@@ -329,7 +331,7 @@ def _scores_kernel(
         start_ptr = tl.multiple_of(rows_ptr + tl.cast(start, tl.int64) * R, ALIGN)
         mask = inside[:, None] & (columns < R)[None, :]
         proxies = tl.load(start_ptr + (indices[:, None] * R + columns[None, :]), mask=mask, other=0)
-        dots = _dots(proxies, parts, DOT_DTYPE, COPIES, BLOCK_M, BLOCK_N)
+        dots = _dots(proxies, parts, units, COPIES, BITS)
         if HAS_MEAN:
             dots += offset[:, None]
         scores = capped_scores(dots, inner, outer, SOFTCAP)
