@@ -44,7 +44,8 @@ class Run(IndexRun):
 
 
 def _options(**changes: Any) -> CTkvrConfig:
-    return CTkvrConfig.from_options(**{"max_draft": 4, "following": 0, **changes})
+    few = {"tokens_per_centroid": 16, "max_draft": 4, "following": 0, **changes}
+    return CTkvrConfig.from_options(**few)
 
 
 def _paper(**changes: Any) -> CTkvrConfig:

@@ -41,6 +41,7 @@ class CTkvrConfig(RetrievalConfig):
         "paper": {
             "top_k": 1024,
             "dense_below": 0,
+            "tokens_per_centroid": 16,
             "choice": "last",
             "similarity": "max",
             "following": 0,
@@ -53,7 +54,7 @@ class CTkvrConfig(RetrievalConfig):
     }
 
     centroids: int = option(2048, integer(1))
-    tokens_per_centroid: int = option(16, integer(1))
+    tokens_per_centroid: int = option(8, integer(1))
     choice: str = option("mixed", OneOf("mixed", "last"))
     list_ratio: float = option(2.5, real(note="one list fills a budget", least=1, below=math.inf))
     nprobe: int = option(4, integer(1))
