@@ -55,7 +55,11 @@ def _more_calls() -> Iterator[partial]:
 
     valid = torch.ones(1, 501, dtype=torch.bool)
     for dtype in ROW_DTYPES:
-        for rank, queries, heads, softcap in ((64, 1, 8, None), (200, 9, 2, 50.0)):
+        for rank, queries, heads, softcap in (
+            (16, 1, 8, None),
+            (64, 1, 8, None),
+            (200, 9, 2, 50.0),
+        ):
             query, proxies = torch.zeros(1, 8, queries, rank), torch.zeros(1, 2, 501, rank)
             call = ProxyCall(query, proxies.to(dtype), heads, valid, softcap)
             yield partial(proxy.relevance, call)

@@ -114,7 +114,8 @@ def test_a_query_keeps_its_last_digits(place: Place, dtype: torch.dtype, readers
     """Scores whose leading digits cancel: what stays is in the last bits of the query."""
     rows = torch.tensor([1.0, -1.0]).expand(1, 1, 40, 2).to(dtype).contiguous()
     query = draw(1, readers, 1, 1, seed=8).repeat(1, 1, 1, 2)
-    query[..., 1] *= 1 + 2.0**-20
+    query *= 10.0 ** torch.arange(readers)[:, None, None]
+    query[..., 1] *= 1 + 2.0 ** (-23 if dtype == torch.int8 else -20)
     expected = query[..., :1].double() - query[..., 1:].double()
     got = run_at(place, proxy.relevance, query, rows, readers).double()
     torch.testing.assert_close(got, expected.expand(got.shape), rtol=0.2, atol=1e-8)

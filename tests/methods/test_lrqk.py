@@ -60,7 +60,8 @@ def _by_hand(
     """The best slots by the index's own proxies, in fp64."""
     factors, mean = index._factors, index._mean
     assert factors is not None and mean is not None
-    rows, heads = index._proxies.values(index._proxies.rows), query.shape[1]
+    steps, heads = index._proxies.steps, query.shape[1]
+    rows = index._proxies.rows.float() * (1.0 if steps is None else steps)
     # A set of proxies, a map and a mean key for each query head.
     rows, to_query, mean = (
         x.double().repeat_interleave(heads // x.shape[1], dim=1)
@@ -95,7 +96,7 @@ def test_int8_proxies_are_within_half_a_step_of_bf16_ones() -> None:
     rows, steps = wide.index._proxies.rows.float(), narrow.index._proxies.steps
     assert steps is not None
     spread = rows.square().mean(2, keepdim=True).sqrt()
-    values = narrow.index._proxies.values(narrow.index._proxies.rows)
+    values = narrow.index._proxies.rows * steps
     # bf16 rounds by up to a 256th.
     assert bool(((values - rows).abs() <= steps * (0.5 + 1e-4) + rows.abs() / 256).all())
     torch.testing.assert_close(steps, spread * 8 / 127, rtol=1e-3, atol=0.0)
@@ -103,17 +104,21 @@ def test_int8_proxies_are_within_half_a_step_of_bf16_ones() -> None:
     assert narrow.recall(query) > wide.recall(query) - 0.05
 
 
-def test_int8_proxies_that_come_later_keep_to_the_range() -> None:
+@pytest.mark.parametrize(("growth", "move", "count"), [(1.5, 0.0, 0), (5.0, 0.0, 1), (1.0, 9.0, 1)])
+def test_int8_has_another_range_where_keys_outgrow_it(
+    growth: float, move: float, count: int
+) -> None:
     queries, keys = _tokens(100)
     mean = keys.mean(2, keepdim=True)
-    run = fill(closed_options(proxy_dtype="int8"), queries, keys)
-    run.cool(mean + 5 * (keys - mean))
+    # All directions have a number, so that no error but the range's is left.
+    run = fill(closed_options(rank=DIM), queries, keys)
+    run.cool(mean + growth * (keys - mean) + move)
     rows = run.index._proxies.rows
-    assert rows.shape[2] == 200 and rows.amin() >= -127 and rows.amax() == 127
-    # Where five times the value is in the range, it is kept: up to 1.6 root mean squares.
-    small = rows[:, :, :100].abs() <= 25
-    off = (rows[:, :, 100:].int() - 5 * rows[:, :, :100].int()).abs()[small]
-    assert small.any() and off.max() <= 3
+    assert rows.shape[2] == 200 and rows.amin() >= -127
+    assert (rows.amax() == 127) == bool(count)
+    run.ready()
+    assert reprojections(run) == count and run.index._proxies.rows.abs().amax() < 127
+    assert run.recall(_tokens(4, seed=4)[0]) > 0.9
 
 
 def _queries(count: int, seed: int = 0, first: int = 0, last: int = 16) -> torch.Tensor:
@@ -242,7 +247,9 @@ def test_the_papers_options_are_those_of_its_section_5() -> None:
     assert (paper.factors, paper.top_k, paper.iterations) == ("als", 2048, 2)
     # The paper's lite tokens.
     assert (paper.recent, paper.fit_recent) == (64, 64)
-    assert (paper.penalty, paper.rank_of(128), paper.proxy_dtype) == (1.0, 32, "bfloat16")
+    assert (paper.penalty, paper.rank_of(128), paper.in_bytes) == (1.0, 32, False)
+    with pytest.raises(ValueError, match="whose proxies are bf16: drop one"):
+        LRQKConfig(factors="als", proxy_dtype="int8")
     assert LRQKConfig.preset("paper", top_k=1024, rank=16).top_k == 1024
     assert LRQKConfig().factors == "closed" and LRQKConfig().top_k is None
 

@@ -306,7 +306,7 @@ class PaperLRQKIndex(Index):
     def __init__(self, options: LRQKConfig) -> None:
         self.options = options
         self._queries, self._keys = Moments(), Moments()
-        self._proxies = Proxies(options.proxy_dtype)
+        self._proxies = Proxies(in_bytes=False)
         self._recent = RecentProxies(self._room(options))
 
     def on_forward(
@@ -339,9 +339,8 @@ class PaperLRQKIndex(Index):
         self._query_basis, self._key_basis = bases.query, bases.key
         self._omega = None
         self._recent.start(factors.to_key)
-        chunks = project(factors.to_key, (keys for _, keys in cold.store.key_chunks()))
-        proxies = torch.cat([*chunks], dim=2)
-        self._proxies.replace([proxies], proxies.square().mean(2, keepdim=True).sqrt())
+        chunks = (chunk for _, chunk in cold.store.key_chunks())
+        self._proxies.replace(project(factors.to_key, chunks))
         queries.reset()
         keys.reset()
 
@@ -359,7 +358,7 @@ class PaperLRQKIndex(Index):
             indices = ids[:, :, 0].clamp(min=0).long().unsqueeze(-1)
             rows = self._proxies.rows
             proxies = rows.gather(2, indices.expand(*indices.shape[:3], rows.shape[-1]))
-            proxies = self._proxies.values(proxies).masked_fill(ids[:, :, 0, :, None] < 0, 0.0)
+            proxies = proxies.float().masked_fill(ids[:, :, 0, :, None] < 0, 0.0)
             self._omega = self._omega.plus(Sketch.of_rows(proxies, keys[:, :, 0]))
 
     def search(self, query: torch.Tensor, cold: ColdTokens) -> torch.Tensor:
@@ -391,8 +390,7 @@ class PaperLRQKIndex(Index):
         self._query_basis, self._key_basis = bases.query, bases.key
         newest = torch.stack(key_proxies, dim=2)
         self._recent.proxies.put(newest, self._recent.end - newest.shape[2])
-        proxies = torch.stack(query_proxies, dim=2)
-        return proxies if self._proxies.steps is None else proxies * self._proxies.steps
+        return torch.stack(query_proxies, dim=2)
 
     def crop(self, length: int) -> None:
         """As for every state; drops the selection, which may contain cropped tokens."""

@@ -19,12 +19,13 @@ class LRQKConfig(RetrievalConfig):
     """LRQK's options beside those of every retrieval cache.
 
     Attributes:
-        rank: numbers of a proxy, r, at most the head dim and 256. ``"auto"``: as many bytes as half
-            of the head dim, which the paper's 32 bf16 numbers are for 128, and at least 64.
-            ``None``: 32. Both: or the head dim if it is less.
+        rank: numbers of a proxy, r, at most the head dim and 256. ``"auto"``: half of the head dim
+            in int8, and at least 64; half of that in bf16, as the paper's 32 of 128. ``None``: 32.
+            All: or the head dim if it is less.
         factors: ``"closed"``: the best factors there are, from Gram matrices. ``"als"``: the
             paper's algorithms 1 and 2, alternating least squares with an update at every step.
-        proxy_dtype: of the keys' proxies: ``"int8"`` with one step per column, or ``"bfloat16"``.
+        proxy_dtype: of the keys' proxies: ``"int8"``, with one step per column, or ``"bfloat16"``.
+            ``"auto"``: int8 with ``"closed"``, and bf16 with ``"als"``, which has no other.
         recency: with ``"closed"``, weight of the newest queries when factors are made, from 0 to
             below 1.
         half_life: tokens after which a query counts half as new.
@@ -44,7 +45,6 @@ class LRQKConfig(RetrievalConfig):
         "paper": {
             "rank": None,
             "factors": "als",
-            "proxy_dtype": "bfloat16",
             "top_k": 2048,
             "sink": 0,
             "recent": 64,
@@ -57,7 +57,7 @@ class LRQKConfig(RetrievalConfig):
     top_k: int | float | None = None
     rank: int | Literal["auto"] | None = option("auto", integer(1), OneOf("auto", None))
     factors: str = option("closed", OneOf("closed", "als"))
-    proxy_dtype: str = option("int8", OneOf("int8", "bfloat16"))
+    proxy_dtype: str = option("auto", OneOf("auto", "int8", "bfloat16"))
     recency: float = option(0.5, real(note="a weight", least=0, below=1))
     half_life: float = option(16.0, real(note="tokens", above=0, below=math.inf))
     drift: float = option(1.5, real(note="inf: never", least=1))
@@ -66,6 +66,18 @@ class LRQKConfig(RetrievalConfig):
     fit_recent: int = option(64, integer(0))
     seed: int = option(0, integer(0, below=2**63))
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.factors == "als" and self.proxy_dtype == "int8":
+            raise ValueError(
+                "proxy_dtype='int8' with factors='als', whose proxies are bf16: drop one"
+            )
+
+    @property
+    def in_bytes(self) -> bool:
+        """Whether a number of a proxy is a byte."""
+        return self.factors == "closed" and self.proxy_dtype != "bfloat16"
+
     def rank_of(self, dim: int) -> int:
         """The rank for heads of ``dim``; ValueError where there is no such rank."""
         most = min(dim, proxy.MOST_RANK)
@@ -73,7 +85,7 @@ class LRQKConfig(RetrievalConfig):
             return min(most, _RANK)
         if self.rank == "auto":
             rank = max(_RANK, dim // 4)
-            return min(most, 2 * rank if self.proxy_dtype == "int8" else rank)
+            return min(most, 2 * rank if self.in_bytes else rank)
         if self.rank > most:
             raise ValueError(
                 f"rank={self.rank} is above the head dim {dim}, or above {proxy.MOST_RANK}: a "

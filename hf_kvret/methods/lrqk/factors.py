@@ -30,10 +30,10 @@ _FP32 = torch.float32
 CHUNK_LEN = 4096
 _CPU_CHUNK_LEN = 1024
 
-DTYPES = {"bfloat16": torch.bfloat16, "int8": torch.int8}
 _MOST = 127.0
 # The range of int8, in root mean squares of a column: keys that come later may lie further out.
-_WIDEST = 8.0
+# Where these grow by the second factor, there is a new range.
+_WIDEST, _OUTGROWN = 8.0, 2.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -334,12 +334,14 @@ class KeyGrams(State):
         outer = total.unsqueeze(-1) * total.unsqueeze(-2)
         return self.gram.double() - outer / self.count.clamp(min=1.0)[:, None, None, None]
 
-    def spread(self, to_key: torch.Tensor) -> torch.Tensor:
-        """``[B, Hkv, 1, r]`` fp32 root mean square of the keys' proxies by ``to_key``."""
+    def spread(self, to_key: torch.Tensor, center: torch.Tensor) -> torch.Tensor:
+        """``[B, Hkv, 1, r]`` fp32 root mean square of proxies by ``to_key`` of the keys less
+        ``center [B, Hkv, D]``."""
         assert self.count is not None
         squares = (to_key.double() * (self.matrix() @ to_key.double())).sum(-2, keepdim=True)
         count = self.count.clamp(min=1.0)[:, None, None, None]
-        return (squares.clamp(min=0.0) / count).sqrt().float()
+        moved = (self.mean() - center).unsqueeze(2) @ to_key
+        return (squares.clamp(min=0.0) / count + moved.square()).sqrt().float()
 
     def mean(self) -> torch.Tensor:
         """``[B, Hkv, D]`` fp32; 0 without keys."""
@@ -381,9 +383,8 @@ class Proxies(State):
     )
     _rows: TokenBuffer = tokens(dims="B f N r", dtype=(torch.bfloat16, torch.int8))
 
-    def __init__(self, dtype: str) -> None:
-        """``dtype``: a name in ``DTYPES``."""
-        self.dtype = DTYPES[dtype]
+    def __init__(self, in_bytes: bool) -> None:
+        self.dtype = torch.int8 if in_bytes else torch.bfloat16
 
     @property
     def rows(self) -> torch.Tensor:
@@ -393,16 +394,16 @@ class Proxies(State):
     def replace(
         self,
         chunks: Iterable[torch.Tensor],
-        spread: torch.Tensor,
+        spread: torch.Tensor | None = None,
         keep: torch.Tensor | None = None,
     ) -> None:
         """Replace all rows by ``chunks`` of fp32 rows, ``[B, F, *, r]`` each, at least one.
 
-        ``spread [B, F, 1, r]``: root mean square of each column over the valid tokens.
+        ``spread [B, F, 1, r]``: root mean square of each column over the valid tokens, for int8.
         ``keep [B]`` bool: sequences that keep their old rows.
         """
         old = None if keep is None else (self.rows, self.steps)
-        if self.dtype == torch.int8:
+        if self.dtype == torch.int8 and spread is not None:
             self.steps = (spread * (_WIDEST / _MOST)).clamp(min=1e-30)
         self._rows = TokenBuffer()
         self._rows.append(torch.cat([self._coded(chunk) for chunk in chunks], dim=2))
@@ -416,9 +417,11 @@ class Proxies(State):
         """Add ``rows [B, F, m, r]`` of any floating type."""
         self._rows.append(self._coded(rows))
 
-    def values(self, rows: torch.Tensor) -> torch.Tensor:
-        """The ``rows [B, F, *, r]`` of ``self.rows`` in fp32."""
-        return rows.float() if self.steps is None else rows.float() * self.steps
+    def outgrown(self, spread: torch.Tensor) -> torch.Tensor:
+        """``[B, F]``: where int8 needs another range, for columns of this ``spread``."""
+        steps = self.steps
+        limit = torch.inf if steps is None else steps * (_OUTGROWN * _MOST / _WIDEST)
+        return (spread > limit).any(-1).squeeze(-1)
 
     def _coded(self, rows: torch.Tensor) -> torch.Tensor:
         if self.steps is not None:

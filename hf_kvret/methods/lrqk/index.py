@@ -65,7 +65,7 @@ class LRQKIndex(CapturableIndex, Index):
     def __init__(self, options: LRQKConfig) -> None:
         self.options = options
         self._queries = QueryGrams(0, options.half_life)
-        self._proxies = Proxies(options.proxy_dtype)
+        self._proxies = Proxies(options.in_bytes)
 
     def on_forward(
         self,
@@ -111,13 +111,15 @@ class LRQKIndex(CapturableIndex, Index):
         """
         is_question = self._check and self._queries_since_projection >= 2 * self.options.half_life
         is_due, self._check, self._flushed = is_question or self._flushed, False, False
-        if not is_due or self._factors is None or self._reference_error is None:
+        old = self._factors
+        if not is_due or old is None or self._mean is None or self._reference_error is None:
             return
-        drift, error = self.options.drift, self._error(self._factors)
+        drift, error = self.options.drift, self._error(old)
         worse = error > drift * self._reference_error.clamp(min=_NEGLIGIBLE)
-        if bool(worse.any()):
+        outgrown = self._proxies.outgrown(self._keys.spread(old.to_key, self._mean))
+        if bool((worse | outgrown).any()):
             factors = self._fit()
-            gains = worse & (error > drift * self._error(factors))
+            gains = outgrown | worse & (error > drift * self._error(factors))
             # So that the next reprojection needs an even larger error.
             self._reference_error = torch.where(worse, error, self._reference_error)
             if bool(gains.any()):
@@ -196,8 +198,9 @@ class LRQKIndex(CapturableIndex, Index):
         return closed_form(queries, self._keys.matrix(), rank)
 
     def _error(self, factors: Factors) -> torch.Tensor:
-        """``[B, F]`` fp64: relative squared error of the newest queries' scores."""
-        return factors.error(self._queries.weighted(1.0), self._keys.matrix())
+        """``[B, F]`` fp64: relative squared error of the newest queries' scores, at most 1."""
+        error = factors.error(self._queries.weighted(1.0), self._keys.matrix())
+        return error.clamp(max=1.0)  # Scores of equal keys are all rounding.
 
     def _reproject(self, factors: Factors, store: Store, rows: torch.Tensor) -> None:
         """Make new proxies of all keys for the sequences where ``rows [B]`` is True."""
@@ -224,7 +227,7 @@ class LRQKIndex(CapturableIndex, Index):
                 if y is not None
             ]
         self._to_query, self._to_key, self._mean, self._reference_error = tensors
-        spread = self._keys.spread(self._to_key)
+        spread = self._keys.spread(self._to_key, self._mean)
         self._proxies.replace(project(self._to_key, keys, self._mean), spread, keep)
 
     def _heads(self) -> int:

@@ -105,7 +105,7 @@ def _scores(
     readers = query_heads // sets * queries
     copies, bits = _COPIES.get(rows.dtype, (1, 32))
     tile = _TILE if rows.element_size() == 4 else _NARROW_TILE
-    block_r = max(16, triton.next_power_of_2(rank))
+    block_r = max(32 if bits == 8 else 16, triton.next_power_of_2(rank))  # Products take no fewer.
     block_n = max(_FEWEST_TOKENS, min(_MOST_TOKENS, tile // block_r))
     block_m = max(_COLUMNS // copies, min(_READERS, triton.next_power_of_2(readers)))
     tiles = triton.cdiv(readers, block_m)
@@ -178,7 +178,7 @@ def _split(query, DOT_DTYPE: tl.constexpr, COPIES: tl.constexpr, BITS: tl.conste
     of fp32 are split as well, by the dot.
     """
     part = (tl.arange(0, query.shape[1]) % COPIES)[None, :]
-    unit = tl.maximum(tl.max(tl.abs(query), axis=0), 1e-20)[None, :] / (1 << 30)
+    unit = tl.maximum(tl.max(tl.abs(query), axis=0), 1e-28)[None, :] / (1 << 30)
     parts = query
     if BITS == 8:
         # Digits from -128 to 127 are bytes of a sum with 128 in each but the last.
@@ -191,7 +191,7 @@ def _split(query, DOT_DTYPE: tl.constexpr, COPIES: tl.constexpr, BITS: tl.conste
             middle = _top_bits(query - high, BITS)
             rest = tl.where(part == 1, middle, tl.where(part == 2, parts - middle, 0.0))
             parts = tl.where(part == 0, high, rest)
-    return parts.to(DOT_DTYPE), tl.reshape(unit * tl.exp2(8.0 * part), (query.shape[1],))
+    return parts.to(DOT_DTYPE), tl.reshape(unit * (1 << (8 * part)), (query.shape[1],))
 
 
 @triton.jit
