@@ -105,9 +105,7 @@ def test_int8_proxies_are_within_half_a_step_of_bf16_ones() -> None:
 
 
 @pytest.mark.parametrize(("growth", "move", "count"), [(1.5, 0.0, 0), (5.0, 0.0, 1), (1.0, 9.0, 1)])
-def test_int8_has_another_range_where_keys_outgrow_it(
-    growth: float, move: float, count: int
-) -> None:
+def test_keys_outgrow_the_range_of_bytes(growth: float, move: float, count: int) -> None:
     queries, keys = _tokens(100)
     mean = keys.mean(2, keepdim=True)
     # All directions have a number, so that no error but the range's is left.
@@ -248,7 +246,7 @@ def test_the_papers_options_are_those_of_its_section_5() -> None:
     # The paper's lite tokens.
     assert (paper.recent, paper.fit_recent) == (64, 64)
     assert (paper.penalty, paper.rank_of(128), paper.in_bytes) == (1.0, 32, False)
-    with pytest.raises(ValueError, match="whose proxies are bf16: drop one"):
+    with pytest.raises(ValueError, match="are bf16: drop proxy_dtype"):
         LRQKConfig(factors="als", proxy_dtype="int8")
     assert LRQKConfig.preset("paper", top_k=1024, rank=16).top_k == 1024
     assert LRQKConfig().factors == "closed" and LRQKConfig().top_k is None

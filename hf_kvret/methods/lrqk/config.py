@@ -69,9 +69,7 @@ class LRQKConfig(RetrievalConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.factors == "als" and self.proxy_dtype == "int8":
-            raise ValueError(
-                "proxy_dtype='int8' with factors='als', whose proxies are bf16: drop one"
-            )
+            raise ValueError("proxies of factors='als' are bf16: drop proxy_dtype='int8'")
 
     @property
     def in_bytes(self) -> bool:
@@ -84,8 +82,7 @@ class LRQKConfig(RetrievalConfig):
         if self.rank is None:
             return min(most, _RANK)
         if self.rank == "auto":
-            rank = max(_RANK, dim // 4)
-            return min(most, 2 * rank if self.in_bytes else rank)
+            return min(most, max(_RANK, dim // 4) * (2 if self.in_bytes else 1))
         if self.rank > most:
             raise ValueError(
                 f"rank={self.rank} is above the head dim {dim}, or above {proxy.MOST_RANK}: a "

@@ -335,8 +335,7 @@ class KeyGrams(State):
         return self.gram.double() - outer / self.count.clamp(min=1.0)[:, None, None, None]
 
     def spread(self, to_key: torch.Tensor, center: torch.Tensor) -> torch.Tensor:
-        """``[B, Hkv, 1, r]`` fp32 root mean square of proxies by ``to_key`` of the keys less
-        ``center [B, Hkv, D]``."""
+        """``[B, Hkv, 1, r]`` fp32 root mean square of proxies of keys less ``center [B, H, D]``."""
         assert self.count is not None
         squares = (to_key.double() * (self.matrix() @ to_key.double())).sum(-2, keepdim=True)
         count = self.count.clamp(min=1.0)[:, None, None, None]
@@ -419,8 +418,7 @@ class Proxies(State):
 
     def outgrown(self, spread: torch.Tensor) -> torch.Tensor:
         """``[B, F]``: where int8 needs another range, for columns of this ``spread``."""
-        steps = self.steps
-        limit = torch.inf if steps is None else steps * (_OUTGROWN * _MOST / _WIDEST)
+        limit = torch.inf if self.steps is None else self.steps * (_OUTGROWN * _MOST / _WIDEST)
         return (spread > limit).any(-1).squeeze(-1)
 
     def _coded(self, rows: torch.Tensor) -> torch.Tensor:

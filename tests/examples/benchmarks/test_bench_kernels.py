@@ -32,9 +32,9 @@ COUNTED = {
     "codebook.lookup_scores": (12 * 32 * 4 + 600 * 2 + 200, 0),
     "proxy.top_indices": (600 * 4 + 12 * 32 + 6 * 64 * 4 + 200, 1200 * 4),
     "top_k": (600 * 4, 0),
-    # 6 centroids of 2 heads for each KV head, lists of 25.
-    "centroid.top_keys": (600 * 32 + 72 * 32 + 200, 72 * 100 * 16),
-    "centroid.similarity": (72 * 32 + 12 * 32 + 72 * 4, 72 * 16),
+    # 12 centroids of 2 heads for each KV head, lists of 25.
+    "centroid.top_keys": (600 * 32 + 144 * 32 + 200, 144 * 100 * 16),
+    "centroid.similarity": (144 * 32 + 12 * 32 + 144 * 4, 144 * 16),
     # A code has 2 bytes of signs, 6 of magnitudes and two of weights.
     "paris.encode": (600 * 32 + 6 * 16 * 4 + 16 * 4, 0),
     # Queries, and how many tokens have each of 256 patterns in each of two subspaces.
