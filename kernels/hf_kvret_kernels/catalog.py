@@ -6,7 +6,7 @@ of a list, for all operations at once.
 
 Coded rows are as ``store="higgs"`` has them by default: with 4 bits, in groups of a head, and in
 the dtype of the model. A2ATS brings keys and queries to the space of its codewords in fp32, and
-LRQK keeps proxies in bf16, so that they don't depend on the dtype of the model.
+LRQK keeps proxies in bytes, so that they don't depend on the dtype of the model.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ class LRQKConfig(RetrievalConfig):
             below 1.
         half_life: tokens after which a query counts half as new.
         drift: with ``"closed"``, factors are made again when the error for the newest queries has
-            grown by this factor, and new ones would lower it by as much. ``inf``: never.
+            grown by this factor, and new ones would lower it by as much.
         iterations: with ``"als"``, rounds of both algorithms.
         penalty: with ``"als"``, all four lambdas of the paper.
         fit_recent: with ``"als"``, newest tokens that a step's query is fitted to, beside the
@@ -60,7 +60,7 @@ class LRQKConfig(RetrievalConfig):
     proxy_dtype: str = option("auto", OneOf("auto", "int8", "bfloat16"))
     recency: float = option(0.5, real(note="a weight", least=0, below=1))
     half_life: float = option(16.0, real(note="tokens", above=0, below=math.inf))
-    drift: float = option(1.5, real(note="inf: never", least=1))
+    drift: float = option(1.5, real(note="inf: for no error", least=1))
     iterations: int = option(2, integer(1))
     penalty: float = option(1.0, real(above=0, below=math.inf))
     fit_recent: int = option(64, integer(0))

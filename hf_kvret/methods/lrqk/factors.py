@@ -31,8 +31,8 @@ CHUNK_LEN = 4096
 _CPU_CHUNK_LEN = 1024
 
 _MOST = 127.0
-# The range of int8, in root mean squares of a column: keys that come later may lie further out.
-# Where these grow by the second factor, there is a new range.
+# The range of int8 is so many root mean squares of a column, as later keys may lie further out.
+# A root mean square that has grown by the second factor makes a new range.
 _WIDEST, _OUTGROWN = 8.0, 2.0
 
 
@@ -402,7 +402,8 @@ class Proxies(State):
         ``keep [B]`` bool: sequences that keep their old rows.
         """
         old = None if keep is None else (self.rows, self.steps)
-        if self.dtype == torch.int8 and spread is not None:
+        if self.dtype == torch.int8:
+            assert spread is not None
             self.steps = (spread * (_WIDEST / _MOST)).clamp(min=1e-30)
         self._rows = TokenBuffer()
         self._rows.append(torch.cat([self._coded(chunk) for chunk in chunks], dim=2))

@@ -105,7 +105,7 @@ class LRQKIndex(CapturableIndex, Index):
         self.before_search(cold)
 
     def before_search(self, cold: ColdTokens) -> None:
-        """Project all keys again if that is due and reduces the error.
+        """Project all keys again where that reduces the error, or keys have outgrown int8.
 
         Synchronizes with the device only after a flush or a pass of several tokens.
         """
@@ -198,9 +198,8 @@ class LRQKIndex(CapturableIndex, Index):
         return closed_form(queries, self._keys.matrix(), rank)
 
     def _error(self, factors: Factors) -> torch.Tensor:
-        """``[B, F]`` fp64: relative squared error of the newest queries' scores, at most 1."""
-        error = factors.error(self._queries.weighted(1.0), self._keys.matrix())
-        return error.clamp(max=1.0)  # Scores of equal keys are all rounding.
+        """``[B, F]`` fp64: relative squared error of the newest queries' scores."""
+        return factors.error(self._queries.weighted(1.0), self._keys.matrix())
 
     def _reproject(self, factors: Factors, store: Store, rows: torch.Tensor) -> None:
         """Make new proxies of all keys for the sequences where ``rows [B]`` is True."""

@@ -50,8 +50,8 @@ _WAVES = 16
 _CHUNKS = 256
 # Numbers that are made zeros at a time.
 _ZEROS = tl.constexpr(1024)
-# By the proxies' dtype: copies of a query whose parts add up to it, and the bits of a part's
-# numbers. Proxies of fp32 leave this to the dot.
+# Copies of a query, whose parts add up to it, and bits of a part's numbers go by the proxies'
+# dtype. Proxies of fp32 leave this to the dot.
 _COPIES = {torch.bfloat16: (4, 16), torch.int8: (4, 8), torch.float16: (2, 19)}
 # Arguments that follow the length, which changes at every step, or the number of drafts.
 _CHANGING = (
