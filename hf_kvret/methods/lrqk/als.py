@@ -306,7 +306,7 @@ class PaperLRQKIndex(Index):
     def __init__(self, options: LRQKConfig) -> None:
         self.options = options
         self._queries, self._keys = Moments(), Moments()
-        self._proxies = Proxies(in_bytes=False)
+        self._proxies = Proxies()
         self._recent = RecentProxies(self._room(options))
 
     def on_forward(

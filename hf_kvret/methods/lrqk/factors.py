@@ -382,9 +382,6 @@ class Proxies(State):
     )
     _rows: TokenBuffer = tokens(dims="B f N r", dtype=(torch.bfloat16, torch.int8))
 
-    def __init__(self, in_bytes: bool) -> None:
-        self.dtype = torch.int8 if in_bytes else torch.bfloat16
-
     @property
     def rows(self) -> torch.Tensor:
         """View ``[B, F, n, r]``."""
@@ -398,13 +395,12 @@ class Proxies(State):
     ) -> None:
         """Replace all rows by ``chunks`` of fp32 rows, ``[B, F, *, r]`` each, at least one.
 
-        ``spread [B, F, 1, r]``: root mean square of each column over the valid tokens, for int8.
+        ``spread [B, F, 1, r]``: root mean square of each column over the valid tokens, for int8;
+        None for bf16.
         ``keep [B]`` bool: sequences that keep their old rows.
         """
         old = None if keep is None else (self.rows, self.steps)
-        if self.dtype == torch.int8:
-            assert spread is not None
-            self.steps = (spread * (_WIDEST / _MOST)).clamp(min=1e-30)
+        self.steps = None if spread is None else (spread * (_WIDEST / _MOST)).clamp(min=1e-30)
         self._rows = TokenBuffer()
         self._rows.append(torch.cat([self._coded(chunk) for chunk in chunks], dim=2))
         if old is not None and keep is not None:
@@ -423,6 +419,7 @@ class Proxies(State):
         return (spread > limit).any(-1).squeeze(-1)
 
     def _coded(self, rows: torch.Tensor) -> torch.Tensor:
-        if self.steps is not None:
-            rows = (rows.float() / self.steps).round_().clamp_(-_MOST, _MOST).nan_to_num_(nan=0.0)
-        return rows.to(self.dtype)
+        if self.steps is None:
+            return rows.bfloat16()
+        rows = (rows.float() / self.steps).round_().clamp_(-_MOST, _MOST)
+        return rows.nan_to_num_(nan=0.0).to(torch.int8)

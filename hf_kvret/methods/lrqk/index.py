@@ -65,7 +65,7 @@ class LRQKIndex(CapturableIndex, Index):
     def __init__(self, options: LRQKConfig) -> None:
         self.options = options
         self._queries = QueryGrams(0, options.half_life)
-        self._proxies = Proxies(options.in_bytes)
+        self._proxies = Proxies()
 
     def on_forward(
         self,
@@ -226,7 +226,8 @@ class LRQKIndex(CapturableIndex, Index):
                 if y is not None
             ]
         self._to_query, self._to_key, self._mean, self._reference_error = tensors
-        spread = self._keys.spread(self._to_key, self._mean)
+        in_bytes = self.options.in_bytes
+        spread = self._keys.spread(self._to_key, self._mean) if in_bytes else None
         self._proxies.replace(project(self._to_key, keys, self._mean), spread, keep)
 
     def _heads(self) -> int:
