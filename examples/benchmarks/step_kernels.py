@@ -118,7 +118,7 @@ def _paris(shape: StepShape, shares: tuple[float, ...] = PARIS_SHARES) -> None:
     query, units = grouped.transpose(2, 3), paris.share_units(PARIS_RHO, shares)
     chosen, scored = (PARIS_K, shape.candidates, units, 8), (shape.valid(), shape.scale, None)
     means = torch.empty(shape.batch, shape.heads, PARIS_BLOCKS, shape.head_dim, device=_META)
-    blocks = means, -(-shape.context // PARIS_BLOCKS)
+    blocks = means, -(-shape.context // PARIS_BLOCKS), None if units else means
     call = paris.SearchCall(query, signs, codes, counts, levels, *chosen, *scored, *blocks)
     triton.search(call)
 

@@ -13,7 +13,7 @@
 #define HFK_API extern "C" __attribute__((visibility("default")))
 
 // Raised with every change of hfk_request or of a function's meaning; the caller compares.
-#define HFK_VERSION 22
+#define HFK_VERSION 23
 
 // HFK_INT8 is for the rows of hfk_proxy alone.
 enum hfk_dtype { HFK_FLOAT32 = 0, HFK_FLOAT16 = 1, HFK_BFLOAT16 = 2, HFK_INT8 = 3 };
@@ -265,6 +265,8 @@ struct hfk_paris {
     const int32_t *counts;    // [batch, id_heads, dim / m, 2^m]
     const float *means;       // [batch, id_heads, blocks, key_dim]: what was subtracted from the
                               // keys of each block of tokens; null: nothing was
+    const float *samples;     // [batch, id_heads, sample_count, key_dim]: keys that tell how much
+                              // the softmaxes of queries take off; null: each has its own scale
     const float *signs;       // [batch, id_heads, dim], times factors of coordinates
     const float *levels;      // [8]
     const int64_t *shares;    // [tiers], in millionths of all keys
@@ -277,6 +279,7 @@ struct hfk_paris {
     int64_t tiers;            // tiers * dim / m is below 255; 0: points are by similarity, for m = 8
     int64_t candidates;       // tokens that are reranked, at most
     int64_t block_len;        // tokens of a block, a power of two from 64 on
+    int64_t sample_count;
     int32_t mean_query;       // one query for the group, the mean of its own
     float worth;              // of a product with a mean key, see points_of_product in paris/codes.py
 };

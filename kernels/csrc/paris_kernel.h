@@ -28,9 +28,9 @@ template <int M> float similarities(const float *query, float *sims) {
 // Points that rise with the similarity, `scale` for 1, see paris/naive.py.
 inline void similar_points(const float *query, float scale, uint8_t *points) {
     float sims[256];
-    const float half = similarities<8>(query, sims) / 2;
+    similarities<8>(query, sims);
     for (int c = 0; c < 256; ++c) {
-        float own = (sims[c] + half) * scale;
+        float own = std::floor(sims[c] * scale) + kOfNone;
         own = own > 0.0f ? own : 0.0f;
         own = own < kMostSimilar ? own : static_cast<float>(kMostSimilar);
         points[c] = static_cast<uint8_t>(static_cast<int32_t>(own));

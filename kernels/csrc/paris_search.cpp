@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <limits>
 #include <numeric>
 
 #include "numbers.h"
@@ -10,6 +11,7 @@
 namespace {
 
 constexpr int64_t kMostDim = 1024;
+constexpr float kInf = std::numeric_limits<float>::infinity();
 
 class ParisSearch : public Search {
   public:
@@ -19,10 +21,13 @@ class ParisSearch : public Search {
           tables_(paris.mean_query ? 1 : heads_), row_bytes_(paris.dim / 8),
           stride_(row_stride(paris.candidates)),
           blocks_((step.tokens + paris.block_len - 1) / paris.block_len),
-          offset_stride_(row_stride(blocks_)), drop_stride_((tables_ + 7) / 8 * 8) {
+          offset_stride_(row_stride(blocks_)), sample_stride_(row_stride(paris.sample_count + 1)),
+          drop_stride_((tables_ + 7) / 8 * 8) {
         Cutter cutter;
         rotated_ = cutter.take<float>(tables_ * paris.dim);
         offsets_ = cutter.take<float>(tables_ * offset_stride_);
+        samples_ = cutter.take<float>(tables_ * sample_stride_);
+        units_ = cutter.take<float>(tables_);
         drops_ = cutter.take<uint8_t>(blocks_ * drop_stride_);
         points_ = cutter.take<uint8_t>(tables_ * row_bytes_ * 256);
         packed_ = cutter.take<char>(kernel.packed_bytes(tables(nullptr)));
@@ -49,14 +54,24 @@ class ParisSearch : public Search {
         switch (stage) {
         case kTables: {
             const int64_t first = tables_ * chunk / chunks, last = tables_ * (chunk + 1) / chunks;
-            read_queries(selection, work, first, last);
-            make_offsets(head, work, scratch, first, last);
-            rotate(head, work, first, last);
-            make_drops(work, first, last);
+            const float group = group_scale(selection);
+            for (int64_t g = first; g < last; ++g) {
+                float *query = at<float>(work, rotated_) + g * paris_.dim;
+                read_query(selection, g, query);
+                multiply(query, paris_.means, head, blocks_, scratch,
+                         at<float>(work, offsets_) + g * offset_stride_);
+                multiply(query, paris_.samples, head, paris_.sample_count, scratch,
+                         at<float>(work, samples_) + g * sample_stride_);
+                put_signs(head, query);
+                rotate(query);
+                const float own = similarity_scale(query, paris_.dim);
+                at<float>(work, units_)[g] = paris_.samples == nullptr ? own : group;
+            }
             make_tables(head, work, first, last);
             break;
         }
         case kPack:
+            make_drops(work);
             kernel_.pack(tables(work));
             break;
         case kScan: {
@@ -133,57 +148,53 @@ class ParisSearch : public Search {
                 work + packed_};
     }
 
-    // Reads the group's queries, or their mean.
-    void read_queries(const Selection &selection, char *work, int64_t first, int64_t last) const {
+    // Reads a query of the group, or the mean of all.
+    void read_query(const Selection &selection, int64_t g, float *to) const {
         const hfk_request &request = step_.attention;
-        float *rotated = at<float>(work, rotated_);
-        std::fill(rotated + first * paris_.dim, rotated + last * paris_.dim, 0.0f);
-        for (int64_t g = paris_.mean_query ? 0 : first; g < (paris_.mean_query ? heads_ : last); ++g) {
+        std::fill(to, to + paris_.dim, 0.0f);
+        const int64_t last = paris_.mean_query ? heads_ : g + 1;
+        for (int64_t i = paris_.mean_query ? 0 : g; i < last; ++i) {
             const int64_t row = (selection.batch * request.query_heads + selection.head * heads_ +
-                                 g) * request.queries + selection.query;
-            float *to = rotated + (paris_.mean_query ? 0 : g) * paris_.dim;
+                                 i) * request.queries + selection.query;
             for (int64_t d = 0; d < request.key_dim; ++d) {
                 to[d] += number_at(request.query, request.dtype, row * request.key_dim + d);
             }
         }
         for (int64_t d = 0; paris_.mean_query && d < request.key_dim; ++d) {
-            rotated[d] /= static_cast<float>(heads_);
+            to[d] /= static_cast<float>(heads_);
         }
     }
 
-    // Multiplies queries with the mean keys of blocks.
-    void make_offsets(int64_t head, char *work, float *scratch, int64_t first, int64_t last) const {
-        float *offsets = at<float>(work, offsets_);
-        std::fill(offsets + first * offset_stride_, offsets + last * offset_stride_, 0.0f);
-        if (paris_.means == nullptr) return;
+    // Products of a query and `count` keys of a head, or zeros without `keys`.
+    void multiply(const float *query, const float *keys, int64_t head, int64_t count, float *scratch,
+                  float *out) const {
+        std::fill(out, out + count, 0.0f);
+        if (keys == nullptr) return;
         const int64_t dim = step_.attention.key_dim;
         ProxyScores products{};
         products.dtype = HFK_FLOAT32, products.heads = 1;
         products.rank = dim, products.row_bytes = dim * static_cast<int64_t>(sizeof(float));
-        products.rows = paris_.means + head * blocks_ * dim;
-        products.last = blocks_;
-        products.scratch = scratch, products.stride = offset_stride_;
-        for (int64_t g = first; g < last; ++g) {
-            products.queries[0] = at<float>(work, rotated_) + g * paris_.dim;
-            products.out = offsets + g * offset_stride_;
-            kernel_.proxy_scores(products);
-        }
+        products.rows = keys + head * count * dim;
+        products.last = count;
+        products.scratch = scratch, products.stride = row_stride(count);
+        products.queries[0] = query, products.out = out;
+        kernel_.proxy_scores(products);
     }
 
-    // Multiplies queries by the signs and transforms them (Walsh-Hadamard).
-    void rotate(int64_t head, char *work, int64_t first, int64_t last) const {
+    void put_signs(int64_t head, float *x) const {
         const float *signs = paris_.signs + head * paris_.dim;
-        for (int64_t g = first; g < last; ++g) {
-            float *x = at<float>(work, rotated_) + g * paris_.dim;
-            const int64_t filled = spread(x, step_.attention.key_dim, paris_.dim);
-            for (int64_t i = 0; i < filled; ++i) x[i] *= signs[i];
-            // Powers of two that add up to the dimension, the largest first.
-            for (int64_t left = paris_.dim; left > 0;) {
-                int64_t block = 8;
-                while (2 * block <= left) block *= 2;
-                transform(x, block);
-                x += block, left -= block;
-            }
+        const int64_t filled = spread(x, step_.attention.key_dim, paris_.dim);
+        for (int64_t i = 0; i < filled; ++i) x[i] *= signs[i];
+    }
+
+    // Transforms a query (Walsh-Hadamard).
+    void rotate(float *x) const {
+        // Powers of two that add up to the dimension, the largest first.
+        for (int64_t left = paris_.dim; left > 0;) {
+            int64_t block = 8;
+            while (2 * block <= left) block *= 2;
+            transform(x, block);
+            x += block, left -= block;
         }
     }
 
@@ -227,19 +238,50 @@ class ParisSearch : public Search {
         return few;
     }
 
+    // The least scale of a group's queries, where it has samples.
+    float group_scale(const Selection &selection) const {
+        float least = kInf, query[kMostDim];
+        for (int64_t g = 0; paris_.samples != nullptr && g < tables_; ++g) {
+            read_query(selection, g, query);
+            put_signs(selection.batch * step_.attention.id_heads + selection.head, query);
+            least = std::min(least, similarity_scale(query, paris_.dim));
+        }
+        return least;
+    }
+
     // Says how many points the tokens of each block lose, see lost_points in paris/naive.py.
-    void make_drops(char *work, int64_t first, int64_t last) const {
-        for (int64_t g = first; g < last; ++g) {
-            const float *query = at<float>(work, rotated_) + g * paris_.dim;
-            const float *own = at<float>(work, offsets_) + g * offset_stride_;
-            const float best = *std::max_element(own, own + blocks_);
-            const float unit = similarity_scale(query, paris_.dim) * paris_.worth;
+    void make_drops(char *work) const {
+        const bool sampled = paris_.samples != nullptr;
+        const float scale = static_cast<float>(step_.attention.scale);
+        const auto offsets = [&](int64_t g) { return at<float>(work, offsets_) + g * offset_stride_; };
+        const auto samples = [&](int64_t g) { return at<float>(work, samples_) + g * sample_stride_; };
+        // The first number of a query's samples becomes what it takes off.
+        const auto best_of = [&](int64_t g) {
+            return *std::max_element(offsets(g), offsets(g) + blocks_) - *samples(g);
+        };
+        float most = -kInf;
+        for (int64_t g = 0; g < tables_; ++g) {
+            *samples(g) = sampled ? log_sum(samples(g), scale) / scale : 0.0f;
+            most = std::max(most, best_of(g));
+        }
+        for (int64_t g = 0; g < tables_; ++g) {
+            const float best = sampled ? most : best_of(g), logs = *samples(g);
+            const float unit = at<float>(work, units_)[g] * paris_.worth;
             for (int64_t i = 0; i < blocks_; ++i) {
-                const float behind = (best - own[i]) * unit;
+                const float behind = (best - (offsets(g)[i] - logs)) * unit;
                 at<uint8_t>(work, drops_)[i * drop_stride_ + g] =
                     behind > 0.0f ? static_cast<uint8_t>(std::min(behind, 255.0f)) : 0;
             }
         }
+    }
+
+    // The log-sum-exp of the products with samples, which are overwritten.
+    float log_sum(float *products, float scale) const {
+        const int64_t count = paris_.sample_count;
+        const float peak = *std::max_element(products, products + count);
+        for (int64_t i = 0; i < count; ++i) products[i] = (products[i] - peak) * scale;
+        kernel_.exp(products, products, count);
+        return peak * scale + std::log(std::accumulate(products, products + count, 0.0f));
     }
 
     void make_tables(int64_t head, char *work, int64_t first, int64_t last) const {
@@ -268,7 +310,7 @@ class ParisSearch : public Search {
         uint8_t *points = at<uint8_t>(work, points_);
         for (int64_t g = first; g < last; ++g) {
             const float *query = at<float>(work, rotated_) + g * paris_.dim;
-            const float scale = similarity_scale(query, paris_.dim);
+            const float scale = at<float>(work, units_)[g];
             for (int64_t s = 0; s < row_bytes_; ++s) {
                 kernel_.similar_points(query + 8 * s, scale, points + (g * row_bytes_ + s) * 256);
             }
@@ -298,8 +340,9 @@ class ParisSearch : public Search {
     const hfk_step &step_;
     const hfk_paris &paris_;
     const Kernel &kernel_;
-    const int64_t heads_, tables_, row_bytes_, stride_, blocks_, offset_stride_, drop_stride_;
-    int64_t rotated_, offsets_, drops_, points_, packed_, scores_, count_, candidates_, estimates_,
+    const int64_t heads_, tables_, row_bytes_, stride_, blocks_, offset_stride_, sample_stride_,
+        drop_stride_;
+    int64_t rotated_, offsets_, samples_, units_, drops_, points_, packed_, scores_, count_, candidates_, estimates_,
         relevance_, bytes_;
 };
 
@@ -309,6 +352,7 @@ bool is_good(const hfk_paris &paris, const hfk_request &request) {
            (paris.tiers > 0 || (paris.tiers == 0 && paris.m == 8)) &&
            (paris.tiers == 0 ? kMostSimilar : paris.tiers) * (paris.dim / paris.m) < 255 &&
            paris.candidates >= 0 && paris.block_len >= 64 &&
+           (paris.samples == nullptr || (paris.sample_count > 0 && request.scale > 0)) &&
            (paris.block_len & (paris.block_len - 1)) == 0;
 }
 

@@ -71,7 +71,7 @@ class KernelShape:
     candidates: int = 1
     centroids: int = 1
     listed: int = 1
-    tiers: tuple[float, ...] = (0.05, 0.15, 0.30, 0.50, 0.75, 1.0)
+    tiers: tuple[float, ...] = ()
     rho: float = 0.75
     queries: int = 1
     value_dim: int | None = None
@@ -317,11 +317,15 @@ def _paris_search(shape: KernelShape, draw: Draw) -> Any:
     lead = (shape.batch, shape.heads, shape.queries, shape.group)
     query = draw.normal(*lead, shape.head_dim, dtype=shape.dtype)
     counts = paris.count_centroids(codes.sign, m=SUBSPACE_DIM)
+    means = None if shape.tiers else draw.normal(*lead[:2], 1, shape.head_dim)
     return partial(
         paris.search,
         *(query, signs, codes, counts, levels, shape.top_k),
         survivors=shape.candidates,
         softcap=shape.softcap,
+        means=means,
+        block_len=1 << 30,
+        samples=means,
         **_stage_one_options(shape, draw),
     )
 

@@ -39,6 +39,10 @@ class ParisCase : public SearchCase {
         means_ = Numbers(r.batch * r.id_heads * blocks_ * r.key_dim, HFK_FLOAT32);
         means_.fill(random);
         if (random.one_in(2)) paris_.means = means_.floats();
+        paris_.sample_count = random.pick(1, 20);
+        samples_ = Numbers(r.batch * r.id_heads * paris_.sample_count * r.key_dim, HFK_FLOAT32);
+        samples_.fill(random);
+        if (r.scale > 0 && random.one_in(2)) paris_.samples = samples_.floats();
         paris_.worth = static_cast<float>(random.pick(0, 8)) / 4;
         signs_.resize(r.batch * r.id_heads * paris_.dim);
         for (float &sign : signs_) {
@@ -210,33 +214,73 @@ class ParisCase : public SearchCase {
         return points;
     }
 
-    // Products of a query and the mean keys of blocks, and the sizes of their terms.
-    std::pair<double, double> product(const hfk_step &step, const Numbers &query, int64_t place,
-                                      int64_t g, int64_t block) const {
+    // Product of a query and one of `count` keys of its head, and the size of its terms.
+    std::pair<double, double> product_with(const hfk_step &step, const Numbers &query,
+                                           int64_t place, int64_t g, const Numbers &keys,
+                                           int64_t count, int64_t key) const {
         const int64_t head = place / step.attention.queries, dim = step.attention.key_dim;
         double sum = 0.0, size = 0.0;
-        for (int64_t d = 0; paris_.means != nullptr && d < dim; ++d) {
-            const double mean = means_[(head * blocks_ + block) * dim + d];
-            const double term = query_at(step, query, place, g, d) * mean;
+        for (int64_t d = 0; d < dim; ++d) {
+            const double term =
+                query_at(step, query, place, g, d) * keys[(head * count + key) * dim + d];
             sum += term, size += std::abs(term);
         }
         return {sum, size};
+    }
+
+    // With the mean key of a block.
+    std::pair<double, double> product(const hfk_step &step, const Numbers &query, int64_t place,
+                                      int64_t g, int64_t block) const {
+        if (paris_.means == nullptr) return {0.0, 0.0};
+        return product_with(step, query, place, g, means_, blocks_, block);
+    }
+
+    // What the softmax of a query over the samples takes off, in units of products.
+    double sampled_log(const hfk_step &step, const Numbers &query, int64_t place,
+                       int64_t g) const {
+        if (paris_.samples == nullptr) return 0.0;
+        const double scale = step.attention.scale;
+        double peak = -kInf, total = 0.0;
+        const auto logit = [&](int64_t i) {
+            return product_with(step, query, place, g, samples_, paris_.sample_count, i).first * scale;
+        };
+        for (int64_t i = 0; i < paris_.sample_count; ++i) peak = std::max(peak, logit(i));
+        for (int64_t i = 0; i < paris_.sample_count; ++i) total += std::exp(logit(i) - peak);
+        return (peak + std::log(total)) / scale;
+    }
+
+    // Of a query, or the longest one of a group with samples.
+    double squares_of(int64_t row, const Trace &trace) const {
+        const bool whole = paris_.samples != nullptr;
+        const int64_t first = whole ? row / tables_ * tables_ : row;
+        double most = 0.0;
+        for (int64_t i = first; i < first + (whole ? tables_ : 1); ++i) {
+            const float *query = trace.rotated.data() + i * paris_.dim;
+            double squares = 0.0;
+            for (int64_t d = 0; d < paris_.dim; ++d) squares += double(query[d]) * query[d];
+            most = std::max(most, squares);
+        }
+        return most;
     }
 
     // Within one point, as sums of floats have another order.
     bool has_drops(const hfk_step &step, const Numbers &query, int64_t place, int64_t g,
                    const Trace &trace) const {
         const int64_t row = place * tables_ + g;
-        const float *rotated = trace.rotated.data() + row * paris_.dim;
-        double squares = 0.0, best = -kInf;
-        for (int64_t d = 0; d < paris_.dim; ++d) squares += double(rotated[d]) * rotated[d];
-        for (int64_t i = 0; i < blocks_; ++i) {
-            best = std::max(best, product(step, query, place, g, i).first);
+        double best = -kInf;
+        for (int64_t other = 0; other < tables_; ++other) {
+            if (other != g && paris_.samples == nullptr) continue;
+            const double taken = sampled_log(step, query, place, other);
+            for (int64_t i = 0; i < blocks_; ++i) {
+                best = std::max(best, product(step, query, place, other, i).first - taken);
+            }
         }
+        const double taken = sampled_log(step, query, place, g);
+        // The unit is rounded down by up to an eighth.
+        const double unit =
+            std::sqrt(paris_.dim / squares_of(row, trace)) * 2.0 / 3.0 * paris_.worth;
         for (int64_t i = 0; i < blocks_; ++i) {
-            // The unit is rounded down by up to an eighth.
-            const double unit = std::sqrt(paris_.dim / squares) * 2.0 / 3.0 * paris_.worth;
-            const double most = (best - product(step, query, place, g, i).first) * unit;
+            const double most = (best - product(step, query, place, g, i).first + taken) * unit;
             const double got = trace.drops[row * blocks_ + i];
             const double slack = 1.0 + 1e-4 * most;
             if (got > most + slack || got < std::min(most * 0.87, 255.0) - slack) return false;
@@ -247,8 +291,7 @@ class ParisCase : public SearchCase {
     // Points go by similarity. `nudge` moves a scale across the step that it may lie on.
     bool has_similar_points(int64_t row, const Trace &trace, float nudge) const {
         const float *query = trace.rotated.data() + row * paris_.dim;
-        double squares = 0.0;
-        for (int64_t d = 0; d < paris_.dim; ++d) squares += double(query[d]) * query[d];
+        const double squares = squares_of(row, trace);
         float scale = static_cast<float>(std::sqrt(paris_.dim / squares) * 2.0 / 3.0) * nudge;
         uint32_t bits;
         std::memcpy(&bits, &scale, sizeof bits);
@@ -256,9 +299,9 @@ class ParisCase : public SearchCase {
         std::memcpy(&scale, &bits, sizeof bits);
         for (int64_t i = 0; i < paris_.dim * 32; ++i) {
             const float *own = query + i / 256 * 8;
-            float sim = 0.0f, size = 0.0f;
-            for (int j = 0; j < 8; ++j) sim += i >> j & 1 ? own[j] : -own[j], size += std::abs(own[j]);
-            const float points = (sim + size / 2) * scale;
+            float sim = 0.0f;
+            for (int j = 0; j < 8; ++j) sim += i >> j & 1 ? own[j] : -own[j];
+            const float points = std::floor(sim * scale) + 3.0f;
             const int want = points > 0.0f ? static_cast<int>(std::min(points, 7.0f)) : 0;
             if (trace.points[row * paris_.dim * 32 + i] != want) return false;
         }
@@ -372,7 +415,7 @@ class ParisCase : public SearchCase {
     hfk_paris paris_{};
     int64_t group_, tables_, selections_, blocks_;
     std::vector<uint8_t> sign_, record_;
-    Numbers means_, levels_;
+    Numbers means_, samples_, levels_;
     std::vector<int32_t> counts_;
     std::vector<float> signs_;
     std::vector<int64_t> shares_;

@@ -42,6 +42,7 @@ class Shape:
         m: dims of a group of ParisKV's codes, 4 or 8.
         tiers: shares of centroids that get the same bonus; 0 for points by similarity.
         block_len: tokens of ParisKV's blocks with a mean key each; 0 for no means.
+        samples: keys that tell how ParisKV's queries of a group compare; 0 for none.
         mean_query: whether ParisKV searches once for the mean of a group.
         dtype: of queries, keys and values.
         candidates: ParisKV's; None for a quarter of the tokens.
@@ -57,6 +58,7 @@ class Shape:
     m: int = 8
     tiers: int = 6
     block_len: int = 0
+    samples: int = 0
     mean_query: bool = False
     dtype: torch.dtype = torch.float32
     candidates: int | None = None
@@ -92,6 +94,8 @@ def paris_search(shape: Shape, valid: torch.Tensor) -> ParisSearch:
     if shape.block_len:
         search.block_len = shape.block_len
         search.means = draw(*lead[:2], -(-shape.n // shape.block_len), shape.dim, seed=5)
+    if shape.samples:
+        search.samples = draw(*lead[:2], shape.samples, shape.dim, seed=6)
     return search
 
 

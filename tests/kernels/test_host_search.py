@@ -225,8 +225,10 @@ SHAPES = {
     "all are candidates": Shape(200, candidates=200),
     "nothing valid": Shape(100, valid=-1.0),
     "similar, blocks": Shape(700, group=3, queries=2, batch=2, tiers=0, block_len=64),
-    "similar, many heads": Shape(600, dim=64, group=9, tiers=0, block_len=256),
-    "similar, odd bytes": Shape(300, dim=133, tiers=0, block_len=128, dtype=torch.bfloat16),
+    "similar, many heads": Shape(600, dim=64, group=9, tiers=0, block_len=256, samples=70),
+    "similar, odd bytes": Shape(
+        300, dim=133, group=2, tiers=0, block_len=128, samples=1, dtype=torch.bfloat16
+    ),
     "mean of blocks": Shape(300, dim=80, m=4, block_len=64, mean_query=True),
     "few points": Shape(900, dim=8, tiers=0, block_len=64, group=2),
 }
@@ -314,12 +316,14 @@ def test_each_stage_of_paris_is_the_naive_one(name: str, path: str) -> None:
     shares, products = tuple(search.shares.tolist()), trace.drops * 0.0
     if search.means is not None:
         products = naive.mean_products(grouped.transpose(2, 3), search.means)
-    worth = points_of_product(shares, shape.m)
-    lost = naive.lost_points(products, trace.rotated, worth)
+    logs = naive.sampled_logs(grouped.transpose(2, 3), search.samples, 0.1)
+    scale = naive.similarity_scale(trace.rotated)
+    scale = scale if logs is None else scale.amin(-1, keepdim=True)
+    lost = naive.lost_points(products, scale * points_of_product(shares, shape.m), logs)
     # Products are sums in another order.
     assert ((trace.drops.int() - lost.int()).abs() <= 1).all()
     assert lost.any() or search.means is None or lost.shape[-1] == 1
-    bonus = naive.similarity_points(trace.rotated)
+    bonus = naive.similarity_points(trace.rotated, scale)
     if shares:
         bonus = naive.bonus_table(trace.rotated, search.counts, shares, shape.m)
     drops = naive.Blocks(trace.drops, search.block_len)

@@ -36,9 +36,10 @@ def stages(
         points = naive.bonus_table(q_rot, counts, shares, m)
         offsets = drops = None
         if means is not None:
-            products, worth = naive.mean_products(q_rot, means), points_of_product(shares, m)
+            products = naive.mean_products(q_rot, means)
+            unit = naive.similarity_scale(q_rot) * points_of_product(shares, m)
             offsets = naive.Blocks(products, block_len)
-            drops = naive.Blocks(naive.lost_points(products, q_rot, worth), block_len)
+            drops = naive.Blocks(naive.lost_points(products, unit, None), block_len)
         ids = naive.candidates(naive.collide(codes.sign, points, m, valid, drops), survivors)
         scores = naive.rerank(q_rot, codes, ids, levels, m, scale, softcap, offsets)
         return ids, scores, best_ids(scores, ids, count, backend="naive")
@@ -47,7 +48,7 @@ def stages(
     tables = triton.bonus(q_rot, None, counts, shares, m, means, block_len)
     most = len(shares) * counts.shape[2]
     collisions = triton.collide(tables, codes.sign, m, valid, most, survivors)
-    options = count, survivors, shares, m, valid, scale, softcap, means, block_len
+    options = count, survivors, shares, m, valid, scale, softcap, means, block_len, None
     return triton.rank(
         tables, collisions, paris.SearchCall(q_rot, None, codes, counts, levels, *options)
     )

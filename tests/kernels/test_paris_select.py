@@ -49,22 +49,26 @@ def collisions(
     valid: torch.Tensor | None = None,
     means: torch.Tensor | None = None,
     block_len: int = 1,
+    samples: torch.Tensor | None = None,
+    scale: float = 1.0,
     backend: str = "naive",
 ) -> torch.Tensor:
     """The scores of all tokens, of stage 1."""
     shares = paris.share_units(rho, tiers)
     if backend == "naive":
         by_rank = naive.bonus_table(q_rot, counts, shares, m) if shares else None
-        points = naive.similarity_points(q_rot) if by_rank is None else by_rank
+        unit = naive.similarity_scale(q_rot)
+        unit = unit if samples is None else unit.amin(-1, keepdim=True)
+        points = naive.similarity_points(q_rot, unit) if by_rank is None else by_rank
         drops = None
         if means is not None:
-            worth = points_of_product(shares, m)
-            lost = naive.lost_points(naive.mean_products(q_rot, means), q_rot, worth)
+            products, unit = naive.mean_products(q_rot, means), unit * points_of_product(shares, m)
+            lost = naive.lost_points(products, unit, naive.sampled_logs(q_rot, samples, scale))
             drops = naive.Blocks(lost, block_len)
         return naive.collide(sign, points, m, valid, drops)
     from hf_kvret_kernels.paris import triton
 
-    points = triton.bonus(q_rot, None, counts, shares, m, means, block_len)
+    points = triton.bonus(q_rot, None, counts, shares, m, means, block_len, samples, scale)
     return triton.collide(points, sign, m, valid, most_points(shares, counts), 0).scores
 
 
@@ -263,8 +267,8 @@ def test_points_by_similarity_are_those_of_a_literal_walk(
             assert wanted * 0.88 < scale < wanted * 1.00001
             patterns = (torch.arange(256)[:, None] >> torch.arange(8) & 1).double() * 2 - 1
             for s, part in enumerate(query.split(8)):
-                points = ((patterns @ part + part.abs().sum() / 2) * scale).clamp(0, 7).long()
-                totals[g] += points[sign[b, 0, :, s].long()]
+                points = ((patterns @ part) * scale).floor() + 3
+                totals[g] += points.clamp(0, 7).long()[sign[b, 0, :, s].long()]
         want = totals.amax(0).masked_fill(~valid[b], 255)
         assert torch.equal(scores[b, 0, 0].long(), want)
     assert scores[scores < 255].max() > scores.min()
@@ -304,6 +308,38 @@ def test_the_tokens_of_a_block_lose_points_by_its_mean_key(
     want = left.amax(3).clamp(min=0)
     assert torch.equal(scores.long(), want) and want.any()
     assert not torch.equal(scores, collisions(q_rot, counts, sign, **options))
+
+
+@pytest.mark.parametrize("count", [1, 70])
+@pytest.mark.parametrize(("tables", "dim"), [(5, 16), (2, 136), (9, 8)])
+def test_a_group_compares_tokens_by_what_softmaxes_take_off(
+    place: Place, tables: int, dim: int, count: int
+) -> None:
+    """One unit for all, of the longest query. A softmax over one sample takes off its product."""
+    means, samples = draw(2, 1, 5, dim, seed=5), draw(2, 1, count, dim, seed=6)
+    # Queries of several lengths.
+    q_rot = draw(2, 1, 1, tables, dim, seed=4) * torch.arange(1, tables + 1).view(-1, 1) / 4
+    q_rot, means, samples = ((x * 8).round() / 8 for x in (q_rot, means, samples))
+    sign = random_sign(2, 1, 5 * 64, dim // 8)
+    counts = torch.zeros(2, 1, dim // 8, 256, dtype=torch.int32)
+    options: dict[str, Any] = {"rho": 1.0, "tiers": (), "m": 8, "means": means, "block_len": 64}
+    sampled = options | {"samples": samples, "scale": 0.25}
+    scores = run_at(place, collisions, q_rot, counts, sign, **sampled)
+    scale = naive.similarity_scale(q_rot).amin(3, keepdim=True)
+    assert (naive.similarity_scale(q_rot) > 1.5 * scale).any()
+    queries = q_rot.double()
+    products = torch.einsum("bhqgd,bhnd->bhqgn", queries, means.double())
+    logits = torch.einsum("bhqgd,bhnd->bhqgn", queries, samples.double()) * 0.25
+    levels = products - logits.exp().sum(-1, keepdim=True).log() / 0.25
+    lost = (levels.amax((3, 4), keepdim=True) - levels).float() * (scale * 0.8)[..., None]
+    lost = lost.clamp(max=255).floor().repeat_interleave(64, -1)
+    points = naive.similarity_points(q_rot, scale)
+    bits = torch.arange(dim // 8)
+    of_tokens = [points[b, 0, 0][:, bits, sign[b, 0].long()] for b in range(2)]
+    left = torch.stack(of_tokens).sum(-1).view_as(lost) - lost
+    want = left.amax(3).clamp(min=0)
+    assert (scores - want).abs().max() <= (0 if count == 1 else 1) and want.any()
+    assert not torch.equal(scores, run_at(place, collisions, q_rot, counts, sign, **options))
 
 
 @pytest.mark.parametrize("query", [0.0, math.inf, math.nan])

@@ -128,6 +128,7 @@ def of_paris() -> Iterator[Refusal]:
     yield "means is ", partial(search, means=means[:, :, :1], block_len=2, **stage)
     for length in (0, 3):
         yield f"block_len={length}", partial(search, means=means, block_len=length, **stage)
+    yield "samples: pass some", partial(search, means=means, block_len=2, samples=means, **stage)
     one_head = rotated[:, :1], None, codes, counts[:, :1], levels, 1
     yield r"codes\.sign is .*\[1, 1, 3, 2\]", partial(paris.search, *one_head, survivors=2, **stage)
     narrow = rotated[..., :12], None, codes, counts, levels, 1

@@ -95,14 +95,14 @@ def test_a_fork_keeps_its_codes_while_the_original_takes_others() -> None:
     assert all(torch.equal(x, renewed[name]) for name, x in original.state_dict().items())
 
 
-def test_each_block_has_the_mean_of_its_first_keys() -> None:
-    """Keys of a prompt, or of the flush that begins a block; padding takes that of a neighbour."""
+def test_each_block_has_the_mean_of_its_first_keys_and_the_newest() -> None:
+    """Keys of a prompt, or of the flush that begins a block; padding takes those of a neighbour."""
     keys, valid = _keys(100), torch.ones(2, 100, dtype=torch.bool)
     valid[1, :35] = False
     fed = _fed(keys[:, :, :60], valid=valid[:, :60])
     _add(fed, keys[:, :, 60:70])
     _add(fed, keys[:, :, 70:])
-    means = fed.index.state_dict()["means"]
+    means, samples = (fed.index.state_dict()[name] for name in ("means", "samples"))
     spans = ((0, 16), (16, 32), (32, 48), (48, 60), (64, 70), (80, 96), (96, 100))
     assert means.shape == (2, HEADS, len(spans), DIM)
     for i, (start, end) in enumerate(spans):
@@ -111,8 +111,18 @@ def test_each_block_has_the_mean_of_its_first_keys() -> None:
         for row, part in ((0, slice(start, end)), (1, slice(max(start, 35), max(end, 48)))):
             last, own = means[row, :, i - 1], keys[row, :, part].mean(1)
             torch.testing.assert_close(means[row, :, i], last.lerp(own, share))
+            assert torch.equal(samples[row, :, i], keys[row, :, part.stop - 1])
     fed.crop(65)
     assert torch.equal(fed.index.state_dict()["means"], means[:, :, :5])
+    assert torch.equal(fed.index.state_dict()["samples"], samples[:, :, :5])
+
+
+def test_a_hole_is_no_sample() -> None:
+    keys, valid = _keys(40), torch.ones(2, 40, dtype=torch.bool)
+    valid[0, 14:16] = valid[:, 36:] = False
+    samples = _fed(keys, valid=valid).index.state_dict()["samples"]
+    assert torch.equal(samples[0], keys[0][:, [13, 31, 35]])
+    assert torch.equal(samples[1], keys[1][:, [15, 31, 35]])
 
 
 @pytest.mark.parametrize("count", [0, 1, 2])

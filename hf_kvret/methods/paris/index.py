@@ -162,6 +162,9 @@ class ParisIndex(CapturableIndex, Index):
     of the way there. RoPE turns a bias with the position. So blocks of tokens have mean keys of
     their own, whose products with a query count in both stages.
 
+    Query heads of a group compare tokens by their softmax weights. Stage 1 knows no softmax yet, so
+    it estimates what each head's takes off from a sample: a key of each block.
+
     Args:
         options: of the method.
     """
@@ -171,9 +174,10 @@ class ParisIndex(CapturableIndex, Index):
     _record: TokenBuffer = tokens(dims="B H N q", dtype=torch.uint8)
     # Keys in each centroid of each subspace.
     _counts: torch.Tensor | None = tensor(shared=True, dims="B H s c", dtype=torch.int32)
-    # Mean keys of blocks of tokens, [B, Hkv, blocks, D] fp32, and the length of a block; how many
-    # tokens they were taken of at once.
+    # Mean keys of blocks of tokens and a key of each, [B, Hkv, blocks, D] fp32, and the length of a
+    # block; how many tokens they were taken of at once.
     _means: torch.Tensor | None = tensor(dims="B H b D", **_CENTERED)
+    _samples: torch.Tensor | None = tensor(dims="B H b D", **_CENTERED)
     _block_len: int = number(_BLOCK)
     _mean_len: int = number(0)
     # Sums of squares of a prompt's newest queries; what queries are multiplied by.
@@ -201,8 +205,11 @@ class ParisIndex(CapturableIndex, Index):
             if self.options.center:
                 self._learn(block.keys[:, :, :0].float(), lambda _: [(0, block.keys)], valid)
         elif self._means is not None:
-            start = len(self._sign)
-            self._means, _ = self._mean_keys(self._means, start, block.keys, valid)
+            # Caches that were saved without samples take the means for them.
+            samples = self._means if self._samples is None else self._samples
+            pairs = torch.stack([self._means, samples])
+            pairs, _ = self._mean_keys(pairs, len(self._sign), block.keys, valid)
+            self._means, self._samples = pairs.unbind()
         self._append(block.keys, block.valid)
 
     def on_prompt(self, queries: torch.Tensor, valid: torch.Tensor | None) -> None:
@@ -215,17 +222,18 @@ class ParisIndex(CapturableIndex, Index):
 
     def _learn(
         self,
-        means: torch.Tensor,
+        none: torch.Tensor,
         read: Callable[[int], Iterable[tuple[int, torch.Tensor]]],
         valid: torch.Tensor,
     ) -> None:
-        """Take means, of which there are none, and factors of what ``read`` brings in chunks."""
-        squares = []
+        """Take means, samples and factors of chunks that ``read`` brings; ``none`` has no row."""
+        pairs, squares = torch.stack([none, none]), []
         self._block_len = max(_BLOCK, 1 << (-(-self._mean_len // _BLOCKS) - 1).bit_length())
         for start, keys in read(max(_CHUNK, self._block_len)):
             own = valid[:, start : start + keys.shape[2]]
-            means, some = self._mean_keys(means, start, keys, own)
+            pairs, some = self._mean_keys(pairs, start, keys, own)
             squares.append(some)
+        means, self._samples = pairs.unbind()
         self._means = means
         count = valid.sum(dim=1)[:, None, None]
         # Few keys may lie closer together than later ones will.
@@ -234,12 +242,13 @@ class ParisIndex(CapturableIndex, Index):
         self._balance(torch.stack(squares).sum(0) / count.clamp(min=1), least)
 
     def _mean_keys(
-        self, means: torch.Tensor, start: int, keys: torch.Tensor, valid: torch.Tensor
+        self, pairs: torch.Tensor, start: int, keys: torch.Tensor, valid: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``means`` and those of the blocks that begin with ``keys``, the tokens from ``start`` on.
+        """``pairs`` and those of the blocks that begin with ``keys``, the tokens from ``start`` on.
 
-        Blocks of padding in front take the mean of the first one behind them. Then the sums of
-        squared distances of all ``keys`` from the means, ``[B, Hkv, D]`` fp32.
+        ``[2, B, Hkv, blocks, D]`` fp32: a block's mean and its newest key, as the first keys of a
+        prompt are no sample. Blocks of padding in front take those of the first one behind them.
+        Then the sums of squared distances of all ``keys`` from the means, ``[B, Hkv, D]`` fp32.
         """
         squares = keys.new_zeros(*keys.shape[:2], keys.shape[3], dtype=torch.float32)
         for block, part in self._by_block(start, keys.shape[2]):
@@ -247,24 +256,28 @@ class ParisIndex(CapturableIndex, Index):
             count = (~padding).sum(2, keepdim=True)
             mean = own.masked_fill(padding, 0.0).sum(2, keepdim=True, dtype=torch.float32)
             mean /= count.clamp(min=1)
-            before, after = means[:, :, :block], means[:, :, block + 1 :]
-            if block < means.shape[2]:
-                old = means[:, :, block : block + 1]
-                mean = old.where(old.any(-1, keepdim=True), mean)
-            elif block:
-                last, share = before[:, :, -1:], (count / _ENOUGH).clamp(max=1.0)
+            place = torch.arange(own.shape[2], device=own.device).view(-1, 1)
+            newest = place.where(~padding, 0).amax(2, keepdim=True).expand_as(mean)
+            sample = own.gather(2, newest).float().masked_fill(count == 0, 0.0)
+            before, after = pairs[..., :block, :], pairs[..., block + 1 :, :]
+            old = pairs[..., block : block + 1, :]
+            if block and not old.numel():
+                last, share = before[0, :, :, -1:], (count / _ENOUGH).clamp(max=1.0)
                 mean = last.lerp(mean, share.where(last.any(-1, keepdim=True), 1.0))
-            means = torch.cat([before, mean, after], dim=2)
-            squares += (own - mean).masked_fill_(padding, 0.0).square_().sum(2)
-        indices = torch.arange(means.shape[2], device=means.device)
-        indices = indices.where(means.any(-1), len(indices) - 1)
+            pair = torch.stack([mean, sample])
+            if old.numel():
+                pair = old.where(old.any(-1, keepdim=True), pair)
+            pairs = torch.cat([before, pair, after], dim=3)
+            squares += (own - pair[0]).masked_fill_(padding, 0.0).square_().sum(2)
+        indices = torch.arange(pairs.shape[3], device=pairs.device)
+        indices = indices.where(pairs.any(-1), len(indices) - 1)
         indices = indices.flip(-1).cummin(-1).values.flip(-1)
-        return means.gather(2, indices.unsqueeze(-1).expand_as(means)), squares
+        return pairs.gather(3, indices.unsqueeze(-1).expand_as(pairs)), squares
 
     def _by_block(self, start: int, length: int) -> Iterator[tuple[int, slice]]:
         """Each block that has some of these tokens, the first being ``start``, and which ones."""
         size, end = self._block_len, start + length
-        for block in range(start // size, -(-end // size)):
+        for block in range(start // size, -(-end // size) if length else 0):
             first, last = max(start, block * size), min(end, (block + 1) * size)
             yield block, slice(first - start, last - start)
 
@@ -369,8 +382,19 @@ class ParisIndex(CapturableIndex, Index):
             **cold.scoring._asdict(),
             means=self._means,
             block_len=self._block_len,
+            samples=self._sample_of(grouped.shape[2], counts),
         )
         return paris.search_unchecked(call)
+
+    def _sample_of(self, group: int, counts: torch.Tensor) -> torch.Tensor | None:
+        """Keys that tell how the softmaxes of so many query heads compare; None where none do.
+
+        Points by rank have a scale of each query's own.
+        """
+        options = self.options
+        if group == 1 or options.group_reduce == "mean" or options.tiers_for(counts.shape[2]):
+            return None
+        return self._means if self._samples is None else self._samples
 
     def _grouped(self, query: torch.Tensor) -> torch.Tensor:
         """``[B, Hkv, G, Q, D]`` of ``query [B, Hq, Q, D]``."""
@@ -395,6 +419,7 @@ class ParisIndex(CapturableIndex, Index):
                 self._candidates(len(self._sign), cold.budget),
                 means=self._means,
                 block_len=self._block_len,
+                samples=self._sample_of(query.shape[1] // counts.shape[1], counts),
                 mean_query=options.group_reduce == "mean",
             )
         return search
@@ -421,8 +446,10 @@ class ParisIndex(CapturableIndex, Index):
             return
         # So that what comes in place of the dropped tokens gets means of its own in time.
         self._mean_len = min(self._mean_len, length)
-        if self._means is not None:
-            self._means = self._means[:, :, : -(-length // self._block_len)].contiguous()
+        blocks = -(-length // self._block_len)
+        for name in ("_means", "_samples"):
+            rows = getattr(self, name)
+            setattr(self, name, None if rows is None else rows[:, :, :blocks].contiguous())
         dropped = self._codes()
         counted = dropped.is_valid()[:, length:]
         self._counts = self._counts - paris.count_centroids(
@@ -445,7 +472,8 @@ class ParisIndex(CapturableIndex, Index):
             if not _BLOCK <= size <= _LONGEST or size & (size - 1):
                 raise ValueError(f"block_len is {size}: the file is damaged; save the cache again")
             blocks = -(-state["sign"].shape[2] // size)
-            schema.check("means", state["means"], f"B H {blocks} D", torch.float32)
+            for name in {"means", "samples"} & state.keys():
+                schema.check(name, state[name], f"B H {blocks} D", torch.float32)
         if ("means" in state) != ("factors" in state):
             raise ValueError("means come with factors: the file is damaged; save the cache again")
         if {"sign", "counts", "record"} <= state.keys():

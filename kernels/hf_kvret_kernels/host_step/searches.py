@@ -101,12 +101,13 @@ class ParisSearch(WithoutAddresses):
         candidates: tokens that are reranked.
         means: ``[B, Hkv, blocks, Dk]`` fp32 that were subtracted from keys, or None.
         block_len: tokens of a block, a power of two from 64 on.
+        samples: ``[B, Hkv, *, Dk]`` fp32 keys, see ``paris.search``, or None.
         mean_query: one query for the group, the mean of its own.
     """
 
     kind: ClassVar[int] = 2
     heads: ClassVar[None] = None
-    _STRUCT: ClassVar[struct.Struct] = struct.Struct("@7P9qif")
+    _STRUCT: ClassVar[struct.Struct] = struct.Struct("@8P10qif")
 
     codes: ParisCodes
     counts: torch.Tensor
@@ -117,6 +118,7 @@ class ParisSearch(WithoutAddresses):
     candidates: int
     means: torch.Tensor | None = None
     block_len: int = 64
+    samples: torch.Tensor | None = None
     mean_query: bool = False
 
     @functools.cached_property
@@ -130,10 +132,13 @@ class ParisSearch(WithoutAddresses):
         self.counts, self.signs = self.counts.contiguous(), self.signs.contiguous()
         if self.means is not None:
             self.means = self.means.contiguous()
+        if self.samples is not None:
+            self.samples = self.samples.contiguous()
         return self._STRUCT.pack(
             *(plane.data_ptr() for plane in planes),
             self.counts.data_ptr(),
             0 if self.means is None else self.means.data_ptr(),
+            0 if self.samples is None else self.samples.data_ptr(),
             self.signs.data_ptr(),
             self.levels.data_ptr(),
             self.shares.data_ptr(),
@@ -143,6 +148,7 @@ class ParisSearch(WithoutAddresses):
             len(self.shares),
             self.candidates,
             self.block_len,
+            0 if self.samples is None else self.samples.shape[2],
             self.mean_query,
             points_of_product(tuple(self.shares.tolist()), self.m),
         )

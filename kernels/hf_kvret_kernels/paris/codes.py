@@ -23,6 +23,8 @@ _MOST_WEIGHT, _PADDING = 57344.0, 247
 EXCLUDED = 255
 # A centroid earns at most this by similarity: two heads share a byte of the scan on a CPU.
 MOST_SIMILAR = 7
+# Points of a similarity of 0.
+OF_NONE = 3
 # A share of the keys is a whole number of millionths.
 SHARE_UNIT = 1_000_000
 
@@ -164,6 +166,7 @@ class SearchCall(NamedTuple):
     softcap: float | None
     means: torch.Tensor | None
     block_len: int
+    samples: torch.Tensor | None
 
 
 def code_weights(weight: torch.Tensor) -> torch.Tensor:

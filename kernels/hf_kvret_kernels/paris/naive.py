@@ -15,6 +15,7 @@ from hf_kvret_kernels.paris.codes import (
     EXCLUDED,
     LEVELS,
     MOST_SIMILAR,
+    OF_NONE,
     SHARE_UNIT,
     ParisCodes,
     SearchCall,
@@ -33,11 +34,15 @@ def search(call: SearchCall) -> torch.Tensor:
     """See ``hf_kvret_kernels.paris.search``."""
     query, signs, codes, counts, levels, budget, survivors, shares, m, *_ = call
     q_rot, offsets, drops = query if signs is None else rotate(query, signs), None, None
+    scale = similarity_scale(q_rot)
+    if call.samples is not None:
+        scale = scale.amin(-1, keepdim=True)
     if call.means is not None:
-        products, worth = mean_products(query, call.means), points_of_product(shares, m)
+        products, unit = mean_products(query, call.means), scale * points_of_product(shares, m)
         offsets = Blocks(products, call.block_len)
-        drops = Blocks(lost_points(products, q_rot, worth), call.block_len)
-    points = bonus_table(q_rot, counts, shares, m) if shares else similarity_points(q_rot)
+        logs = sampled_logs(query, call.samples, call.scale)
+        drops = Blocks(lost_points(products, unit, logs), call.block_len)
+    points = bonus_table(q_rot, counts, shares, m) if shares else similarity_points(q_rot, scale)
     scores = collide(codes.sign, points, m, call.valid, drops)
     ids = candidates(scores, survivors)
     estimates = rerank(q_rot, codes, ids, levels, m, call.scale, call.softcap, offsets)
@@ -179,7 +184,7 @@ def bonus_table(
         q_rot: ``[B, H, Q, G, P]`` fp32 after ``rotate``. Their lengths don't matter.
         shares: the tiers' shares of all keys, in units of 1 / SHARE_UNIT.
     """
-    sims, _ = _similarities(q_rot, m)
+    sims = _similarities(q_rot, m)
     order = sims.argsort(dim=-1, descending=True, stable=True)
 
     key_counts = counts[:, :, None, None].expand(sims.shape).gather(-1, order).long()
@@ -191,17 +196,17 @@ def bonus_table(
     return torch.empty_like(points).scatter_(-1, order, points)
 
 
-def similarity_points(q_rot: torch.Tensor) -> torch.Tensor:
+def similarity_points(q_rot: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """``[B, H, Q, G, S, 256]`` uint8: points that rise with the similarity to a centroid.
 
     They are ours. A key's sum of them estimates its similarity; the paper's points go by rank. A
-    similarity in the lowest quarter of its range earns none, and seven points are the most.
+    similarity of 0 earns three points, and seven are the most.
 
     Args:
         q_rot: as in ``bonus_table``, for subspaces of 8 coordinates.
+        scale: ``[B, H, Q, G]`` of ``similarity_scale``, or ``[B, H, Q, 1]`` for a group.
     """
-    sims, size = _similarities(q_rot, 8)
-    points = (sims + size / 2) * similarity_scale(q_rot)[..., None, None]
+    points = (_similarities(q_rot, 8) * scale[..., None, None]).floor_() + OF_NONE
     return points.where(points > 0, 0.0).clamp(max=MOST_SIMILAR).to(torch.uint8)
 
 
@@ -220,15 +225,34 @@ def mean_products(query: torch.Tensor, means: torch.Tensor) -> torch.Tensor:
     return torch.einsum("bhqgd,bhnd->bhqgn", query.float(), means)
 
 
-def lost_points(products: torch.Tensor, q_rot: torch.Tensor, worth: float) -> torch.Tensor:
-    """uint8 of ``products [..., blocks]``: the points that a block's mean key costs its tokens.
+def sampled_logs(
+    query: torch.Tensor, samples: torch.Tensor | None, scale: float
+) -> torch.Tensor | None:
+    """``[B, H, Q, G, 1]`` fp32: log-sum-exps of ``[B, H, samples, D]`` keys, in units of products.
 
-    They are ours. The block of the largest product loses none. Other backends add the terms of
-    products in another order, and may take a point more or less. ``worth`` is of
-    ``codes.points_of_product``.
+    What a query's softmax takes off, but for what all queries have in common. They are ours.
     """
-    unit = similarity_scale(q_rot) * worth
-    behind = (products.amax(-1, keepdim=True) - products) * unit.unsqueeze(-1)
+    if samples is None:
+        return None
+    return (mean_products(query, samples) * scale).logsumexp(-1, keepdim=True) / scale
+
+
+def lost_points(
+    products: torch.Tensor, unit: torch.Tensor, logs: torch.Tensor | None
+) -> torch.Tensor:
+    """uint8 of ``products [..., G, blocks]``: the points that a block's mean key costs its tokens.
+
+    They are ours. The block of the largest product loses none; with ``logs``, of the largest
+    product over what its query takes off, in a whole group. Other backends add the terms of
+    products in another order, and may take a point more or less. ``unit [..., G]`` is what a
+    product of 1 is worth, see ``codes.points_of_product``.
+    """
+    if logs is None:
+        best = products.amax(-1, keepdim=True)
+    else:
+        products = products - logs
+        best = products.amax((-2, -1), keepdim=True)
+    behind = (best - products) * unit.unsqueeze(-1)
     return behind.where(behind > 0, 0.0).clamp(max=EXCLUDED).to(torch.uint8)
 
 
@@ -237,18 +261,17 @@ def _few_bits(x: torch.Tensor) -> torch.Tensor:
     return (x.contiguous().view(torch.int32) & -(1 << 20)).view(torch.float32)
 
 
-def _similarities(q_rot: torch.Tensor, m: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """``[..., S, 2**m]``: of queries ``[..., P]`` with sign patterns; ``[..., S, 1]``: the largest.
+def _similarities(q_rot: torch.Tensor, m: int) -> torch.Tensor:
+    """``[..., S, 2**m]``: of queries ``[..., P]`` with sign patterns.
 
     One coordinate is added after the other, as kernels do, so that all see the same fp32 numbers.
     """
     q_b = q_rot.unflatten(-1, (-1, m))
     ids = torch.arange(1 << m, device=q_rot.device)
-    sims, size = q_b.new_zeros(*q_b.shape[:-1], 1 << m), q_b.new_zeros(*q_b.shape[:-1], 1)
+    sims = q_b.new_zeros(*q_b.shape[:-1], 1 << m)
     for j in range(m):
         sims += q_b[..., j, None] * ((ids >> j & 1).float() * 2 - 1)
-        size += q_b[..., j, None].abs()
-    return sims, size
+    return sims
 
 
 def collide(

@@ -47,6 +47,7 @@ def search(
     softcap: float | None = None,
     means: torch.Tensor | None = None,
     block_len: int = 1,
+    samples: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
     """``[B, H, Q, count]`` int32: the tokens that matter most by their codes, -1 for missing ones.
@@ -77,6 +78,9 @@ def search(
             they were coded; None for nothing. Its product counts in both stages, in stage 1 for
             rotated keys whose numbers have a root mean square of about 1.
         block_len: tokens of a block, a power of two; ``blocks`` of them hold all n.
+        samples: ``[B, H, s, D]`` fp32 keys, s above 0, beside ``means``. Stage 1 compares tokens of
+            a group's queries by what their softmaxes over these would take off. None: each query's
+            points have a scale of its own. For points by similarity and a ``scale`` above 0.
         backend: "auto", "naive" or "triton".
 
     Raises:
@@ -127,10 +131,15 @@ def search(
     if means is not None:
         shape = batch, heads, -(-length // block_len), query.shape[4]
         check_tensor("means", means, shape, [torch.float32], device)
+    if samples is not None:
+        if means is None or tiers or not scale > 0 or not samples.numel():
+            raise ValueError("samples: pass some, means, no tiers and a scale above 0; or None")
+        shape = batch, heads, samples.shape[2], query.shape[4]
+        check_tensor("samples", samples, shape, [torch.float32], device)
     check_softcap(softcap)
     call = SearchCall(
         *(query, signs, codes, counts, levels, count, survivors, share_units(rho, tiers), m, valid),
-        *(scale, softcap, means, block_len),
+        *(scale, softcap, means, block_len, samples),
     )
     return search_unchecked(call, backend)
 

@@ -28,8 +28,10 @@ from hf_kvret_kernels._triton_shared import (
     add_logs,
     best_share,
     capped_scores,
+    finite_base,
     load_mask,
     log_sum_exp,
+    log_total,
     mask_bytes,
     mask_layout,
     score_factors,
@@ -40,6 +42,7 @@ from hf_kvret_kernels.paris.codes import (
     EXCLUDED,
     LEVELS,
     MOST_SIMILAR,
+    OF_NONE,
     SHARE_UNIT,
     SearchCall,
     most_points,
@@ -53,6 +56,7 @@ from hf_kvret_kernels.top_k.triton import best_ids, choose, order_of, warm_up
 _SHARE_UNIT = tl.constexpr(SHARE_UNIT)
 _EXCLUDED = tl.constexpr(EXCLUDED)
 _MOST_SIMILAR = tl.constexpr(float(MOST_SIMILAR))
+_OF_NONE = tl.constexpr(OF_NONE)
 # Programs that share the mean keys of blocks, at most, and their numbers that one takes at a time.
 _PARTS = tl.constexpr(32)
 _MEANS = 1024
@@ -85,7 +89,8 @@ def search(call: SearchCall) -> torch.Tensor:
     """See ``hf_kvret_kernels.paris.search``."""
     points = most_points(call.shares, call.counts)
     tables = bonus(
-        *(call.query, call.signs, call.counts, call.shares, call.m, call.means, call.block_len)
+        *(call.query, call.signs, call.counts, call.shares, call.m, call.means, call.block_len),
+        *(call.samples, call.scale),
     )
     collisions = collide(tables, call.codes.sign, call.m, call.valid, points, call.survivors)
     return rank(tables, collisions, call).best
@@ -103,8 +108,11 @@ class Bonus(NamedTuple):
         tickets: ``[B, H, Q]`` int32 of zeros.
         products: ``[B, H, Q, G, blocks]`` fp32: see ``naive.mean_products``; None without means.
         bests: ``[B, H, Q, G, parts]`` fp32, whose largest is that of ``products``.
+        logs: ``[B, H, Q, G, parts]`` fp32, whose log-sum-exp is that of ``naive.sampled_logs``,
+            scaled; None without samples.
         units: ``[B, H, Q, G]`` fp32: points that a product of 1 is worth.
         block_bits: a block has two to the power of that many tokens.
+        scale: factor of the products in a softmax.
     """
 
     words: torch.Tensor
@@ -113,8 +121,10 @@ class Bonus(NamedTuple):
     tickets: torch.Tensor
     products: torch.Tensor | None
     bests: torch.Tensor | None
+    logs: torch.Tensor | None
     units: torch.Tensor | None
     block_bits: int
+    scale: float
 
 
 def by_planes(q_rot: torch.Tensor) -> torch.Tensor:
@@ -139,6 +149,8 @@ def bonus(
     m: int,
     means: torch.Tensor | None = None,
     block_len: int = 1,
+    samples: torch.Tensor | None = None,
+    scale: float = 1.0,
 ) -> Bonus:
     """Tables of ``query [B, H, Q, G, D]``, which is in the codes' coordinates without ``signs``."""
     batch, heads, queries, tables, head_dim = query.shape
@@ -152,13 +164,16 @@ def bonus(
     histogram = torch.empty(*lead, 256, dtype=torch.int32, device=device)
     tickets = torch.empty(lead, dtype=torch.int32, device=device)
     first, end = rotation_blocks(dim)[0]
-    products = bests = units = None
+    products = bests = logs = units = None
     if means is not None:
         parts = (end - first) // m // subspaces_of_program((end - first) // m)
         products = means.new_empty(*lead, tables, means.shape[2])
         bests = means.new_empty(*lead, tables, parts)
         units = means.new_empty(*lead, tables)
         means = means.contiguous() if signs is not None else by_planes(means)
+        if samples is not None:
+            logs = torch.empty_like(bests)
+            samples = samples.contiguous() if signs is not None else by_planes(samples)
     if signs is None:
         planes = by_planes(query)
         source = planes
@@ -166,7 +181,7 @@ def bonus(
         planes = torch.empty(*lead, tables, 8, dim // 8, dtype=torch.float32, device=device)
         source = query.contiguous()
     bits = block_len.bit_length() - 1
-    result = Bonus(points, planes, histogram, tickets, products, bests, units, bits)
+    result = Bonus(points, planes, histogram, tickets, products, bests, logs, units, bits, scale)
     if not rows:
         return result
     wide = triton.next_power_of_2(dim)
@@ -183,13 +198,16 @@ def bonus(
             points,
             histogram,
             tickets,
-            *(planes if x is None else x for x in (means, products, bests, units)),
+            *(planes if x is None else x for x in (means, products, bests, samples, logs, units)),
             queries,
             head_dim,
             0 if means is None else means.shape[2],
+            0 if samples is None else samples.shape[2],
             points_of_product(shares, m),
             (end - first) ** -0.5,
+            scale,
             HAS_MEANS=means is not None,
+            HAS_SAMPLES=samples is not None,
             MEANS=max(1, _MEANS // wide),
             ROTATE=signs is not None,
             TABLES=tables,
@@ -210,15 +228,15 @@ def bonus(
     return result
 
 
-@triton.jit(do_not_specialize=["blocks"])
+@triton.jit(do_not_specialize=["blocks", "samples"])
 def _bonus_kernel(
     query_ptr, signs_ptr, signs_stride, counts_ptr, planes_ptr, points_ptr, histogram_ptr,
-    tickets_ptr, means_ptr, products_ptr, bests_ptr, units_ptr, queries, head_dim, blocks, worth,
-    scale,
-    HAS_MEANS: tl.constexpr, MEANS: tl.constexpr, ROTATE: tl.constexpr, TABLES: tl.constexpr,
-    WORDS: tl.constexpr, PER_WORD: tl.constexpr, SHARES: tl.constexpr, M: tl.constexpr,
-    SUBSPACES: tl.constexpr, WIDE: tl.constexpr, FIRST: tl.constexpr, DIM: tl.constexpr,
-    STRIDE: tl.constexpr, PART: tl.constexpr, LOG_DIM: tl.constexpr,
+    tickets_ptr, means_ptr, products_ptr, bests_ptr, samples_ptr, logs_ptr, units_ptr, queries,
+    head_dim, blocks, samples, worth, shrink, scale,
+    HAS_MEANS: tl.constexpr, HAS_SAMPLES: tl.constexpr, MEANS: tl.constexpr, ROTATE: tl.constexpr,
+    TABLES: tl.constexpr, WORDS: tl.constexpr, PER_WORD: tl.constexpr, SHARES: tl.constexpr,
+    M: tl.constexpr, SUBSPACES: tl.constexpr, WIDE: tl.constexpr, FIRST: tl.constexpr,
+    DIM: tl.constexpr, STRIDE: tl.constexpr, PART: tl.constexpr, LOG_DIM: tl.constexpr,
 ):  # fmt: skip
     """PART subspaces of one table: points of their centroids, by rank or by similarity.
 
@@ -245,40 +263,38 @@ def _bonus_kernel(
                 *(products_ptr + source * blocks, head_dim, blocks, part, MEANS, WIDE),
             )
             tl.store(bests_ptr + source * tl.num_programs(1) + part, best)
+        if HAS_SAMPLES and FIRST == 0:
+            log_sum = _sum_samples(
+                *(query_ptr + source * head_dim, samples_ptr + row // queries * samples * head_dim),
+                *(head_dim, samples, part, scale, MEANS, WIDE),
+            )
+            tl.store(logs_ptr + source * tl.num_programs(1) + part, log_sum)
         if ROTATE:
             indices = tl.arange(0, DIM)[None, :]
             x = _signed(
                 query_ptr + source * head_dim, signs_ptr, FIRST + indices, head_dim, WHOLE, STRIDE
             )
-            x = walsh_hadamard(x, DIM, LOG_DIM, 1) * scale
+            x = walsh_hadamard(x, DIM, LOG_DIM, 1) * shrink
             own = indices // (M * PART) == part
             tl.store(planes_ptr + source * WHOLE + _plane(FIRST + indices, WHOLE), x, mask=own)
             # The program reads what all its threads have written.
             tl.debug_barrier()
         sims = tl.zeros((PART, CENTROIDS), dtype=tl.float32)
-        size = tl.zeros((PART, 1), dtype=tl.float32)
         # Added in the order of the coordinates, as the reference does.
         for j in tl.static_range(M):
             value = tl.load(planes_ptr + source * WHOLE + _plane(subspaces * M + j, WHOLE))
             sims += tl.where(((ids >> j) & 1) == 1, value, -value)
-            size += tl.abs(value)
         if HAS_MEANS or len(SHARES) == 0:
-            all_of_it = tl.arange(0, WIDE)[None, :]
-            if ROTATE:
-                x = _signed(
-                    query_ptr + source * head_dim, signs_ptr, all_of_it, head_dim, WHOLE, STRIDE
-                )
-            else:
-                inside = all_of_it < WHOLE
-                x = tl.load(planes_ptr + source * WHOLE + all_of_it, mask=inside, other=0.0)
-            x = x.to(tl.float64)
-            factor = (tl.sqrt(WHOLE / tl.sum(x * x, axis=1)) * (2 / 3)).to(tl.float32)
-            factor = (factor.to(tl.int32, bitcast=True) & -(1 << 20)).to(tl.float32, bitcast=True)
+            # With samples it is the least of the group's.
+            others = TABLES if HAS_SAMPLES else 1
+            factor = _least_scale(
+                *(query_ptr, planes_ptr, signs_ptr, source - table if HAS_SAMPLES else source),
+                *(head_dim, others, MEANS if HAS_SAMPLES else 1, ROTATE, WHOLE, WIDE, STRIDE),
+            )
             if HAS_MEANS:
-                first = (part == 0) & (FIRST == 0) & (tl.arange(0, 1) == 0)
-                tl.store(units_ptr + source + tl.arange(0, 1), factor * worth, mask=first)
+                tl.store(units_ptr + source, factor * worth, mask=(part == 0) & (FIRST == 0))
         if len(SHARES) == 0:
-            points = (sims + size / 2) * factor[:, None]
+            points = tl.floor(sims * factor) + _OF_NONE
             points = tl.minimum(tl.where(points > 0, points, 0.0), _MOST_SIMILAR)
             tl.store(points_ptr + ids * PER_WORD, points.to(tl.int32).to(tl.uint8))
         else:
@@ -321,6 +337,47 @@ def _take_products(
         tl.store(products_ptr + own, product, mask=own < blocks)
         best = tl.maximum(best, tl.where(own < blocks, product, float("-inf")))
     return tl.max(best, axis=0)
+
+
+@triton.jit
+def _least_scale(
+    query_ptr, planes_ptr, signs_ptr, source, head_dim, count,
+    ROWS: tl.constexpr, ROTATE: tl.constexpr, WHOLE: tl.constexpr, WIDE: tl.constexpr,
+    STRIDE: tl.constexpr,
+):  # fmt: skip
+    """The least ``naive.similarity_scale`` of ``count`` queries from ``source`` on."""
+    columns = tl.arange(0, WIDE)[None, :]
+    least = tl.full((), float("inf"), tl.float32)
+    for first in range(0, count, ROWS):
+        rows = source + tl.minimum(first + tl.arange(0, ROWS), count - 1)[:, None]
+        if ROTATE:
+            x = _signed(query_ptr + rows * head_dim, signs_ptr, columns, head_dim, WHOLE, STRIDE)
+        else:
+            x = tl.load(planes_ptr + rows * WHOLE + columns, mask=columns < WHOLE, other=0.0)
+        exact = x.to(tl.float64)
+        scale = (tl.sqrt(WHOLE / tl.sum(exact * exact, axis=1)) * (2 / 3)).to(tl.float32)
+        scale = (scale.to(tl.int32, bitcast=True) & -(1 << 20)).to(tl.float32, bitcast=True)
+        least = tl.minimum(least, tl.min(scale, axis=0))
+    return least
+
+
+@triton.jit
+def _sum_samples(
+    query_ptr, samples_ptr, head_dim, samples, part, scale,
+    MEANS: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """The log-sum-exp of a query's scaled products with the samples that are this part's."""
+    logs = tl.full((MEANS,), float("-inf"), tl.float32)
+    columns = tl.arange(0, WIDE)[None, :]
+    inside = columns < head_dim
+    query = tl.load(query_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    for first in range(part * MEANS, samples, tl.num_programs(1) * MEANS):
+        own = first + tl.arange(0, MEANS)
+        here = inside & (own < samples)[:, None]
+        key = tl.load(samples_ptr + own[:, None] * head_dim + columns, mask=here, other=0.0)
+        product = tl.sum(key * query, axis=1) * scale
+        logs = add_logs(logs, tl.where(own < samples, product, float("-inf")))
+    return log_sum_exp(logs)
 
 
 @triton.jit
@@ -423,6 +480,7 @@ def collide(
     reaching = torch.empty(*lead, blocks, bins, dtype=torch.int16, device=device)
     plan = torch.empty(*lead, 4, dtype=torch.int32, device=device)
     before = torch.empty(*lead, blocks, 2, dtype=torch.int32, device=device)
+    offsets = bonus.products, bonus.bests, bonus.logs, bonus.units
     if plan.numel():
         _collide_kernel[(blocks, batch * heads * queries)](
             sign,
@@ -431,7 +489,7 @@ def collide(
             scores,
             bonus.histogram,
             bonus.tickets,
-            *(before if x is None else x for x in (bonus.products, bonus.bests, bonus.units)),
+            *(before if x is None else x for x in offsets),
             reaching,
             plan,
             before,
@@ -442,12 +500,15 @@ def collide(
             count,
             0 if bonus.products is None else bonus.products.shape[4],
             bonus.block_bits,
+            1 / bonus.scale if bonus.logs is not None else 0.0,
             *sign.stride()[:2],
             *mask_layout(valid),
             HAS_VALID=valid is not None,
             HAS_MEANS=bonus.units is not None,
+            HAS_SAMPLES=bonus.logs is not None,
             SAME_MEAN=(1 << bonus.block_bits) % block == 0,
             TABLES=bonus.queries.shape[3],
+            HEADS=triton.next_power_of_2(bonus.queries.shape[3]),
             PARTS=1 if bonus.bests is None else bonus.bests.shape[4],
             WORDS=words,
             PER_WORD=PER_WORD,
@@ -467,12 +528,13 @@ def collide(
 @triton.jit(do_not_specialize=["length", "stride", "count", "mean_blocks", "valid_stride_b"])
 def _collide_kernel(
     sign_ptr, words_ptr, valid_ptr, scores_ptr, histogram_ptr, tickets_ptr, products_ptr, bests_ptr,
-    units_ptr, reaching_ptr, plan_ptr, before_ptr, length, stride, heads, queries, count,
-    mean_blocks, block_bits, sign_stride_b, sign_stride_h, valid_stride_b, valid_stride_n,
+    logs_ptr, units_ptr, reaching_ptr, plan_ptr, before_ptr, length, stride, heads, queries, count,
+    mean_blocks, block_bits, per_log, sign_stride_b, sign_stride_h, valid_stride_b, valid_stride_n,
     VALID_UNIT: tl.constexpr, HAS_VALID: tl.constexpr, HAS_MEANS: tl.constexpr,
-    SAME_MEAN: tl.constexpr, TABLES: tl.constexpr, PARTS: tl.constexpr, WORDS: tl.constexpr,
-    PER_WORD: tl.constexpr, BINS: tl.constexpr, M: tl.constexpr, BYTES: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, ALIGN: tl.constexpr,
+    HAS_SAMPLES: tl.constexpr, SAME_MEAN: tl.constexpr, TABLES: tl.constexpr, HEADS: tl.constexpr,
+    PARTS: tl.constexpr, WORDS: tl.constexpr, PER_WORD: tl.constexpr, BINS: tl.constexpr,
+    M: tl.constexpr, BYTES: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """A block of tokens for one query; a word of four bytes holds the points of four tables."""
     OF_BYTE: tl.constexpr = 8 // M << M
@@ -500,6 +562,9 @@ def _collide_kernel(
     mean_ids = block * BLOCK >> block_bits
     if not SAME_MEAN:
         mean_ids = tl.minimum(tokens >> block_bits, mean_blocks - 1)
+    if HAS_MEANS:
+        of_group = row * TABLES + tl.arange(0, HEADS)
+        bests = _bests(bests_ptr, logs_ptr, of_group, per_log, HAS_SAMPLES, TABLES, HEADS, PARTS)
     for w in range(WORDS):
         total = tl.zeros((BLOCK,), dtype=tl.uint32)
         if CHUNK == BYTES:
@@ -518,9 +583,11 @@ def _collide_kernel(
             for t in tl.static_range(PER_WORD):
                 # Tables behind the last one have no points.
                 table = row * TABLES + tl.minimum(w * PER_WORD + t, TABLES - 1)
-                own = tl.load(products_ptr + table * mean_blocks + mean_ids)
-                drops = _drops(bests_ptr + table * PARTS, own, tl.load(units_ptr + table), PARTS)
-                lost |= drops << (8 * t)
+                behind = tl.sum(tl.where(of_group == table, bests, 0.0), axis=0)
+                behind -= tl.load(products_ptr + table * mean_blocks + mean_ids)
+                behind *= tl.load(units_ptr + table)
+                behind = tl.minimum(tl.where(behind > 0, behind, 0.0), 255.0)
+                lost |= behind.to(tl.uint32) << (8 * t)
         for t in tl.static_range(PER_WORD):
             points = ((total >> (8 * t)) & 255).to(tl.int32)
             best = tl.maximum(best, points - ((lost >> (8 * t)) & 255).to(tl.int32))
@@ -548,12 +615,22 @@ def _collide_kernel(
 
 
 @triton.jit
-def _drops(bests_ptr, products, unit, PARTS: tl.constexpr):
-    """What tokens lose whose blocks have ``products``, see ``naive.lost_points``."""
-    parts = tl.arange(0, _PARTS)
-    bests = tl.load(bests_ptr + parts, mask=parts < PARTS, other=float("-inf"))
-    behind = (tl.max(bests, axis=0) - products) * unit
-    return tl.minimum(tl.where(behind > 0, behind, 0.0), 255.0).to(tl.uint32)
+def _bests(
+    bests_ptr, logs_ptr, tables, per_log, HAS_SAMPLES: tl.constexpr, TABLES: tl.constexpr,
+    HEADS: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """The products ``[HEADS]`` at which ``tables``, of a row, lose none: ``naive.lost_points``."""
+    parts = tl.arange(0, _PARTS)[None, :]
+    is_table = tl.arange(0, HEADS) < TABLES
+    places, here = tables[:, None] * PARTS + parts, is_table[:, None] & (parts < PARTS)
+    bests = tl.max(tl.load(bests_ptr + places, mask=here, other=float("-inf")), axis=1)
+    if HAS_SAMPLES:
+        logs = tl.load(logs_ptr + places, mask=here, other=float("-inf"))
+        base = finite_base(tl.max(logs, axis=1))
+        total = log_total(base, tl.sum(tl.exp(logs - base[:, None]), axis=1))
+        taken = finite_base(total) * per_log
+        bests = tl.max(tl.where(is_table, bests - taken, float("-inf")), axis=0) + taken
+    return bests
 
 
 @triton.jit
