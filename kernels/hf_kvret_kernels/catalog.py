@@ -326,13 +326,11 @@ def _paris_search(shape: KernelShape, draw: Draw) -> Any:
         means=means,
         block_len=1 << 30,
         samples=means,
-        **_stage_one_options(shape, draw),
+        rho=shape.rho,
+        tiers=shape.tiers,
+        m=SUBSPACE_DIM,
+        valid=draw.valid(shape),
     )
-
-
-def _stage_one_options(shape: KernelShape, draw: Draw) -> dict[str, Any]:
-    valid = draw.valid(shape)
-    return {"rho": shape.rho, "tiers": shape.tiers, "m": SUBSPACE_DIM, "valid": valid}
 
 
 def _best_ids(shape: KernelShape, draw: Draw) -> Any:

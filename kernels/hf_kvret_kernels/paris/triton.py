@@ -209,6 +209,7 @@ def bonus(
             HAS_MEANS=means is not None,
             HAS_SAMPLES=samples is not None,
             MEANS=max(1, _MEANS // wide),
+            ROWS=1 if samples is None else min(_MEANS // wide, triton.next_power_of_2(tables)),
             ROTATE=signs is not None,
             TABLES=tables,
             WORDS=words,
@@ -233,10 +234,11 @@ def _bonus_kernel(
     query_ptr, signs_ptr, signs_stride, counts_ptr, planes_ptr, points_ptr, histogram_ptr,
     tickets_ptr, means_ptr, products_ptr, bests_ptr, samples_ptr, logs_ptr, units_ptr, queries,
     head_dim, blocks, samples, worth, shrink, scale,
-    HAS_MEANS: tl.constexpr, HAS_SAMPLES: tl.constexpr, MEANS: tl.constexpr, ROTATE: tl.constexpr,
-    TABLES: tl.constexpr, WORDS: tl.constexpr, PER_WORD: tl.constexpr, SHARES: tl.constexpr,
-    M: tl.constexpr, SUBSPACES: tl.constexpr, WIDE: tl.constexpr, FIRST: tl.constexpr,
-    DIM: tl.constexpr, STRIDE: tl.constexpr, PART: tl.constexpr, LOG_DIM: tl.constexpr,
+    HAS_MEANS: tl.constexpr, HAS_SAMPLES: tl.constexpr, MEANS: tl.constexpr, ROWS: tl.constexpr,
+    ROTATE: tl.constexpr, TABLES: tl.constexpr, WORDS: tl.constexpr, PER_WORD: tl.constexpr,
+    SHARES: tl.constexpr, M: tl.constexpr, SUBSPACES: tl.constexpr, WIDE: tl.constexpr,
+    FIRST: tl.constexpr, DIM: tl.constexpr, STRIDE: tl.constexpr, PART: tl.constexpr,
+    LOG_DIM: tl.constexpr,
 ):  # fmt: skip
     """PART subspaces of one table: points of their centroids, by rank or by similarity.
 
@@ -258,17 +260,19 @@ def _bonus_kernel(
         source = row * TABLES + table
         signs_ptr += row // queries * signs_stride if ROTATE else 0
         if HAS_MEANS and FIRST == 0:
+            place, head = source * tl.num_programs(1) + part, row // queries * head_dim
             best = _take_products(
-                *(query_ptr + source * head_dim, means_ptr + row // queries * blocks * head_dim),
-                *(products_ptr + source * blocks, head_dim, blocks, part, MEANS, WIDE),
+                *(query_ptr + source * head_dim, means_ptr + head * blocks),
+                *(products_ptr + source * blocks, head_dim, blocks, part, scale),
+                *(MEANS, WIDE, False),
             )
-            tl.store(bests_ptr + source * tl.num_programs(1) + part, best)
-        if HAS_SAMPLES and FIRST == 0:
-            log_sum = _sum_samples(
-                *(query_ptr + source * head_dim, samples_ptr + row // queries * samples * head_dim),
-                *(head_dim, samples, part, scale, MEANS, WIDE),
-            )
-            tl.store(logs_ptr + source * tl.num_programs(1) + part, log_sum)
+            tl.store(bests_ptr + place, best)
+            if HAS_SAMPLES:
+                log_sum = _take_products(
+                    *(query_ptr + source * head_dim, samples_ptr + head * samples, products_ptr),
+                    *(head_dim, samples, part, scale, MEANS, WIDE, True),
+                )
+                tl.store(logs_ptr + place, log_sum)
         if ROTATE:
             indices = tl.arange(0, DIM)[None, :]
             x = _signed(
@@ -286,10 +290,9 @@ def _bonus_kernel(
             sims += tl.where(((ids >> j) & 1) == 1, value, -value)
         if HAS_MEANS or len(SHARES) == 0:
             # With samples it is the least of the group's.
-            others = TABLES if HAS_SAMPLES else 1
             factor = _least_scale(
                 *(query_ptr, planes_ptr, signs_ptr, source - table if HAS_SAMPLES else source),
-                *(head_dim, others, MEANS if HAS_SAMPLES else 1, ROTATE, WHOLE, WIDE, STRIDE),
+                *(head_dim, TABLES if HAS_SAMPLES else 1, ROWS, ROTATE, WHOLE, WIDE, STRIDE),
             )
             if HAS_MEANS:
                 tl.store(units_ptr + source, factor * worth, mask=(part == 0) & (FIRST == 0))
@@ -318,25 +321,29 @@ def _bonus_kernel(
 
 @triton.jit
 def _take_products(
-    query_ptr, means_ptr, products_ptr, head_dim, blocks, part,
-    MEANS: tl.constexpr, WIDE: tl.constexpr,
+    query_ptr, keys_ptr, products_ptr, head_dim, count, part, scale,
+    MEANS: tl.constexpr, WIDE: tl.constexpr, SAMPLES: tl.constexpr,
 ):  # fmt: skip
-    """Products of a query and the mean keys that are this part's, MEANS of them at a time.
+    """Products of a query and the keys that are this part's, MEANS of them at a time.
 
-    Returns the largest.
+    Returns the largest, or of SAMPLES the log-sum-exp, scaled, and writes no products.
     """
     best = tl.full((MEANS,), float("-inf"), tl.float32)
     columns = tl.arange(0, WIDE)[None, :]
     inside = columns < head_dim
     query = tl.load(query_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-    for first in range(part * MEANS, blocks, tl.num_programs(1) * MEANS):
+    for first in range(part * MEANS, count, tl.num_programs(1) * MEANS):
         own = first + tl.arange(0, MEANS)
-        here = inside & (own < blocks)[:, None]
-        mean = tl.load(means_ptr + own[:, None] * head_dim + columns, mask=here, other=0.0)
-        product = tl.sum(mean * query, axis=1)
-        tl.store(products_ptr + own, product, mask=own < blocks)
-        best = tl.maximum(best, tl.where(own < blocks, product, float("-inf")))
-    return tl.max(best, axis=0)
+        here = inside & (own < count)[:, None]
+        key = tl.load(keys_ptr + own[:, None] * head_dim + columns, mask=here, other=0.0)
+        product = tl.sum(key * query, axis=1)
+        some = tl.where(own < count, product, float("-inf"))
+        if SAMPLES:
+            best = add_logs(best, some * scale)
+        else:
+            tl.store(products_ptr + own, product, mask=own < count)
+            best = tl.maximum(best, some)
+    return log_sum_exp(best) if SAMPLES else tl.max(best, axis=0)
 
 
 @triton.jit
@@ -359,25 +366,6 @@ def _least_scale(
         scale = (scale.to(tl.int32, bitcast=True) & -(1 << 20)).to(tl.float32, bitcast=True)
         least = tl.minimum(least, tl.min(scale, axis=0))
     return least
-
-
-@triton.jit
-def _sum_samples(
-    query_ptr, samples_ptr, head_dim, samples, part, scale,
-    MEANS: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
-    """The log-sum-exp of a query's scaled products with the samples that are this part's."""
-    logs = tl.full((MEANS,), float("-inf"), tl.float32)
-    columns = tl.arange(0, WIDE)[None, :]
-    inside = columns < head_dim
-    query = tl.load(query_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-    for first in range(part * MEANS, samples, tl.num_programs(1) * MEANS):
-        own = first + tl.arange(0, MEANS)
-        here = inside & (own < samples)[:, None]
-        key = tl.load(samples_ptr + own[:, None] * head_dim + columns, mask=here, other=0.0)
-        product = tl.sum(key * query, axis=1) * scale
-        logs = add_logs(logs, tl.where(own < samples, product, float("-inf")))
-    return log_sum_exp(logs)
 
 
 @triton.jit
