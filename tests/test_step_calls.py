@@ -59,7 +59,7 @@ def calls_of_a_step(backend: str | None, layers: int = LAYERS) -> Calls:
     model = small_llama(layers)
     options = {"top_k": 4, "recent": 4, "flush": 8, "dense_below": 0}
     # 16 sign patterns, which the interpreter goes through in bearable time.
-    cache = hf_kvret.ParisKVCache(model.config, subspace_dim=4, **options)
+    cache = hf_kvret.ParisKVCache(model.config, **options)
     token, argument = torch.tensor([[5]]), as_argument(cache)
     preference = nullcontext() if backend is None else prefer(backend)
     with torch.inference_mode():

@@ -116,7 +116,7 @@ def _paris(shape: StepShape, shares: tuple[float, ...] = PARIS_SHARES) -> None:
     counts = torch.empty(shape.batch, shape.heads, dim // 8, 256, dtype=torch.int32, device=_META)
     signs, levels = torch.empty(dim, device=_META), torch.empty(8, device=_META)
     query, units = grouped.transpose(2, 3), paris.share_units(PARIS_RHO, shares)
-    chosen, scored = (PARIS_K, shape.candidates, units, 8), (shape.valid(), shape.scale, None)
+    chosen, scored = (PARIS_K, shape.candidates, units), (shape.valid(), shape.scale, None)
     means = torch.empty(shape.batch, shape.heads, PARIS_BLOCKS, shape.head_dim, device=_META)
     blocks = means, -(-shape.context // PARIS_BLOCKS), None if units else means
     call = paris.SearchCall(query, signs, codes, counts, levels, *chosen, *scored, *blocks)
@@ -133,8 +133,8 @@ def _wide_paris(shape: StepShape, heads: int, group: int, head_dim: int) -> None
     signs, levels = torch.empty(dim, device=_META), torch.empty(8, device=_META)
     keys = torch.empty(shape.batch, heads, 512, head_dim, dtype=_HALF, device=_META)
     codes = paris.ParisCodes.empty(shape.batch, heads, 512, head_dim, device=_META)
-    triton_encode.encode(keys, signs, levels, 8, codes)
-    triton_encode.count_centroids(codes.sign, 8, None)
+    triton_encode.encode(keys, signs, levels, codes)
+    triton_encode.count_centroids(codes.sign, None)
 
 
 def _lrqk(shape: StepShape) -> None:

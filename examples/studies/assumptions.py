@@ -205,7 +205,7 @@ def drift(texts: Texts, number: int, place: str) -> Numbers:
     for start, part in ((0, keys[:, :, :half]), (half, keys[:, :, half:])):
         index.add(TokenBlock(part, part, start))
     means = index.state_dict()["means"].repeat_interleave(index._block_len, dim=2)
-    decoded = paris.decode(index._codes(), paris.magnitude_levels(8), m=8)
+    decoded = paris.decode(index._codes(), paris.magnitude_levels())
     estimates["ParisKV"] = exact_scores(index.rotate(queries), decoded, 1.0)
     estimates["ParisKV"] += exact_scores(queries, means[:, :, : 2 * half], 1.0)
     results = {}

@@ -129,6 +129,8 @@ class RetrievalConfig:
     evicts_by: ClassVar[frozenset[str]] = frozenset()
     # Whether the model itself selects, by an indexer of its own.
     follows_model: ClassVar[bool] = False
+    # Options that saved caches may name, and the values that all have now.
+    gone: ClassVar[Mapping[str, Any]] = {}
     # Options by the name of a preset: "paper", as published.
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
 

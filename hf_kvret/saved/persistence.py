@@ -211,8 +211,9 @@ def _options_to_load(
         ValueError: options that this version hasn't, or a change that a filled cache can't take.
     """
     check_load(changes, cls.needs_artifact)
+    gone = cls.Config.gone.items()
     try:
-        options = cls.Config.from_options(**saved)
+        options = cls.Config.from_options(**{k: x for k, x in saved.items() if (k, x) not in gone})
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"{directory} has options that this hf_kvret does not take ({error}): fill a new cache"

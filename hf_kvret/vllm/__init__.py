@@ -22,7 +22,7 @@ _METHODS = ("flat", "paris")
 # Options that say how to select. Others are of a cache of our own, which there is none of.
 _OPTIONS = {
     *("top_k", "sink", "recent", "flush", "dense_below"),
-    *("subspace_dim", "tables", "per_selected", "group_reduce", "seed"),
+    *("tables", "per_selected", "group_reduce", "seed"),
 }
 _BACKENDS = {
     "CPU_ATTN": "hf_kvret.vllm.cpu.SelectingBackend",

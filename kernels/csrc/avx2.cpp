@@ -125,7 +125,7 @@ struct Avx2 {
 
     // Eight coordinates: level times weight, with its sign.
     static void decode(const uint8_t *magnitude, const uint8_t *sign, const float *weights,
-                       int64_t m, const float *levels, V (&values)[1]) {
+                       const float *levels, V (&values)[1]) {
         const int word = magnitude[0] | magnitude[1] << 8 | magnitude[2] << 16;
         const __m256i shifts = _mm256_setr_epi32(0, 3, 6, 9, 12, 15, 18, 21);
         // A permutation looks at the low three bits only.
@@ -134,9 +134,7 @@ struct Avx2 {
         const __m256i negative = _mm256_andnot_si256(
             _mm256_sllv_epi32(_mm256_set1_epi32(*sign), to_top), _mm256_set1_epi32(-0x7fffffff - 1));
         const V level = _mm256_permutevar8x32_ps(load(levels), places);
-        const V weight = m == 8 ? set1(weights[0])
-                                : _mm256_set_m128(_mm_set1_ps(weights[1]), _mm_set1_ps(weights[0]));
-        values[0] = _mm256_xor_ps(level * weight, _mm256_castsi256_ps(negative));
+        values[0] = _mm256_xor_ps(level * set1(weights[0]), _mm256_castsi256_ps(negative));
     }
 };
 

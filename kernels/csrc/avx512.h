@@ -138,7 +138,7 @@ struct Avx512 {
 
     // Sixteen coordinates: level times weight, with its sign.
     static void decode(const uint8_t *magnitude, const uint8_t *sign, const float *weights,
-                       int64_t m, const float *levels, V (&values)[1]) {
+                       const float *levels, V (&values)[1]) {
         const int low = magnitude[0] | magnitude[1] << 8 | magnitude[2] << 16;
         const int high = magnitude[3] | magnitude[4] << 8 | magnitude[5] << 16;
         const __m512i words = _mm512_inserti64x4(_mm512_set1_epi32(low), _mm256_set1_epi32(high), 1);
@@ -147,9 +147,9 @@ struct Avx512 {
         // The table holds the eight levels twice: bits above the low three don't matter.
         const __m512 table = _mm512_broadcast_f32x8(_mm256_loadu_ps(levels));
         const V level = _mm512_permutexvar_ps(_mm512_srlv_epi32(words, shifts), table);
-        const __m512i spread = m == 8 ? _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1)
-                                      : _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
-        const V own = _mm512_castps128_ps512(_mm_loadu_ps(weights));
+        const __m512i spread = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
+        const __m128i two = _mm_loadl_epi64(reinterpret_cast<const __m128i *>(weights));
+        const V own = _mm512_castps128_ps512(_mm_castsi128_ps(two));
         const V value = level * _mm512_permutexvar_ps(spread, own);
         uint16_t positive;
         __builtin_memcpy(&positive, sign, sizeof positive);

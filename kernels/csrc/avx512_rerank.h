@@ -52,8 +52,7 @@ template <class Places> class BlockRerank {
             for (int64_t h = 0; h < heads; ++h) {
                 turn(work.queries + (g + h) * codes.dim, codes.dim, queries + h * codes.dim);
             }
-            auto *run = codes.m == 8 ? choose<8>(codes.dim, heads) : choose<4>(codes.dim, heads);
-            run(work, queries, g);
+            choose(codes.dim, heads)(work, queries, g);
         }
         finish_estimates<Avx512>(work);
     }
@@ -63,19 +62,19 @@ template <class Places> class BlockRerank {
 
     typedef void (*Run)(const Rerank &work, const float *queries, int64_t first_head);
 
-    template <int M> static Run choose(int64_t dim, int64_t heads) {
-        return dim == 64    ? choose<M, 1>(heads)
-               : dim == 128 ? choose<M, 2>(heads)
-               : dim == 256 ? choose<M, 4>(heads)
-                            : choose<M, 0>(heads);
+    static Run choose(int64_t dim, int64_t heads) {
+        return dim == 64    ? choose<1>(heads)
+               : dim == 128 ? choose<2>(heads)
+               : dim == 256 ? choose<4>(heads)
+                            : choose<0>(heads);
     }
 
     // `Blocks`: of a vector; 0 for any number.
-    template <int M, int Blocks> static Run choose(int64_t heads) {
-        return heads == 1   ? estimate_all<M, Blocks, 1>
-               : heads == 2 ? estimate_all<M, Blocks, 2>
-               : heads == 3 ? estimate_all<M, Blocks, 3>
-                            : estimate_all<M, Blocks, 4>;
+    template <int Blocks> static Run choose(int64_t heads) {
+        return heads == 1   ? estimate_all<Blocks, 1>
+               : heads == 2 ? estimate_all<Blocks, 2>
+               : heads == 3 ? estimate_all<Blocks, 3>
+                            : estimate_all<Blocks, 4>;
     }
 
     // The four coordinates of each lane, one after the other.
@@ -85,7 +84,7 @@ template <class Places> class BlockRerank {
         }
     }
 
-    template <int M, int Blocks, int Heads>
+    template <int Blocks, int Heads>
     static void estimate_all(const Rerank &work, const float *queries, int64_t first_head) {
         // Few heads leave room in four sums for more than one candidate.
         constexpr int kRows = Heads <= 2 ? 4 : 1;
@@ -95,15 +94,15 @@ template <class Places> class BlockRerank {
         float *out = work.out + first_head * work.stride;
         int64_t place = work.first;
         for (; place + kRows <= work.last; place += kRows) {
-            estimate<M, Blocks, Heads, kRows>(work, queries, levels, place, out + place);
+            estimate<Blocks, Heads, kRows>(work, queries, levels, place, out + place);
         }
         for (; place < work.last; ++place) {
-            estimate<M, Blocks, Heads, 1>(work, queries, levels, place, out + place);
+            estimate<Blocks, Heads, 1>(work, queries, levels, place, out + place);
         }
     }
 
     // Sum `g * Rows + r` is of head g and the candidate at `place + r`.
-    template <int M, int Blocks, int Heads, int Rows>
+    template <int Blocks, int Heads, int Rows>
     static void estimate(const Rerank &work, const float *queries, __m512 levels, int64_t place,
                          float *to) {
         const ParisCodes &codes = work.codes;
@@ -118,7 +117,7 @@ template <class Places> class BlockRerank {
             const uint8_t *magnitude = codes.magnitude(id), *weight = codes.weight(id);
             const auto add = [&](int64_t b) {
                 const Places places(magnitude + 24 * b, sign + 8 * b);
-                const __m512 own = weights<M>(weight + kBlock / M * b);
+                const __m512 own = weights(weight + 8 * b);
                 __m512 values[4];
                 HFK_UNROLL for (int i = 0; i < 4; ++i) {
                     values[i] = _mm512_permutexvar_ps(places.at(i), levels);
@@ -151,14 +150,9 @@ template <class Places> class BlockRerank {
     }
 
     // Weights of the subspaces of 64 coordinates, each for the lanes that it covers.
-    template <int M> static __m512 weights(const uint8_t *from) {
-        __m128i own;
-        if constexpr (M == 4) {
-            __builtin_memcpy(&own, from, sizeof own);
-        } else {
-            own = _mm_loadl_epi64(reinterpret_cast<const __m128i *>(from));
-            own = _mm_unpacklo_epi8(own, own);
-        }
+    static __m512 weights(const uint8_t *from) {
+        __m128i own = _mm_loadl_epi64(reinterpret_cast<const __m128i *>(from));
+        own = _mm_unpacklo_epi8(own, own);
         return _mm512_cvtph_ps(_mm256_slli_epi16(_mm256_cvtepu8_epi16(own), 7));
     }
 };

@@ -173,13 +173,12 @@ struct hfk_paris_encoding {
     const float *signs;     // [dim]
     const float *levels;    // [8], ascending
     uint8_t *sign;          // [batch, heads, tokens, dim / 8]
-    uint8_t *record;        // [batch, heads, tokens, 3 dim / 8 + dim / m]: magnitudes, weights
+    uint8_t *record;        // [batch, heads, tokens, dim / 2]: magnitudes, weights
     int64_t batch;
     int64_t heads;
     int64_t tokens;
     int64_t head_dim;
     int64_t dim;            // numbers of a rotated key, a multiple of 8 up to 1024
-    int64_t m;              // numbers of a subspace, 4 or 8
     int64_t stride;         // rotated coordinate i takes number i * stride % dim of a key
     int64_t key_batch;      // strides in elements
     int64_t key_head;
@@ -261,8 +260,8 @@ struct hfk_flat {
 // of the scores of those with most points. See paris/naive.py for what each number means.
 struct hfk_paris {
     const uint8_t *sign;      // [batch, id_heads, *, dim / 8], rows contiguous
-    const uint8_t *record;    // [batch, id_heads, *, 3 * dim / 8 + dim / m]
-    const int32_t *counts;    // [batch, id_heads, dim / m, 2^m]
+    const uint8_t *record;    // [batch, id_heads, *, dim / 2]
+    const int32_t *counts;    // [batch, id_heads, dim / 8, 256]
     const float *means;       // [batch, id_heads, blocks, key_dim]: what was subtracted from the
                               // keys of each block of tokens; null: nothing was
     const float *samples;     // [batch, id_heads, sample_count, key_dim]: keys that tell how much
@@ -275,8 +274,7 @@ struct hfk_paris {
     int64_t record_batch;
     int64_t record_head;
     int64_t dim;              // P: a multiple of 8 up to 1,024, at least key_dim
-    int64_t m;                // 4 or 8
-    int64_t tiers;            // tiers * dim / m is below 255; 0: points are by similarity, for m = 8
+    int64_t tiers;            // tiers * dim / 8 is below 255; 0: points are by similarity
     int64_t candidates;       // tokens that are reranked, at most
     int64_t block_len;        // tokens of a block, a power of two from 64 on
     int64_t sample_count;

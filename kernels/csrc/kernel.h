@@ -20,9 +20,8 @@ struct Span {
 struct ParisCodes {
     const uint8_t *sign;
     const uint8_t *record;
-    int64_t width; // of a record, 3 * dim / 8 + dim / m
+    int64_t width; // of a record, dim / 2
     int64_t dim;
-    int64_t m;
 
     // A key's magnitudes, and codes of its weights.
     const uint8_t *magnitude(int64_t id) const { return record + id * width; }
@@ -123,12 +122,12 @@ struct Kernel {
 
     void (*exp)(const float *in, float *out, int64_t count);
 
-    // Points of the 256 values of a sign byte: of one subspace of 8 coordinates, or two of 4.
-    // `counts` are those of the byte's subspaces, `limits` the tiers' numbers of keys, which rise.
-    void (*points)(const float *query, int64_t m, const int32_t *counts, const int64_t *limits,
-                   int64_t tiers, uint8_t *points);
+    // Points of the 256 values of a sign byte, of eight coordinates. `limits` are the tiers' numbers
+    // of keys, which rise.
+    void (*points)(const float *query, const int32_t *counts, const int64_t *limits, int64_t tiers,
+                   uint8_t *points);
 
-    // The same by similarity, for 8 coordinates: `scale` points for 1.
+    // The same by similarity: `scale` points for 1.
     void (*similar_points)(const float *query, float scale, uint8_t *points);
 
     int64_t (*packed_bytes)(const PointTables &tables);

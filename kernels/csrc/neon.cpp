@@ -113,7 +113,7 @@ struct Neon {
 
     // Eight coordinates: level times weight, with its sign. Levels are looked up byte by byte.
     static void decode(const uint8_t *magnitude, const uint8_t *sign, const float *weights,
-                       int64_t m, const float *levels, V (&values)[2]) {
+                       const float *levels, V (&values)[2]) {
         const uint32_t word = magnitude[0] | magnitude[1] << 8 | magnitude[2] << 16;
         const uint8x16x2_t table = {{vreinterpretq_u8_f32(load(levels)),
                                      vreinterpretq_u8_f32(load(levels + lanes))}};
@@ -125,7 +125,7 @@ struct Neon {
             const uint32x4_t bytes =
                 vmlaq_u32(vdupq_n_u32(0x03020100u), level, vdupq_n_u32(0x04040404u));
             const V size = vreinterpretq_f32_u8(vqtbl2q_u8(table, vreinterpretq_u8_u32(bytes)));
-            const V value = size * set1(weights[m == 4 ? half : 0]);
+            const V value = size * set1(weights[0]);
             const uint32x4_t positive = vshlq_u32(vdupq_n_u32(*sign >> 4 * half), to_top);
             const uint32x4_t negative = vbicq_u32(vdupq_n_u32(kSign), positive);
             values[half] = vreinterpretq_f32_u32(veorq_u32(vreinterpretq_u32_f32(value), negative));

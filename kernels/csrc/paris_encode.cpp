@@ -27,8 +27,7 @@ bool is_good(const hfk_paris_encoding &request) {
     return request.batch >= 0 && request.heads >= 0 && request.tokens >= 0 &&
            request.dim >= 8 && request.dim <= kLongest && request.dim % 8 == 0 &&
            request.head_dim >= 1 && request.head_dim <= request.dim && request.stride >= 1 &&
-           (request.m == 4 || request.m == 8) && request.dtype >= HFK_FLOAT32 &&
-           request.dtype <= HFK_BFLOAT16;
+           request.dtype >= HFK_FLOAT32 && request.dtype <= HFK_BFLOAT16;
 }
 
 } // namespace

@@ -48,11 +48,11 @@ inline void transform(float (*x)[kLanes], int64_t count) {
     }
 }
 
-// Adds the bits of a subspace that begins at coordinate `place` of a byte; returns its weights.
-inline void encode_subspace(const float (*x)[kLanes], int64_t m, int64_t place, const float *levels,
-                            uint32_t *signs, uint32_t *words, float *weights) {
+// The bits of a subspace, and its weights.
+inline void encode_subspace(const float (*x)[kLanes], const float *levels, uint32_t *signs,
+                            uint32_t *words, float *weights) {
     float lengths[kLanes] = {}, scales[kLanes], alphas[kLanes] = {};
-    for (int64_t j = 0; j < m; ++j) {
+    for (int64_t j = 0; j < 8; ++j) {
         for (int64_t lane = 0; lane < kLanes; ++lane) lengths[lane] += x[j][lane] * x[j][lane];
     }
     for (int64_t lane = 0; lane < kLanes; ++lane) {
@@ -61,9 +61,8 @@ inline void encode_subspace(const float (*x)[kLanes], int64_t m, int64_t place, 
     }
     float bounds[7];
     for (int64_t k = 0; k < 7; ++k) bounds[k] = (levels[k + 1] + levels[k]) / 2;
-    for (int64_t j = 0; j < m; ++j) {
-        const int64_t bit = place + j;
-        const uint32_t one = 1u << bit;
+    for (int64_t j = 0; j < 8; ++j) {
+        const uint32_t one = 1u << j;
         for (int64_t lane = 0; lane < kLanes; ++lane) {
             const float u = std::fabs(x[j][lane]) * scales[lane];
             float level = levels[0];
@@ -73,7 +72,7 @@ inline void encode_subspace(const float (*x)[kLanes], int64_t m, int64_t place, 
                 number += u > bounds[k] ? 1u : 0u;
             }
             alphas[lane] += u * level;
-            words[lane] |= number << 3 * bit;
+            words[lane] |= number << 3 * j;
             signs[lane] |= x[j][lane] >= 0.0f ? one : 0u;
         }
     }
@@ -85,7 +84,7 @@ inline void encode_subspace(const float (*x)[kLanes], int64_t m, int64_t place, 
 inline void encode_keys(const hfk_paris_encoding &r, int64_t batch, int64_t head, int64_t first,
                         int64_t last) {
     const int64_t size = r.dtype == HFK_FLOAT32 ? 4 : 2;
-    const int64_t bytes = r.dim / 8, width = 3 * bytes + r.dim / r.m;
+    const int64_t bytes = r.dim / 8, width = 4 * bytes;
     const char *keys = static_cast<const char *>(r.keys) +
                        size * (batch * r.key_batch + head * r.key_head);
     uint8_t *sign = r.sign + batch * r.sign_batch + head * r.sign_head;
@@ -112,17 +111,12 @@ inline void encode_keys(const hfk_paris_encoding &r, int64_t batch, int64_t head
         }
         for (int64_t byte = 0; byte < bytes; ++byte) {
             uint32_t signs[kLanes] = {}, words[kLanes] = {};
-            for (int64_t place = 0; place < 8; place += r.m) {
-                const int64_t i = 8 * byte + place;
-                encode_subspace(x + i, r.m, place, r.levels, signs, words, weights);
-                for (int64_t lane = 0; lane < count; ++lane) {
-                    // See code_weights in codes.py.
-                    const uint16_t half = float16_of(std::min(weights[lane], 57344.0f));
-                    record[(begin + lane) * width + 3 * bytes + i / r.m] =
-                        static_cast<uint8_t>((half + 64) >> 7);
-                }
-            }
+            encode_subspace(x + 8 * byte, r.levels, signs, words, weights);
             for (int64_t lane = 0; lane < count; ++lane) {
+                // See code_weights in codes.py.
+                const uint16_t half = float16_of(std::min(weights[lane], 57344.0f));
+                record[(begin + lane) * width + 3 * bytes + byte] =
+                    static_cast<uint8_t>((half + 64) >> 7);
                 sign[(begin + lane) * bytes + byte] = static_cast<uint8_t>(signs[lane]);
                 uint8_t *three = record + (begin + lane) * width + 3 * byte;
                 for (int64_t k = 0; k < 3; ++k) three[k] = static_cast<uint8_t>(words[lane] >> 8 * k);

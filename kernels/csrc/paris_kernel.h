@@ -10,12 +10,14 @@
 namespace {
 
 
-// Similarities of `M` coordinates with all sign patterns; returns the largest.
-template <int M> float similarities(const float *query, float *sims) {
+constexpr int kCentroids = 256;
+
+// Similarities of eight coordinates with all sign patterns; returns the largest.
+inline float similarities(const float *query, float *sims) {
     float size = 0.0f;
     sims[0] = 0.0f;
     // One coordinate after the other, as the naive code adds them; the first half has it negative.
-    for (int j = 0; j < M; ++j) {
+    for (int j = 0; j < 8; ++j) {
         const int half = 1 << j;
         const float x = query[j];
         for (int c = 0; c < half; ++c) sims[half + c] = sims[c] + x;
@@ -28,7 +30,7 @@ template <int M> float similarities(const float *query, float *sims) {
 // Points that rise with the similarity, `scale` for 1, see paris/naive.py.
 inline void similar_points(const float *query, float scale, uint8_t *points) {
     float sims[256];
-    similarities<8>(query, sims);
+    similarities(query, sims);
     for (int c = 0; c < 256; ++c) {
         float own = std::floor(sims[c] * scale) + kOfNone;
         own = own > 0.0f ? own : 0.0f;
@@ -39,15 +41,13 @@ inline void similar_points(const float *query, float scale, uint8_t *points) {
 
 // The points of the members of a bin that limits fall into, in descending order of similarity, with
 // `ahead` keys in the bins before.
-template <class I, int M>
+template <class I>
 void sort_bin(uint8_t bin, const uint8_t *bins, const float *sims, const int32_t *counts,
               int32_t ahead, const int64_t *limits, int64_t tiers, uint8_t *points) {
-    constexpr int kCentroids = 1 << M;
     int members[kCentroids], count = 0;
     for (int first = 0; first < kCentroids; first += 64) {
         uint64_t within = I::at_least64(bins + first, bin);
         if (bin < 255) within &= ~I::at_least64(bins + first, static_cast<uint8_t>(bin + 1));
-        if (kCentroids < 64) within &= (uint64_t{1} << kCentroids % 64) - 1;
         for (; within != 0; within &= within - 1) {
             // Numbers rise, so that one goes behind equal ones that are there.
             const int c = first + __builtin_ctzll(within);
@@ -72,16 +72,15 @@ void sort_bin(uint8_t bin, const uint8_t *bins, const float *sims, const int32_t
 //
 // Centroids are put into bins by their similarity, which is as good as sorting them, but for the
 // bins that a limit falls into: their members are sorted.
-template <class I, int M>
-void subspace_points(const float *query, const int32_t *counts, const int64_t *limits,
-                     int64_t tiers, uint8_t *points) {
-    constexpr int kCentroids = 1 << M;
+template <class I>
+void sign_points(const float *query, const int32_t *counts, const int64_t *limits,
+                 int64_t tiers, uint8_t *points) {
     constexpr int kBins = 256;
     float sims[kCentroids];
-    const float size = similarities<M>(query, sims);
+    const float size = similarities(query, sims);
     // Falls with similarity, also after rounding. Numbers that are not finite stay within the bins.
     const float top = size * 1.000001f, scale = size > 0.0f ? 127.49f / size : 0.0f;
-    alignas(64) uint8_t bins[kCentroids < 64 ? 64 : kCentroids] = {};
+    alignas(64) uint8_t bins[kCentroids];
     for (int c = 0; c < kCentroids; ++c) {
         float bin = (top - sims[c]) * scale;
         bin = bin > 0.0f ? bin : 0.0f;
@@ -102,21 +101,8 @@ void subspace_points(const float *query, const int32_t *counts, const int64_t *l
         if (cuts == 0 || cut[cuts - 1] != own) cut[cuts] = own, keys_ahead[cuts++] = ahead;
     }
     for (int i = 0; i < cuts; ++i) {
-        sort_bin<I, M>(cut[i], bins, sims, counts, keys_ahead[i], limits, tiers, points);
+        sort_bin<I>(cut[i], bins, sims, counts, keys_ahead[i], limits, tiers, points);
     }
-}
-
-template <class I>
-void sign_points(const float *query, int64_t m, const int32_t *counts, const int64_t *limits,
-                 int64_t tiers, uint8_t *points) {
-    if (m == 8) {
-        subspace_points<I, 8>(query, counts, limits, tiers, points);
-        return;
-    }
-    uint8_t low[16], high[16];
-    subspace_points<I, 4>(query, counts, limits, tiers, low);
-    subspace_points<I, 4>(query + 4, counts + 16, limits, tiers, high);
-    for (int c = 0; c < 256; ++c) points[c] = static_cast<uint8_t>(low[c & 15] + high[c >> 4]);
 }
 
 // The scan for any processor: a table entry holds the points of up to eight heads, a byte each, so
@@ -225,7 +211,7 @@ inline int64_t put_places_one_by_one(uint64_t chosen, int32_t base, int32_t *to)
     return count;
 }
 
-constexpr int64_t kMostWeights = 256;  // of a key: 1,024 coordinates, four to a subspace
+constexpr int64_t kMostWeights = 128;  // of a key: 1,024 coordinates, eight to a subspace
 constexpr int64_t kCandidatesAhead = 24;
 
 inline void prefetch_codes(const ParisCodes &codes, int64_t id) {
@@ -257,7 +243,7 @@ void estimate(const Rerank &work, int64_t first_head, int64_t place, const float
         HFK_UNROLL for (int i = 0; i < R; ++i) {
             V values[step / I::lanes];
             I::decode(magnitude[i] + 3 * d / 8, sign[i] + d / 8,
-                      weights + i * kMostWeights + d / codes.m, codes.m, work.levels, values);
+                      weights + i * kMostWeights + d / 8, work.levels, values);
             HFK_UNROLL for (int v = 0; v < step / I::lanes; ++v) {
                 HFK_UNROLL for (int g = 0; g < H; ++g) {
                     const V q = I::load(queries + g * dim + d + v * I::lanes);
@@ -278,7 +264,7 @@ void estimate(const Rerank &work, int64_t first_head, int64_t place, const float
                                       magnitude[i][3 * (j / 8) + 1] << 8 |
                                       magnitude[i][3 * (j / 8) + 2] << 16;
                 const float level = work.levels[word >> 3 * (j % 8) & 7] *
-                                    weights[i * kMostWeights + j / codes.m];
+                                    weights[i * kMostWeights + j / 8];
                 *to += queries[g * dim + j] * (sign[i][j / 8] >> j % 8 & 1 ? level : -level);
             }
         }
@@ -288,7 +274,7 @@ void estimate(const Rerank &work, int64_t first_head, int64_t place, const float
 template <class I, int R>
 void rerank_some(const Rerank &work, int64_t first_head, int64_t heads) {
     const ParisCodes &codes = work.codes;
-    const int64_t count = codes.dim / codes.m;
+    const int64_t count = codes.dim / 8;
     float weights[R * kMostWeights];
     for (int64_t place = work.first; place < work.last; place += R) {
         for (int i = 0; i < R; ++i) {

@@ -140,9 +140,7 @@ class ParisSearch : public Search {
     }
 
     PointTables tables(char *work) const {
-        // Two subspaces of four coordinates share a byte.
-        const int64_t most =
-            paris_.tiers == 0 ? kMostSimilar : paris_.tiers * (paris_.m == 4 ? 2 : 1);
+        const int64_t most = paris_.tiers == 0 ? kMostSimilar : paris_.tiers;
         if (work == nullptr) return {tables_, row_bytes_, most, nullptr, nullptr, nullptr};
         return {tables_, row_bytes_, most, at<uint8_t>(work, points_), at<uint8_t>(work, drops_),
                 work + packed_};
@@ -287,21 +285,19 @@ class ParisSearch : public Search {
     void make_tables(int64_t head, char *work, int64_t first, int64_t last) const {
         if (paris_.tiers == 0) return make_similar_tables(work, first, last);
         constexpr int64_t kUnit = 1000000;
-        const int64_t subspaces = paris_.dim / paris_.m, centroids = int64_t{1} << paris_.m;
-        const int32_t *counts = paris_.counts + head * subspaces * centroids;
+        const int32_t *counts = paris_.counts + head * row_bytes_ * 256;
         int64_t total = 0, limits[256];
-        for (int64_t c = 0; c < centroids; ++c) total += counts[c];
+        for (int64_t c = 0; c < 256; ++c) total += counts[c];
         for (int64_t t = 0; t < paris_.tiers; ++t) {
             limits[t] = (total * paris_.shares[t] + kUnit - 1) / kUnit;
         }
         std::sort(limits, limits + paris_.tiers);
-        const int64_t per_byte = 8 / paris_.m * centroids;
         uint8_t *points = at<uint8_t>(work, points_);
         for (int64_t g = first; g < last; ++g) {
             const float *query = at<float>(work, rotated_) + g * paris_.dim;
             for (int64_t s = 0; s < row_bytes_; ++s) {
-                kernel_.points(query + 8 * s, paris_.m, counts + s * per_byte, limits,
-                               paris_.tiers, points + (g * row_bytes_ + s) * 256);
+                kernel_.points(query + 8 * s, counts + s * 256, limits, paris_.tiers,
+                               points + (g * row_bytes_ + s) * 256);
             }
         }
     }
@@ -321,8 +317,7 @@ class ParisSearch : public Search {
         Rerank estimates;
         const uint8_t *record = paris_.record + selection.batch * paris_.record_batch +
                                 selection.head * paris_.record_head;
-        estimates.codes = {sign(selection), record, 3 * row_bytes_ + paris_.dim / paris_.m,
-                           paris_.dim, paris_.m};
+        estimates.codes = {sign(selection), record, 4 * row_bytes_, paris_.dim};
         estimates.queries = at<float>(work, rotated_);
         estimates.heads = tables_;
         estimates.ids = at<int32_t>(work, candidates_);
@@ -348,9 +343,8 @@ class ParisSearch : public Search {
 
 bool is_good(const hfk_paris &paris, const hfk_request &request) {
     return paris.dim >= 8 && paris.dim <= kMostDim && paris.dim % 8 == 0 &&
-           paris.dim >= request.key_dim && (paris.m == 4 || paris.m == 8) &&
-           (paris.tiers > 0 || (paris.tiers == 0 && paris.m == 8)) &&
-           (paris.tiers == 0 ? kMostSimilar : paris.tiers) * (paris.dim / paris.m) < 255 &&
+           paris.dim >= request.key_dim && paris.tiers >= 0 &&
+           (paris.tiers == 0 ? kMostSimilar : paris.tiers) * (paris.dim / 8) < 255 &&
            paris.candidates >= 0 && paris.block_len >= 64 &&
            (paris.samples == nullptr || (paris.sample_count > 0 && request.scale > 0)) &&
            (paris.block_len & (paris.block_len - 1)) == 0;

@@ -131,15 +131,15 @@ struct Portable {
 
     // Eight coordinates: level times weight, with its sign.
     static void decode(const uint8_t *magnitude, const uint8_t *sign, const float *weights,
-                       int64_t m, const float *levels, V (&values)[2]) {
+                       const float *levels, V (&values)[2]) {
         const uint32_t word = magnitude[0] | magnitude[1] << 8 | magnitude[2] << 16;
         for (int half = 0; half < 2; ++half) {
-            const float weight = weights[m == 4 ? half : 0];
-            values[half] = set1(0.0f);
+            V own = set1(0.0f);
             for (int j = 0; j < 4; ++j) {
-                const float level = levels[word >> (12 * half + 3 * j) & 7] * weight;
-                values[half][j] = *sign >> (4 * half + j) & 1 ? level : -level;
+                const float level = levels[word >> (12 * half + 3 * j) & 7] * weights[0];
+                own[j] = *sign >> (4 * half + j) & 1 ? level : -level;
             }
+            values[half] = own;
         }
     }
 

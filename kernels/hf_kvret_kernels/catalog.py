@@ -31,7 +31,6 @@ from hf_kvret_kernels.step_attention import step_attention
 from hf_kvret_kernels.top_k import top_k
 
 PAGE_LEN = 64
-SUBSPACE_DIM = 8
 """Numbers of a ParisKV subspace."""
 HIGGS_BITS = 4
 # CTkvr reads its store in pieces of so many tokens.
@@ -299,7 +298,7 @@ def _paris_encode(shape: KernelShape, draw: Draw) -> Any:
     keys, (signs, levels) = draw.keys(shape), _basis(shape, draw)
 
     def run(backend: str) -> tuple[torch.Tensor, ...]:
-        codes = paris.encode(keys, signs, levels, m=SUBSPACE_DIM, backend=backend)
+        codes = paris.encode(keys, signs, levels, backend=backend)
         return codes.sign, codes.magnitude, codes.weight
 
     return run
@@ -316,7 +315,7 @@ def _paris_search(shape: KernelShape, draw: Draw) -> Any:
     codes, (signs, levels) = _codes(shape, draw), _basis(shape, draw)
     lead = (shape.batch, shape.heads, shape.queries, shape.group)
     query = draw.normal(*lead, shape.head_dim, dtype=shape.dtype)
-    counts = paris.count_centroids(codes.sign, m=SUBSPACE_DIM)
+    counts = paris.count_centroids(codes.sign)
     means = None if shape.tiers else draw.normal(*lead[:2], 1, shape.head_dim)
     return partial(
         paris.search,
@@ -328,7 +327,6 @@ def _paris_search(shape: KernelShape, draw: Draw) -> Any:
         samples=means,
         rho=shape.rho,
         tiers=shape.tiers,
-        m=SUBSPACE_DIM,
         valid=draw.valid(shape),
     )
 
@@ -341,7 +339,7 @@ def _best_ids(shape: KernelShape, draw: Draw) -> Any:
 
 def _basis(shape: KernelShape, draw: Draw) -> tuple[torch.Tensor, torch.Tensor]:
     signs = paris.random_signs(shape.rotated_dim, 0)
-    return signs.to(draw.device), paris.magnitude_levels(SUBSPACE_DIM).to(draw.device)
+    return signs.to(draw.device), paris.magnitude_levels().to(draw.device)
 
 
 def _codes(shape: KernelShape, draw: Draw) -> paris.ParisCodes:
@@ -351,7 +349,7 @@ def _codes(shape: KernelShape, draw: Draw) -> paris.ParisCodes:
     signs, magnitudes = (
         draw.integers(256, *lead, bits * dim // 8, dtype=torch.uint8) for bits in (1, 3)
     )
-    weight = paris.code_weights(draw.normal(*lead, dim // SUBSPACE_DIM).abs())
+    weight = paris.code_weights(draw.normal(*lead, dim // 8).abs())
     planes = signs, torch.cat([magnitudes, weight], dim=-1)
     return paris.ParisCodes(*map(draw.in_buffer, planes))
 

@@ -50,7 +50,7 @@ _RANKING = struct.Struct("@3P6q2i")
 # hfk_product: four addresses, three sizes, and dtype, path, threads and a reserved number.
 _PRODUCT = struct.Struct("@4P3q4i")
 # hfk_paris_encoding: five addresses, seven sizes, seven strides; dtype, path, threads, reserved.
-_PARIS_ENCODING = struct.Struct("@5P14q4i")
+_PARIS_ENCODING = struct.Struct("@5P13q4i")
 
 
 def attend(
@@ -246,7 +246,6 @@ def encode_paris(
     keys: torch.Tensor,
     signs: torch.Tensor,
     levels: torch.Tensor,
-    m: int,
     planes: tuple[torch.Tensor, torch.Tensor],
     stride: int,
 ) -> None:
@@ -261,7 +260,7 @@ def encode_paris(
     tensors = (keys, signs, levels, *planes)
     request = _PARIS_ENCODING.pack(
         *map(_address, tensors),
-        *(*keys.shape, len(signs), m, stride),
+        *(*keys.shape, len(signs), stride),
         *keys.stride()[:3],
         *(step for plane in planes for step in plane.stride()[:2]),
         *(DTYPES[keys.dtype], path_in_use(), threads, 0),

@@ -13,7 +13,7 @@ from hf_kvret.testing import MODELS
 from hf_kvret.testing.scenario import ragged
 
 OPTIONS: dict[str, Any] = {
-    "top_k": 8, "sink": 2, "recent": 6, "flush": 4, "dense_below": 0, "subspace_dim": 4,
+    "top_k": 8, "sink": 2, "recent": 6, "flush": 4, "dense_below": 0,
 }  # fmt: skip
 HANDFUL = 3
 

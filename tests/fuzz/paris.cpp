@@ -16,10 +16,9 @@ class ParisCase : public SearchCase {
         while (paris_.dim < r.key_dim || (paris_.dim < 256 && random.one_in(4))) paris_.dim *= 2;
         // Several blocks.
         if (random.one_in(3)) paris_.dim = random.pick((r.key_dim + 7) / 8, 80) * 8;
-        paris_.m = random.one_in(2) ? 4 : 8;
-        const int64_t subspaces = paris_.dim / paris_.m; // at most 160
-        // Points go by similarity without tiers, for at most 36 subspaces of eight.
-        const int64_t fewest = paris_.m == 8 && subspaces <= 36 ? 0 : 1;
+        const int64_t subspaces = paris_.dim / 8;
+        // Points go by similarity without tiers, for at most 36 subspaces.
+        const int64_t fewest = subspaces <= 36 ? 0 : 1;
         paris_.tiers = random.pick(fewest, std::min<int64_t>(15, 254 / subspaces));
         paris_.mean_query = random.one_in(3);
         group_ = r.query_heads / r.id_heads;
@@ -104,7 +103,7 @@ class ParisCase : public SearchCase {
         std::vector<int32_t> candidates;
     };
 
-    int64_t width() const { return 3 * paris_.dim / 8 + paris_.dim / paris_.m; }
+    int64_t width() const { return paris_.dim / 2; }
 
     void make_codes(Random &random, const hfk_step &step) {
         const hfk_request &r = step.attention;
@@ -127,15 +126,14 @@ class ParisCase : public SearchCase {
 
     void make_counts(Random &random, const hfk_step &step) {
         const hfk_request &r = step.attention;
-        const int64_t subspaces = paris_.dim / paris_.m, centroids = int64_t{1} << paris_.m;
-        counts_.assign(r.batch * r.id_heads * subspaces * centroids, 0);
+        const int64_t subspaces = paris_.dim / 8;
+        counts_.assign(r.batch * r.id_heads * subspaces * 256, 0);
         for (int64_t head = 0; head < r.batch * r.id_heads; ++head) {
             const uint8_t *sign = signs_of(step, head);
             for (int64_t i = 0; i < step.tokens; ++i) {
                 if (random.one_in(5)) continue; // tokens that are no longer valid
                 for (int64_t s = 0; s < subspaces; ++s) {
-                    ++counts_[(head * subspaces + s) * centroids +
-                              centroid(sign + i * paris_.dim / 8, s)];
+                    ++counts_[(head * subspaces + s) * 256 + sign[i * subspaces + s]];
                 }
             }
         }
@@ -146,11 +144,6 @@ class ParisCase : public SearchCase {
     const uint8_t *signs_of(const hfk_step &step, int64_t head) const {
         const int64_t heads = step.attention.id_heads;
         return sign_.data() + head / heads * paris_.sign_batch + head % heads * paris_.sign_head;
-    }
-
-    int64_t centroid(const uint8_t *sign, int64_t subspace) const {
-        if (paris_.m == 8) return sign[subspace];
-        return sign[subspace / 2] >> 4 * (subspace % 2) & 15;
     }
 
     // Sum of a group's queries, or one of them, at coordinate d.
@@ -191,18 +184,17 @@ class ParisCase : public SearchCase {
 
     // Exactly: similarities are sums of floats in the order of coordinates.
     std::vector<int> subspace_points(const float *query, int64_t head, int64_t subspace) const {
-        const int64_t subspaces = paris_.dim / paris_.m, centroids = int64_t{1} << paris_.m;
-        const int32_t *own = counts_.data() + head * subspaces * centroids;
-        const int64_t total = std::accumulate(own, own + centroids, int64_t{0});
-        const int32_t *counts = own + subspace * centroids;
-        std::vector<float> similarity(centroids, 0.0f);
-        for (int64_t c = 0; c < centroids; ++c) {
-            for (int64_t j = 0; j < paris_.m; ++j) {
-                const float x = query[subspace * paris_.m + j];
+        const int32_t *own = counts_.data() + head * paris_.dim * 32;
+        const int64_t total = std::accumulate(own, own + 256, int64_t{0});
+        const int32_t *counts = own + subspace * 256;
+        std::vector<float> similarity(256, 0.0f);
+        for (int64_t c = 0; c < 256; ++c) {
+            for (int64_t j = 0; j < 8; ++j) {
+                const float x = query[subspace * 8 + j];
                 similarity[c] += c >> j & 1 ? x : -x;
             }
         }
-        std::vector<int> order(centroids), points(centroids, 0);
+        std::vector<int> order(256), points(256, 0);
         std::iota(order.begin(), order.end(), 0);
         std::stable_sort(order.begin(), order.end(),
                          [&](int a, int b) { return similarity[a] > similarity[b]; });
@@ -316,14 +308,8 @@ class ParisCase : public SearchCase {
         const float *query = trace.rotated.data() + row * paris_.dim;
         for (int64_t byte = 0; byte < paris_.dim / 8; ++byte) {
             const uint8_t *got = trace.points.data() + (row * paris_.dim / 8 + byte) * 256;
-            const int64_t first = byte * 8 / paris_.m;
-            const std::vector<int> low = subspace_points(query, head, first);
-            const std::vector<int> high =
-                paris_.m == 8 ? std::vector<int>(1, 0) : subspace_points(query, head, first + 1);
-            for (int64_t c = 0; c < 256; ++c) {
-                const int want = paris_.m == 8 ? low[c] : low[c & 15] + high[c >> 4];
-                if (got[c] != want) return false;
-            }
+            const std::vector<int> want = subspace_points(query, head, byte);
+            if (!std::equal(want.begin(), want.end(), got)) return false;
         }
         return true;
     }
@@ -387,7 +373,7 @@ class ParisCase : public SearchCase {
                 }
                 const bool positive = signs_of(step, head)[bytes * id + d / 8] >> d % 8 & 1;
                 const double value =
-                    levels_[level] * weight_of(own[3 * bytes + d / paris_.m]);
+                    levels_[level] * weight_of(own[3 * bytes + d / 8]);
                 const double term = rotated[d] * (positive ? value : -value);
                 sum += term, size += std::abs(term);
             }

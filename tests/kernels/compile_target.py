@@ -84,9 +84,9 @@ def _more_calls() -> Iterator[partial]:
     for dtype in (torch.int32, torch.int64):
         yield partial(centroid.unite, index.to(dtype), valid)
         yield partial(relevance.count_ids, index.to(dtype), torch.zeros((), dtype=torch.int64))
-    for dim, m in ((128, 8), (136, 4)):
+    for dim in (128, 136):
         sign = torch.zeros(1, 2, 501, dim // 8)
-        yield partial(triton_encode.count_centroids, sign.byte(), m, valid)
+        yield partial(triton_encode.count_centroids, sign.byte(), valid)
     ids, table = torch.zeros(1, 2, 1, 256, dtype=torch.int32), torch.zeros(1, 8).int()
     for width, dtype, apart in ((256, HALF, False), (132, torch.uint8, True)):
         pages = torch.zeros(8, 2, 64, width, dtype=dtype)

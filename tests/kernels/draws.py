@@ -56,9 +56,9 @@ def best_places(scores: torch.Tensor, count: int) -> torch.Tensor:
     return best.masked_fill(best == none, -1).int()
 
 
-def paris_tools(head_dim: int, m: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
+def paris_tools(head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Signs and levels of ParisKV."""
-    return random_signs(rotated_dim(head_dim), seed=7), magnitude_levels(m)
+    return random_signs(rotated_dim(head_dim), seed=7), magnitude_levels()
 
 
 def hadamard(size: int) -> torch.Tensor:

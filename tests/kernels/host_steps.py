@@ -39,7 +39,6 @@ class Shape:
         heads: KV heads.
         queries: drafted tokens, each of which searches and attends.
         batch: rows.
-        m: dims of a group of ParisKV's codes, 4 or 8.
         tiers: shares of centroids that get the same bonus; 0 for points by similarity.
         block_len: tokens of ParisKV's blocks with a mean key each; 0 for no means.
         samples: keys that tell how ParisKV's queries of a group compare; 0 for none.
@@ -55,7 +54,6 @@ class Shape:
     heads: int = 2
     queries: int = 1
     batch: int = 1
-    m: int = 8
     tiers: int = 6
     block_len: int = 0
     samples: int = 0
@@ -78,19 +76,17 @@ def paris_search(shape: Shape, valid: torch.Tensor) -> ParisSearch:
     """ParisKV's search among random keys, of which ``valid [B, n]`` are counted."""
     keys = draw(shape.batch, shape.heads, shape.n, shape.dim, seed=2)
     signs = paris.random_signs(paris.rotated_dim(shape.dim), 0)
-    levels = paris.magnitude_levels(shape.m)
-    out = paris.ParisCodes.empty(*keys.shape, m=shape.m)
-    codes = paris.encode(keys, signs, levels, m=shape.m, out=out)
-    counts = paris.count_centroids(codes.sign, m=shape.m, valid=valid)
+    levels = paris.magnitude_levels()
+    out = paris.ParisCodes.empty(*keys.shape)
+    codes = paris.encode(keys, signs, levels, out=out)
+    counts = paris.count_centroids(codes.sign, valid=valid)
     tiers = tuple((i + 1) / shape.tiers for i in range(shape.tiers))
     count = max(1, shape.n // 4) if shape.candidates is None else shape.candidates
     shares = paris.tier_shares(0.3, tiers)
     lead = shape.batch, shape.heads, shape.dim
     factors = torch.randint(-3, 4, lead, generator=generator(9)).float().exp2()
     signs = paris.scaled_signs(signs, factors)
-    search = ParisSearch(
-        codes, counts, signs, levels, shares, shape.m, count, mean_query=shape.mean_query
-    )
+    search = ParisSearch(codes, counts, signs, levels, shares, count, mean_query=shape.mean_query)
     if shape.block_len:
         search.block_len = shape.block_len
         search.means = draw(*lead[:2], -(-shape.n // shape.block_len), shape.dim, seed=5)

@@ -110,7 +110,7 @@ def _operations() -> Iterator[tuple[str, int, Any, list[Callable[[], object]]]]:
     room = ParisCodes.empty(1, 2, 40_000, 32)
     codes = [room.tokens(0, each.shape[-1]) for each in scores]
     counts, levels = torch.zeros(1, 2, 4, 256, dtype=torch.int32), torch.zeros(8)
-    query, options = torch.zeros(1, 2, 1, 4, 32), ((1,), 8, None, 1.0, None, None, 1, None)
+    query, options = torch.zeros(1, 2, 1, 4, 32), ((1,), None, 1.0, None, None, 1, None)
     searches = (
         SearchCall(query, None, each, counts, levels, 200, each.sign.shape[2], *options)
         for each in codes

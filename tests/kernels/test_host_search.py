@@ -209,16 +209,14 @@ SHAPES = {
     "four heads": Shape(777, group=4, queries=2, batch=2),
     "one head": Shape(4099, dim=64, group=1, queries=2, dtype=torch.float16),
     "wide": Shape(515, dim=256, group=3),
-    "odd candidates of two heads": Shape(400, group=2, candidates=77, m=4),
-    "nibbles": Shape(300, dim=80, m=4),
+    "odd candidates of two heads": Shape(400, group=2, candidates=77),
     "many heads": Shape(300, dim=32, group=9),
     "tiny head": Shape(130, dim=5, queries=3),
     "latents": Shape(333, dim=576, heads=1, group=16, tiers=3),
     "short latents": Shape(270, dim=160, group=5, queries=2),
-    "five bytes": Shape(300, dim=320, m=8, group=2),
+    "five bytes": Shape(300, dim=320, group=2),
     "one block": Shape(300, dim=512, tiers=3, group=8),
     "odd bytes": Shape(259, dim=133, group=3),
-    "nibbles of latents": Shape(150, dim=576, m=4, tiers=1, group=2),
     "many blocks": Shape(150, dim=1000, tiers=2, mean_query=True),
     "mean, many tiers": Shape(900, group=4, mean_query=True, tiers=10, dtype=torch.bfloat16),
     "one token": Shape(1, valid=1.1),
@@ -229,7 +227,7 @@ SHAPES = {
     "similar, odd bytes": Shape(
         300, dim=133, group=2, tiers=0, block_len=128, samples=1, dtype=torch.bfloat16
     ),
-    "mean of blocks": Shape(300, dim=80, m=4, block_len=64, mean_query=True),
+    "mean of blocks": Shape(300, dim=80, block_len=64, mean_query=True),
     "few points": Shape(900, dim=8, tiers=0, block_len=64, group=2),
 }
 
@@ -319,26 +317,22 @@ def test_each_stage_of_paris_is_the_naive_one(name: str, path: str) -> None:
     logs = naive.sampled_logs(grouped.transpose(2, 3), search.samples, 0.1)
     scale = naive.similarity_scale(trace.rotated)
     scale = scale if logs is None else scale.amin(-1, keepdim=True)
-    lost = naive.lost_points(products, scale * points_of_product(shares, shape.m), logs)
+    lost = naive.lost_points(products, scale * points_of_product(shares), logs)
     # Products are sums in another order.
     assert ((trace.drops.int() - lost.int()).abs() <= 1).all()
     assert lost.any() or search.means is None or lost.shape[-1] == 1
     bonus = naive.similarity_points(trace.rotated, scale)
     if shares:
-        bonus = naive.bonus_table(trace.rotated, search.counts, shares, shape.m)
+        bonus = naive.bonus_table(trace.rotated, search.counts, shares)
     drops = naive.Blocks(trace.drops, search.block_len)
-    scores = naive.collide(search.codes.sign, bonus, shape.m, valid, drops)
-    by_byte = bonus
-    if shape.m == 4:
-        byte, halves = torch.arange(256), bonus.unflatten(-2, (-1, 2))
-        by_byte = halves[..., 0, :][..., byte & 15] + halves[..., 1, :][..., byte >> 4]
-    assert torch.equal(trace.points, by_byte)
+    scores = naive.collide(search.codes.sign, bonus, valid, drops)
+    assert torch.equal(trace.points, bonus)
     assert torch.equal(trace.scores, torch.where(scores == 255, 0, scores + 1))
     candidates = naive.candidates(scores, search.candidates)
     assert torch.equal(trace.candidates, candidates)
     offsets = naive.Blocks(products, search.block_len)
     estimates = naive.rerank(
-        trace.rotated, search.codes, candidates, search.levels, shape.m, 0.1, None, offsets
+        trace.rotated, search.codes, candidates, search.levels, 0.1, None, offsets
     )
     torch.testing.assert_close(trace.estimates, estimates, rtol=1e-5, atol=FP32_ERROR)
     assert torch.equal(trace.ids, naive_relevance.best_ids(trace.estimates, candidates, budget))
@@ -352,7 +346,7 @@ def test_a_soft_cap_bends_the_mean_key_too(path: str) -> None:
     trace = trace_paris(query, search, valid, 9, softcap=1.5)
     products = naive.mean_products(query.view(1, 2, 2, 1, 128).transpose(2, 3), search.means)
     expected = naive.rerank(
-        *(trace.rotated, search.codes, trace.candidates, search.levels, 8, 0.1, 1.5),
+        *(trace.rotated, search.codes, trace.candidates, search.levels, 0.1, 1.5),
         naive.Blocks(products, 64),
     )
     torch.testing.assert_close(trace.estimates, expected, rtol=1e-5, atol=FP32_ERROR)

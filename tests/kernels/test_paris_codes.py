@@ -8,23 +8,22 @@ from hf_kvret_kernels.paris.codes import rotation_blocks, rotation_stride
 
 from .draws import NAIVE, Place, draw, hadamard, paris_tools, run_at
 
-# Head dim and m: below 8, a power of two, several blocks with some padding.
-SHAPES = ((5, 8), (64, 4), (133, 8))
+# Head dims: below 8, a power of two, several blocks with some padding.
+HEAD_DIMS = (5, 64, 133)
 
 
 def test_levels_are_the_converged_lloyd_max_ones() -> None:
     expected = torch.tensor([0.0425, 0.1280, 0.2152, 0.3053, 0.4003, 0.5030, 0.6193, 0.7648])
-    levels = paris.magnitude_levels(8)
+    levels = paris.magnitude_levels()
     assert levels.dtype == torch.float32 and levels.shape == (8,)
     # The figures are given to four places; the authors' table differs by up to 0.0045.
     assert (levels - expected).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("m", [4, 8])
-def test_each_level_is_the_mean_of_the_magnitudes_nearest_to_it(m: int) -> None:
-    levels, points = paris.magnitude_levels(m).double(), 1 << 20
+def test_each_level_is_the_mean_of_the_magnitudes_nearest_to_it() -> None:
+    levels, points = paris.magnitude_levels().double(), 1 << 20
     x = (torch.arange(points, dtype=torch.float64) + 0.5) / points
-    density = (1 - x.square()).pow((m - 3) / 2)
+    density = (1 - x.square()).pow((8 - 3) / 2)
     nearest = torch.bucketize(x, (levels[1:] + levels[:-1]) / 2)
     cells = (torch.zeros(8, dtype=x.dtype).index_add(0, nearest, y) for y in (density * x, density))
     moment, mass = cells
@@ -83,48 +82,32 @@ def test_rotation_takes_any_strides_and_half_precision() -> None:
     torch.testing.assert_close(paris.rotate(x, signs), expected, rtol=0, atol=1e-5)
 
 
-# Coordinates of unit subspaces with the level nearest to each, read off the tables of levels.
-BY_HAND = {
-    8: (
-        [0.05, -0.13, -0.22, 0.31, 0.40, 0.50, -0.15, 0.6353],
-        [0, 1, 2, 3, 4, 5, 1, 6],
-        0b10111001,
-    ),
-    4: (
-        [0.05, -0.17, -0.40, 0.8992, 0.28, 0.52, -0.64, 0.4915],
-        [0, 1, 3, 7, 2, 4, 5, 4],
-        0b10111001,
-    ),
-}
-
-
-@pytest.mark.parametrize("m", [4, 8])
-def test_bits_levels_and_weights_of_a_key_worked_out_by_hand(m: int, where: Place) -> None:
-    signs, levels = paris_tools(8, m)
-    coordinates, level_ids, sign_byte = BY_HAND[m]
-    x = torch.tensor(coordinates)
+def test_bits_levels_and_weights_of_a_key_worked_out_by_hand(where: Place) -> None:
+    """The level nearest to each coordinate of a unit subspace was read off the table."""
+    signs, levels = paris_tools(8)
+    x = torch.tensor([0.05, -0.13, -0.22, 0.31, 0.40, 0.50, -0.15, 0.6353])
+    level_ids, sign_byte = [0, 1, 2, 3, 4, 5, 1, 6], 0b10111001
     transform = paris.rotate(torch.eye(8), signs)
     keys = (transform @ (3 * x)).view(1, 1, 1, 8)
-    codes = run_at(where, paris.encode, keys, signs, levels, m=m)
+    codes = run_at(where, paris.encode, keys, signs, levels)
     assert codes.sign.flatten().tolist() == [sign_byte]
     word = sum(level << (3 * j) for j, level in enumerate(level_ids))
     assert codes.magnitude.flatten().tolist() == [word & 255, (word >> 8) & 255, word >> 16]
-    alpha = (x.abs() * levels[level_ids]).view(-1, m).sum(1)
+    alpha = (x.abs() * levels[level_ids]).view(-1, 8).sum(1)
     # Three bits of mantissa.
     torch.testing.assert_close(codes.weight.flatten(), 3 / alpha, rtol=2**-4, atol=0)
 
 
-@pytest.mark.parametrize("m", [4, 8])
-def test_directions_come_back_with_the_error_of_a_four_bit_quantizer(m: int) -> None:
-    signs, levels = paris_tools(128, m)
+def test_directions_come_back_with_the_error_of_a_four_bit_quantizer() -> None:
+    signs, levels = paris_tools(128)
     keys = draw(1, 1, 2048, 128)
-    codes = paris.encode(keys, signs, levels, m=m)
-    v = paris.decode(codes, levels, m=m).unflatten(-1, (-1, m)) / codes.weight.unsqueeze(-1)
-    x = paris.rotate(keys, signs).unflatten(-1, (-1, m))
+    codes = paris.encode(keys, signs, levels)
+    v = paris.decode(codes, levels).unflatten(-1, (-1, 8)) / codes.weight.unsqueeze(-1)
+    x = paris.rotate(keys, signs).unflatten(-1, (-1, 8))
     u = x / x.norm(dim=-1, keepdim=True)
-    # m times the quantizer's distortion, here by its own draw; 4-bit Lloyd-Max of a Gaussian
+    # Eight times the quantizer's distortion, here by its own draw; 4-bit Lloyd-Max of a Gaussian
     # has 0.0095, and a bounded coordinate a little less.
-    directions = draw(200_000, m, seed=1)
+    directions = draw(200_000, 8, seed=1)
     directions = (directions / directions.norm(dim=1, keepdim=True)).abs()
     nearest = (levels - directions[..., None]).abs().amin(-1)
     distortion = nearest.square().sum(1).mean().item()
@@ -135,13 +118,11 @@ def test_directions_come_back_with_the_error_of_a_four_bit_quantizer(m: int) -> 
     torch.testing.assert_close(recovered, x.norm(dim=-1), rtol=2**-4 + 1e-3, atol=1e-5)
 
 
-@pytest.mark.factor(("head_dim", "m"), SHAPES)
-def test_keys_are_encoded_as_by_the_reference(where: Place, head_dim: int, m: int) -> None:
-    signs, levels = paris_tools(head_dim, m)
+@pytest.mark.factor("head_dim", HEAD_DIMS)
+def test_keys_are_encoded_as_by_the_reference(where: Place, head_dim: int) -> None:
+    signs, levels = paris_tools(head_dim)
     keys = draw(2, 9, 3, head_dim).transpose(1, 2)
-    naive, other = (
-        run_at(place, paris.encode, keys, signs, levels, m=m) for place in (NAIVE, where)
-    )
+    naive, other = (run_at(place, paris.encode, keys, signs, levels) for place in (NAIVE, where))
     x = paris.rotate(keys, signs)
     # The two add in another order: signs may differ where a coordinate is 0 but for rounding,
     # levels where it lies on a boundary.
@@ -183,17 +164,16 @@ def test_zero_keys_weigh_nothing(where: Place) -> None:
     assert paris.decode(codes, levels).isfinite().all()
 
 
-@pytest.mark.parametrize("m", [4, 8])
-def test_codes_go_into_views_of_a_buffer_and_nowhere_else(m: int, where: Place) -> None:
+def test_codes_go_into_views_of_a_buffer_and_nowhere_else(where: Place) -> None:
     backend, device = where
-    keys, signs, levels = (x.to(device) for x in (draw(2, 2, 9, 24), *paris_tools(24, m)))
-    whole = paris.encode(keys, signs, levels, m=m, backend=backend)
-    room = paris.ParisCodes.empty(2, 2, 16, 24, m=m, device=device)
+    keys, signs, levels = (x.to(device) for x in (draw(2, 2, 9, 24), *paris_tools(24)))
+    whole = paris.encode(keys, signs, levels, backend=backend)
+    room = paris.ParisCodes.empty(2, 2, 16, 24, device=device)
     room.sign.fill_(0xA5)
     room.record.fill_(0xA5)
     for start, end in ((0, 4), (4, 9)):
         part = room.tokens(3 + start, 3 + end)
-        out = paris.encode(keys[:, :, start:end], signs, levels, m=m, out=part, backend=backend)
+        out = paris.encode(keys[:, :, start:end], signs, levels, out=part, backend=backend)
         assert out is part
     assert all(map(torch.equal, vars(room.tokens(3, 12)).values(), vars(whole).values()))
     for outside in (room.tokens(0, 3), room.tokens(12, 16)):

@@ -23,7 +23,6 @@ def stages(
     backend: str = "naive",
     count: int = 1,
     rho: float = 0.5,
-    m: int = 8,
     valid: torch.Tensor | None = None,
     scale: float = 1.0,
     softcap: float | None = None,
@@ -33,34 +32,33 @@ def stages(
     """The candidates of a search, their estimates ``[B, H, Q, G, C]`` and the best ``count``."""
     shares = paris.share_units(rho, TIERS)
     if backend == "naive":
-        points = naive.bonus_table(q_rot, counts, shares, m)
+        points = naive.bonus_table(q_rot, counts, shares)
         offsets = drops = None
         if means is not None:
             products = naive.mean_products(q_rot, means)
-            unit = naive.similarity_scale(q_rot) * points_of_product(shares, m)
+            unit = naive.similarity_scale(q_rot) * points_of_product(shares)
             offsets = naive.Blocks(products, block_len)
             drops = naive.Blocks(naive.lost_points(products, unit, None), block_len)
-        ids = naive.candidates(naive.collide(codes.sign, points, m, valid, drops), survivors)
-        scores = naive.rerank(q_rot, codes, ids, levels, m, scale, softcap, offsets)
+        ids = naive.candidates(naive.collide(codes.sign, points, valid, drops), survivors)
+        scores = naive.rerank(q_rot, codes, ids, levels, scale, softcap, offsets)
         return ids, scores, best_ids(scores, ids, count, backend="naive")
     from hf_kvret_kernels.paris import triton
 
-    tables = triton.bonus(q_rot, None, counts, shares, m, means, block_len)
+    tables = triton.bonus(q_rot, None, counts, shares, means, block_len)
     most = len(shares) * counts.shape[2]
-    collisions = triton.collide(tables, codes.sign, m, valid, most, survivors)
-    options = count, survivors, shares, m, valid, scale, softcap, means, block_len, None
+    collisions = triton.collide(tables, codes.sign, valid, most, survivors)
+    options = count, survivors, shares, valid, scale, softcap, means, block_len, None
     return triton.rank(
         tables, collisions, paris.SearchCall(q_rot, None, codes, counts, levels, *options)
     )
 
 
-@pytest.mark.parametrize("m", [4, 8])
-def test_estimates_are_close_and_not_shrunk(m: int) -> None:
-    signs, levels = paris_tools(128, m)
+def test_estimates_are_close_and_not_shrunk() -> None:
+    signs, levels = paris_tools(128)
     keys, query = draw(1, 1, 4096, 128), draw(1, 1, 4, 2, 128, seed=1)
-    codes = paris.encode(keys, signs, levels, m=m)
+    codes = paris.encode(keys, signs, levels)
     ids = torch.arange(4096, dtype=torch.int32).expand(1, 1, 4, -1)
-    estimates = naive.rerank(paris.rotate(query, signs), codes, ids, levels, m, 1.0, None, None)
+    estimates = naive.rerank(paris.rotate(query, signs), codes, ids, levels, 1.0, None, None)
     assert estimates.shape == (1, 1, 4, 2, 4096) and estimates.dtype == torch.float32
     exact = torch.einsum("bhnd,bhqgd->bhqgn", keys, query).flatten()
     assert torch.corrcoef(torch.stack([estimates.flatten(), exact]))[0, 1] > 0.996
@@ -72,11 +70,11 @@ def test_estimates_are_close_and_not_shrunk(m: int) -> None:
 
 @needs_triton
 @pytest.mark.parametrize(
-    ("head_dim", "m", "heads", "last", "rounds"),
-    [(64, 4, 2, 2048, 8), (133, 8, 1, 16, 8), (16, 4, 1, 16, 0)],
+    ("head_dim", "heads", "last", "rounds"),
+    [(64, 2, 2048, 8), (133, 1, 16, 8), (16, 1, 16, 0)],
 )
 def test_triton_ranks_as_the_reference_does(
-    head_dim: int, m: int, heads: int, last: int, rounds: int, monkeypatch: pytest.MonkeyPatch
+    head_dim: int, heads: int, last: int, rounds: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In one round, in several, and in launches of its own; one row has fewer candidates.
 
@@ -86,17 +84,17 @@ def test_triton_ranks_as_the_reference_does(
 
     monkeypatch.setattr(triton, "_LAST", last)
     monkeypatch.setattr(triton, "_ROUNDS", rounds)
-    signs, levels = paris_tools(head_dim, m)
+    signs, levels = paris_tools(head_dim)
     length, few = 61, 9
-    room = paris.ParisCodes.empty(2, heads, length + 11, head_dim, m=m)
+    room = paris.ParisCodes.empty(2, heads, length + 11, head_dim)
     room.weight.fill_(float("nan"))
     codes = room.tokens(0, length)
-    paris.encode(draw(2, heads, length, head_dim), signs, levels, m=m, out=codes)
+    paris.encode(draw(2, heads, length, head_dim), signs, levels, out=codes)
     valid = torch.ones(2, length, dtype=torch.bool)
     valid[1, few:] = False
-    counts = paris.count_centroids(codes.sign, m=m, valid=valid)
+    counts = paris.count_centroids(codes.sign, valid=valid)
     q_rot = paris.rotate(draw(2, heads, 1, 3, head_dim, seed=1), signs)
-    options = {"count": 5, "m": m, "valid": valid, "rho": 0.2}
+    options = {"count": 5, "valid": valid, "rho": 0.2}
     want, got = (
         run_at(place, stages, q_rot, codes, counts, levels, 50, **options)
         for place in (NAIVE, TRITON)
@@ -111,18 +109,18 @@ def test_triton_ranks_as_the_reference_does(
 
 @pytest.mark.parametrize("softcap", [None, 5.0])
 def test_scale_means_and_cap_apply_to_estimates(softcap: float | None, place: Place) -> None:
-    signs, levels = paris_tools(16, 4)
-    codes = paris.encode(draw(2, 2, 9, 16), signs, levels, m=4)
+    signs, levels = paris_tools(16)
+    codes = paris.encode(draw(2, 2, 9, 16), signs, levels)
     q_rot = paris.rotate(3 * draw(2, 2, 2, 3, 16, seed=1), signs)
-    given = q_rot, codes, paris.count_centroids(codes.sign, m=4), levels, 9
+    given = q_rot, codes, paris.count_centroids(codes.sign), levels, 9
     means = draw(3, 2, 2, 16, seed=2).permute(1, 2, 0, 3)
-    ids, plain, _ = run_at(place, stages, *given, m=4)
+    ids, plain, _ = run_at(place, stages, *given)
     products = torch.einsum("bhqgd,bhnd->bhqgn", q_rot.double(), means.double())
     offsets = products.gather(4, (ids.long() // 4).unsqueeze(3).expand_as(plain))
     scores = (plain.double() + offsets) * 0.7
     if softcap is not None:
         scores = softcap * (scores / softcap).tanh()
-    options = {"m": 4, "scale": 0.7, "softcap": softcap, "means": means, "block_len": 4}
+    options = {"scale": 0.7, "softcap": softcap, "means": means, "block_len": 4}
     result = run_at(place, stages, *given, **options)[1]
     assert result.dtype == torch.float32
     # fp32 of numbers around 20.

@@ -45,7 +45,6 @@ def collisions(
     *,
     rho: float,
     tiers: tuple[float, ...],
-    m: int,
     valid: torch.Tensor | None = None,
     means: torch.Tensor | None = None,
     block_len: int = 1,
@@ -56,20 +55,20 @@ def collisions(
     """The scores of all tokens, of stage 1."""
     shares = paris.share_units(rho, tiers)
     if backend == "naive":
-        by_rank = naive.bonus_table(q_rot, counts, shares, m) if shares else None
+        by_rank = naive.bonus_table(q_rot, counts, shares) if shares else None
         unit = naive.similarity_scale(q_rot)
         unit = unit if samples is None else unit.amin(-1, keepdim=True)
         points = naive.similarity_points(q_rot, unit) if by_rank is None else by_rank
         drops = None
         if means is not None:
-            products, unit = naive.mean_products(q_rot, means), unit * points_of_product(shares, m)
+            products, unit = naive.mean_products(q_rot, means), unit * points_of_product(shares)
             lost = naive.lost_points(products, unit, naive.sampled_logs(q_rot, samples, scale))
             drops = naive.Blocks(lost, block_len)
-        return naive.collide(sign, points, m, valid, drops)
+        return naive.collide(sign, points, valid, drops)
     from hf_kvret_kernels.paris import triton
 
-    points = triton.bonus(q_rot, None, counts, shares, m, means, block_len, samples, scale)
-    return triton.collide(points, sign, m, valid, most_points(shares, counts), 0).scores
+    points = triton.bonus(q_rot, None, counts, shares, means, block_len, samples, scale)
+    return triton.collide(points, sign, valid, most_points(shares, counts), 0).scores
 
 
 def check_candidates(
@@ -82,13 +81,13 @@ def check_candidates(
     scores = collisions(*inputs, **options)
     assert torch.equal(run_at(place, collisions, *inputs, **options), scores)
     query, counts, sign = inputs
-    m, (*lead, width) = options["m"], sign.shape
+    *lead, width = sign.shape
     if not lead[2]:
         return scores
     count = min(count, lead[2])
-    record = torch.zeros(*lead, 3 * width + 8 * width // m, dtype=torch.uint8)
+    record = torch.zeros(*lead, 4 * width, dtype=torch.uint8)
     codes = paris.ParisCodes(sign, record)
-    given = query, None, codes, counts, paris.magnitude_levels(m), count
+    given = query, None, codes, counts, paris.magnitude_levels(), count
     ids = run_at(place, paris.search, *given, survivors=count, **options)
     merit = scores.double().masked_fill(scores == 255, -math.inf)
     places = best_places(merit.flip(-1), count)
@@ -103,7 +102,7 @@ def few_keys(length: int, queries: int = 1) -> tuple[tuple[torch.Tensor, ...], t
     chosen = torch.randint(0, 5, (3, 1, length, 1), generator=generator(7))
     sign = random_sign(1, 1, 5, 1).expand(3, -1, -1, -1).gather(2, chosen)
     valid = random_valid(3, length)
-    counts = paris.count_centroids(sign, m=4, valid=valid)
+    counts = paris.count_centroids(sign, valid=valid)
     return (draw(3, 1, queries, 2, 8, seed=9), counts, sign), valid
 
 
@@ -113,7 +112,7 @@ def test_candidates_are_the_best_and_of_equal_ones_the_last(
     length: int, count: int, place: Place, masked: bool
 ) -> None:
     inputs, valid = few_keys(length, queries=2)
-    options = {"rho": 0.6, "tiers": TIERS, "m": 4, "valid": valid if masked else None}
+    options = {"rho": 0.6, "tiers": TIERS, "valid": valid if masked else None}
     check_candidates(place, inputs, count, **options)
 
 
@@ -124,7 +123,7 @@ def test_sums_of_many_blocks_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(triton, "_BLOCKS", 2)
     inputs, valid = few_keys(7100)
-    check_candidates(TRITON, inputs, 900, rho=0.6, tiers=TIERS, m=4, valid=valid)
+    check_candidates(TRITON, inputs, 900, rho=0.6, tiers=TIERS, valid=valid)
 
 
 @needs_triton
@@ -133,11 +132,11 @@ def test_a_program_may_take_several_subspaces(part: int, monkeypatch: pytest.Mon
     """A GPU's takes one; here one takes all of them, as the others can't be told apart."""
     from hf_kvret_kernels.paris import triton
 
-    query, counts = (each.to(DEVICE) for each in few_keys(50)[0][:2])
-    query, shares = query[..., :5].contiguous(), (100_000, 400_000)
-    factors = (torch.arange(15.0).view(3, 1, 5) - 7).exp2()
-    signs = paris.scaled_signs(paris.random_signs(8, seed=3), factors).to(DEVICE)
-    given = query, signs, counts, shares, 4, draw(3, 1, 9, 5, seed=2).to(DEVICE), 8
+    query, means = draw(3, 1, 1, 2, 11, seed=9).to(DEVICE), draw(3, 1, 9, 11, seed=2).to(DEVICE)
+    counts = paris.count_centroids(random_sign(3, 1, 50, 2)).to(DEVICE)
+    factors = (torch.arange(33.0).view(3, 1, 11) / 2 - 8).exp2()
+    signs = paris.scaled_signs(paris.random_signs(16, seed=3), factors).to(DEVICE)
+    given = query, signs, counts, (100_000, 400_000), means, 8
     expected = triton.bonus(*given)
     monkeypatch.setattr(triton, "subspaces_of_program", lambda count: part)
     monkeypatch.setattr(triton, "_MEANS", 8)
@@ -152,20 +151,17 @@ def test_a_program_may_take_several_subspaces(part: int, monkeypatch: pytest.Mon
 
 
 @needs_triton
-@pytest.mark.parametrize(("dim", "m"), [(64, 8), (16, 4), (60, 8)])
-def test_a_search_by_triton_takes_products_of_queries_as_they_are(dim: int, m: int) -> None:
+@pytest.mark.parametrize(("dim", "tiers"), [(64, ()), (16, TIERS), (60, ())])
+def test_a_search_by_triton_takes_products_of_queries_as_they_are(
+    dim: int, tiers: tuple[float, ...]
+) -> None:
     """Rotations by a power of two and products of eighths are exact, so all numbers are."""
     query, means = draw(2, 2, 1, 3, dim, seed=4), 4 * draw(2, 2, 4, dim, seed=5)
     query, means = ((x * 8).round() / 8 for x in (query, means))
-    signs, levels = paris_tools(dim, m)
-    codes = paris.encode(draw(2, 2, 250, dim), signs, levels, m=m)
-    given = query, signs, codes, paris.count_centroids(codes.sign, m=m), levels, 20
-    options: dict[str, Any] = {
-        "survivors": 60,
-        "rho": 0.5,
-        "tiers": () if m == 8 else TIERS,
-        "m": m,
-    }
+    signs, levels = paris_tools(dim)
+    codes = paris.encode(draw(2, 2, 250, dim), signs, levels)
+    given = query, signs, codes, paris.count_centroids(codes.sign), levels, 20
+    options: dict[str, Any] = {"survivors": 60, "rho": 0.5, "tiers": tiers}
     options |= {"means": means, "block_len": 64}
     want, got = (run_at(place, paris.search, *given, **options) for place in (NAIVE, TRITON))
     assert torch.equal(want.sort().values, got.sort().values)
@@ -173,20 +169,14 @@ def test_a_search_by_triton_takes_products_of_queries_as_they_are(dim: int, m: i
     assert not torch.equal(want, without), "or the test shows nothing"
 
 
-def centroids(sign: torch.Tensor, m: int) -> torch.Tensor:
-    """The id of each subspace of sign bytes ``[..., width]``: a byte, or its low and high half."""
-    ids = sign.long()
-    return ids if m == 8 else torch.stack([ids & 15, ids >> 4], -1).flatten(-2)
-
-
 def points_by_hand(
-    q_b: list[float], counts: list[int], rho: float, tiers: tuple[float, ...], m: int
+    q_b: list[float], counts: list[int], rho: float, tiers: tuple[float, ...]
 ) -> list[int]:
     """The walk of section 4.2.2, centroid after centroid, in exact fractions."""
-    sims = [math.fsum(x if c >> j & 1 else -x for j, x in enumerate(q_b)) for c in range(1 << m)]
-    walk = sorted(range(1 << m), key=lambda c: (-sims[c], c))
+    sims = [math.fsum(x if c >> j & 1 else -x for j, x in enumerate(q_b)) for c in range(256)]
+    walk = sorted(range(256), key=lambda c: (-sims[c], c))
     keys, seen = sum(counts), 0
-    points = [0] * (1 << m)
+    points = [0] * 256
     for c in walk:
         for tier in tiers:
             if seen < math.ceil(keys * Fraction(str(rho)) * Fraction(str(tier))):
@@ -195,12 +185,11 @@ def points_by_hand(
     return points
 
 
-@pytest.mark.parametrize("m", [4, 8])
-def test_counts_are_those_of_the_valid_tokens(m: int, place: Place) -> None:
+def test_counts_are_those_of_the_valid_tokens(place: Place) -> None:
     sign, valid = random_sign(3, 2, 33, 2), random_valid(3, 33)
-    named = torch.nn.functional.one_hot(centroids(sign, m), 1 << m)
+    named = torch.nn.functional.one_hot(sign.long(), 256)
     for mask in (valid, None):
-        counts = run_at(place, paris.count_centroids, sign, m=m, valid=mask)
+        counts = run_at(place, paris.count_centroids, sign, valid=mask)
         own = named if mask is None else named * valid[:, None, :, None, None]
         assert counts.dtype == torch.int32 and torch.equal(counts.long(), own.sum(2))
 
@@ -222,26 +211,24 @@ def every_sign(batch: int, width: int) -> torch.Tensor:
     return signs.expand(batch, 1, 256, width).contiguous()
 
 
-@pytest.mark.factor("m", [4, 8])
 @pytest.mark.factor("tables", [1, 5])
-def test_points_are_those_of_a_literal_walk(place: Place, tables: int, m: int) -> None:
+def test_points_are_those_of_a_literal_walk(place: Place, tables: int) -> None:
     """Five tables, where four share a word; the best of them counts."""
     # Integers make many equal similarities, whose order must be that of the ids.
     q_rot = torch.randint(-2, 3, (2, 1, 1, tables, 16), generator=generator(0)).float()
-    shape = (2, 1, 16 // m, 1 << m)
-    counts = torch.randint(0, 4, shape, generator=generator(1), dtype=torch.int32)
+    counts = torch.randint(0, 4, (2, 1, 2, 256), generator=generator(1), dtype=torch.int32)
     counts[1] *= 1000
     sign, valid = every_sign(2, 2), random_valid(3, 256)[:2]
-    options = {"rho": 0.3, "tiers": TIERS, "m": m, "valid": valid}
+    options = {"rho": 0.3, "tiers": TIERS, "valid": valid}
     scores = check_candidates(place, (q_rot, counts, sign), 40, **options)
     assert scores.dtype == torch.uint8
-    ids = centroids(sign[0, 0], m)
+    ids = sign[0, 0].long()
     expected = torch.zeros(2, 1, 1, 256, dtype=torch.int64)
     for b, g in torch.cartesian_prod(torch.arange(2), torch.arange(tables)).tolist():
         total = torch.zeros(256, dtype=torch.int64)
-        for s in range(16 // m):
-            q_b = q_rot[b, 0, 0, g, s * m : (s + 1) * m].tolist()
-            points = points_by_hand(q_b, counts[b, 0, s].tolist(), 0.3, TIERS, m)
+        for s in range(2):
+            q_b = q_rot[b, 0, 0, g, s * 8 : (s + 1) * 8].tolist()
+            points = points_by_hand(q_b, counts[b, 0, s].tolist(), 0.3, TIERS)
             total += torch.tensor(points)[ids[:, s]]
         expected[b, 0, 0] = expected[b, 0, 0].maximum(total)
     expected.masked_fill_(~valid[:, None, None], 255)
@@ -256,7 +243,7 @@ def test_points_by_similarity_are_those_of_a_literal_walk(
     q_rot[0, 0, 0, 0, :8] *= 40.0
     sign, valid = every_sign(2, dim // 8), random_valid(3, 256)[:2]
     counts = torch.zeros(2, 1, dim // 8, 256, dtype=torch.int32)
-    options = {"rho": 1.0, "tiers": (), "m": 8, "valid": valid}
+    options = {"rho": 1.0, "tiers": (), "valid": valid}
     scores = check_candidates(place, (q_rot, counts, sign), 40, **options)
     scales = naive.similarity_scale(q_rot)
     for b in range(2):
@@ -289,12 +276,12 @@ def test_the_tokens_of_a_block_lose_points_by_its_mean_key(
     means[0] *= 64.0
     length = (blocks - 1) * block_len + 1
     sign = random_sign(2, 1, length, dim // 8)
-    counts = paris.count_centroids(sign, m=8)
-    options: dict[str, Any] = {"rho": 0.75, "tiers": tiers, "m": 8}
+    counts = paris.count_centroids(sign)
+    options: dict[str, Any] = {"rho": 0.75, "tiers": tiers}
     # A normal number exceeds one of density .19109 with 11.25%; with 37.5% .37920, with 75% .31778.
     worth = 1.4 * (0.19109 + 0.37920 + 0.31778) / math.sqrt(8) if tiers else 0.8
-    assert points_of_product(paris.share_units(0.75, tiers), 8) == pytest.approx(worth, rel=1e-4)
-    worth = points_of_product(paris.share_units(0.75, tiers), 8)
+    assert points_of_product(paris.share_units(0.75, tiers)) == pytest.approx(worth, rel=1e-4)
+    worth = points_of_product(paris.share_units(0.75, tiers))
     blocked = options | {"means": means, "block_len": block_len}
     scores = check_candidates(place, (q_rot, counts, sign), 40, **blocked)
     # [B, 1, 1, G, blocks], of each token.
@@ -322,7 +309,7 @@ def test_a_group_compares_tokens_by_what_softmaxes_take_off(
     q_rot, means, samples = ((x * 8).round() / 8 for x in (q_rot, means, samples))
     sign = random_sign(2, 1, 5 * 64, dim // 8)
     counts = torch.zeros(2, 1, dim // 8, 256, dtype=torch.int32)
-    options: dict[str, Any] = {"rho": 1.0, "tiers": (), "m": 8, "means": means, "block_len": 64}
+    options: dict[str, Any] = {"rho": 1.0, "tiers": (), "means": means, "block_len": 64}
     sampled = options | {"samples": samples, "scale": 0.25}
     scores = run_at(place, collisions, q_rot, counts, sign, **sampled)
     scale = naive.similarity_scale(q_rot).amin(3, keepdim=True)
@@ -346,69 +333,68 @@ def test_a_group_compares_tokens_by_what_softmaxes_take_off(
 def test_queries_without_a_length_have_no_points_by_similarity(place: Place, query: float) -> None:
     q_rot = torch.full((1, 1, 1, 1, 16), query)
     counts = torch.zeros(1, 1, 2, 256, dtype=torch.int32)
-    options = {"rho": 1.0, "tiers": (), "m": 8}
+    options = {"rho": 1.0, "tiers": ()}
     assert run_at(place, collisions, q_rot, counts, every_sign(1, 2), **options).eq(0).all()
 
 
 def test_thresholds_are_exact_where_floats_are_not(place: Place) -> None:
     """0.07 * 100 is 7.000000000000001 in floats: an eighth key would earn a point."""
-    q_rot = torch.tensor([4.0, 2.0, 1.0, 0.5, 0, 0, 0, 0]).view(1, 1, 1, 1, 8)
-    counts = torch.zeros(1, 1, 2, 16, dtype=torch.int32)
-    # In order of similarity, the first subspace's centroids 15, 7, ... hold 7, 93, 0, ... keys. In
-    # the second all are as similar, and 15 is the last.
-    counts[..., 15], counts[..., 7] = 7, 93
-    sign = torch.tensor([0xFF, 0xF7], dtype=torch.uint8).view(1, 1, 2, 1)
-    options = {"rho": 0.07, "tiers": (1.0,), "m": 4}
+    q_rot = torch.tensor([64.0, 32, 16, 8, 4, 2, 1, 0.5]).view(1, 1, 1, 1, 8)
+    counts = torch.zeros(1, 1, 1, 256, dtype=torch.int32)
+    # In order of similarity, centroids 255, 127, ... hold 7, 93, 0, ... keys.
+    counts[..., 255], counts[..., 127] = 7, 93
+    sign = torch.tensor([0xFF, 0x7F], dtype=torch.uint8).view(1, 1, 2, 1)
+    options = {"rho": 0.07, "tiers": (1.0,)}
     scores = run_at(place, collisions, q_rot, counts, sign, **options)
     assert math.ceil(100 * 0.07) == 8
     assert scores.flatten().tolist() == [1, 0]
 
 
 def test_without_keys_there_are_no_points(place: Place) -> None:
-    counts = torch.zeros(1, 1, 2, 16, dtype=torch.int32)
-    options = {"rho": 1.0, "tiers": TIERS, "m": 4}
+    counts = torch.zeros(1, 1, 1, 256, dtype=torch.int32)
+    options = {"rho": 1.0, "tiers": TIERS}
     query = torch.ones(1, 1, 1, 1, 8)
     assert run_at(place, collisions, query, counts, every_sign(1, 1), **options).eq(0).all()
 
 
 @needs_triton
 @pytest.mark.parametrize(
-    "m, dim, tables, length",
+    "dim, tables, length",
     # More than one table of points in shared memory, the last one cut short at 160 numbers.
-    [(4, 64, 2, 1), (8, 8, 2, 700), (8, 576, 1, 50), (4, 160, 5, 50)],
+    [(64, 2, 1), (8, 2, 700), (576, 1, 50), (160, 5, 50)],
 )
-def test_triton_collides_as_the_reference_does(m: int, dim: int, tables: int, length: int) -> None:
+def test_triton_collides_as_the_reference_does(dim: int, tables: int, length: int) -> None:
     """Buffers with spare capacity full of other bytes, strided masks, several blocks."""
     sign = random_sign(2, 1, length + 60, dim // 8)[:, :, :length]
     valid = random_valid(3, 2 * length)[:2, ::2]
     q_rot = draw(2, 1, 1, tables, dim, seed=6)
     counts, same = (
-        run_at(way, paris.count_centroids, sign, m=m, valid=valid) for way in (NAIVE, TRITON)
+        run_at(way, paris.count_centroids, sign, valid=valid) for way in (NAIVE, TRITON)
     )
     assert torch.equal(counts, same)
-    options = {"rho": 0.4, "tiers": (0.5, 1.0, 1.0)[: 254 * m // dim], "m": m, "valid": valid}
+    options = {"rho": 0.4, "tiers": (0.5, 1.0, 1.0)[: 254 * 8 // dim], "valid": valid}
     scores = check_candidates(TRITON, (q_rot, counts, sign), 40, **options)
     # From all parts of a token: bytes that are dropped or counted twice would show.
     assert length == 1 or scores[0].max() > scores[0].min()
 
 
 @needs_triton
-@pytest.mark.parametrize(("m", "most"), [(4, 12), (4, 62), (8, 63)])
-def test_there_is_a_bin_for_every_sum_of_points(m: int, most: int) -> None:
-    """A key earns 12 points at the most, or as many as fit into 64 bins beside the excluded."""
+@pytest.mark.parametrize("most", [12, 63])
+def test_there_is_a_bin_for_every_sum_of_points(most: int) -> None:
+    """A key earns 12 points at the most, or too many for 64 bins with the excluded ones."""
     sign, valid = random_sign(2, 1, 37, 1), random_valid(2, 37)
-    counts = paris.count_centroids(sign, m=m, valid=valid)
+    counts = paris.count_centroids(sign, valid=valid)
     inputs = draw(2, 1, 1, 3, 8, seed=9), counts, sign
-    options = {"rho": 0.4, "tiers": (0.5,) + (1.0,) * (most * m // 8 - 1), "m": m, "valid": valid}
+    options = {"rho": 0.4, "tiers": (0.5,) + (1.0,) * (most - 1), "valid": valid}
     scores = check_candidates(TRITON, inputs, 20, **options)
     assert scores[scores < 255].max() == most
 
 
 def test_the_greatest_score_is_not_taken_for_an_excluded_token(place: Place) -> None:
-    """127 points in either subspace from each table: a sum that reached into another would show."""
+    """254 points from each table: a sum that reached into another would show."""
     sign = random_sign(1, 1, 1, 1).expand(1, 1, 5, 1).contiguous()
-    inputs = draw(1, 1, 1, 2, 8, seed=5), paris.count_centroids(sign, m=4), sign
-    scores = check_candidates(place, inputs, 3, rho=1.0, tiers=(1.0,) * 127, m=4)
+    inputs = draw(1, 1, 1, 2, 8, seed=5), paris.count_centroids(sign), sign
+    scores = check_candidates(place, inputs, 3, rho=1.0, tiers=(1.0,) * 254)
     assert scores.eq(254).all()
 
 
@@ -417,4 +403,4 @@ def test_an_empty_store_has_no_candidates(place: Place) -> None:
     counts = run_at(place, paris.count_centroids, sign)
     assert counts.shape == (1, 2, 2, 256) and counts.eq(0).all()
     inputs = torch.ones(1, 2, 1, 1, 16), counts, sign
-    assert check_candidates(place, inputs, 3, rho=0.5, tiers=TIERS, m=8).shape == (1, 2, 1, 0)
+    assert check_candidates(place, inputs, 3, rho=0.5, tiers=TIERS).shape == (1, 2, 1, 0)

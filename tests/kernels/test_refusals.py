@@ -97,10 +97,9 @@ def of_codebooks_and_centroids() -> Iterator[Refusal]:
 
 
 def of_paris() -> Iterator[Refusal]:
-    signs, levels = paris.random_signs(16, seed=7), paris.magnitude_levels(8)
+    signs, levels = paris.random_signs(16, seed=7), paris.magnitude_levels()
     keys = torch.randn(1, 2, 3, 16)
     encode = partial(paris.encode, keys, signs, levels)
-    yield "m=6", partial(encode, m=6)
     yield "head dim 1025", partial(paris.encode, torch.zeros(1, 1, 1, 1025), signs, levels)
     yield "signs is ", partial(paris.encode, torch.zeros(1, 1, 1, 20), signs, levels)
     yield "levels is ", partial(paris.encode, keys, signs, levels[:4])
@@ -110,16 +109,15 @@ def of_paris() -> Iterator[Refusal]:
     yield "tokens must be contiguous", partial(encode, out=gaps)
     for dim in (48, 140, 1032):
         yield "no power of two", partial(paris.random_signs, dim, seed=0)
-    yield "m=2", partial(paris.magnitude_levels, 2)
 
     stage: dict[str, Any] = {"rho": 0.5, "tiers": (0.5, 1.0)}
     codes, rotated = encode(), paris.rotate(torch.randn(1, 2, 1, 3, 16), signs)
-    counts = paris.count_centroids(codes.sign, m=4)
-    search = partial(paris.search, rotated, None, codes, counts, levels, survivors=2, **stage)
-    yield "count=3, survivors=2", partial(search, 3)
-    yield r"codes\.record is ", partial(search, 1, m=4)
-    yield "counts is ", partial(search, 1)
     counts = paris.count_centroids(codes.sign)
+    narrow = paris.ParisCodes(codes.sign, codes.record[..., 1:])
+    search = partial(paris.search, rotated, None, survivors=2, **stage)
+    yield "count=3, survivors=2", partial(search, codes, counts, levels, 3)
+    yield r"codes\.record is ", partial(search, narrow, counts, levels, 1)
+    yield "counts is ", partial(search, codes, counts[..., 1:], levels, 1)
     search = partial(paris.search, rotated, None, codes, counts, levels, 1, survivors=2)
     yield "rho=2", partial(search, **stage | {"rho": 2})
     yield "at most 127 tiers", partial(search, rho=0.5, tiers=(0.5,) * 128)

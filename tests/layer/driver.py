@@ -30,7 +30,7 @@ SIZES = {"sink": 2, "recent": 8, "flush": 4, "max_draft": 4, "top_k": 12, "dense
 METHODS: dict[str, tuple[type[RetrievalCache], dict[str, Any]]] = {
     "flat": (FlatKVCache, {}),
     "paris": (ParisKVCache, {}),
-    "paris, nibbles": (ParisKVCache, {"subspace_dim": 4, "group_reduce": "mean"}),
+    "paris, mean": (ParisKVCache, {"group_reduce": "mean"}),
     "lrqk": (LRQKCache, {"rank": 8}),
     "lrqk, published": (LRQKCache, {"rank": 8, "factors": "als"}),
     "lrqk, in bf16": (LRQKCache, {"rank": 20, "proxy_dtype": "bfloat16"}),

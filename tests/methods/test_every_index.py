@@ -37,7 +37,6 @@ def _als() -> Index:
 
 INDEXES: dict[str, Make] = {
     **{"flat": FlatIndex, "paris": lambda: ParisIndex(ParisConfig())},
-    "paris, nibbles": lambda: ParisIndex(ParisConfig(subspace_dim=4)),
     **{"lrqk": _lrqk(), "lrqk, bf16": _lrqk(proxy_dtype="bfloat16"), "lrqk, als": _als},
     "ctkvr": _ctkvr(),
     "ctkvr, at once": _ctkvr(update=1, update_lists="recalled"),

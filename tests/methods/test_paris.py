@@ -140,8 +140,6 @@ def test_there_are_as_many_tiers_as_a_byte_holds_the_points_of() -> None:
     assert [len(OURS.tiers_for(subspaces + 1)) for _, subspaces in most[:-1]] == [3, 2, 1]
     with pytest.raises(ValueError, match="exist up to 1024"):
         OURS.check_head_dim(1025)
-    with pytest.raises(ValueError, match="which a byte can't hold: use subspace_dim=8"):
-        OURS.replace(subspace_dim=4).check_head_dim(1024)
     OURS.check_head_dim(1024)
 
 

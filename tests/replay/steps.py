@@ -21,13 +21,11 @@ PROMPT = 14
 OPTIONS: dict[str, Any] = {
     "top_k": 4, "sink": 2, "recent": 6, "flush": 4, "max_draft": 4, "dense_below": 0,
 }  # fmt: skip
-# Four coordinates have 16 sign patterns, which the interpreter goes through in bearable time.
-EXTRA: dict[str, dict[str, Any]] = {"paris": {"subspace_dim": 4}}
 
 
 def small_cache(model: Any, method: str = "flat", **options: Any) -> RetrievalCache:
     """An empty cache that soon has cold tokens."""
-    options = {**OPTIONS, **EXTRA.get(method, {}), **options}
+    options = {**OPTIONS, **options}
     return registered_methods()[method](model.config, **options)
 
 

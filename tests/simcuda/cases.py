@@ -42,7 +42,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
 _OPTIONS: dict[str, Any] = {
     "top_k": 4, "sink": 2, "recent": 6, "flush": 4, "max_draft": 4, "dense_below": 0,
 }  # fmt: skip
-_OWN: dict[str, dict[str, Any]] = {"paris": {"subspace_dim": 4}}
 _PROMPT, STEPS = 14, 9
 # Other kernels add in another order; logits are about 13 at most.
 _TOLERANCE = 1e-4
@@ -178,7 +177,7 @@ class Outcome:
     def _new_cache(self) -> RetrievalCache:
         case = self.case
         cls = hf_kvret.registered_methods()[case.method]
-        options = {**_OPTIONS, **_OWN.get(case.method, {}), "select_every": case.select_every}
+        options = {**_OPTIONS, "select_every": case.select_every}
         takes = cls.Config.takes
         options = {name: value for name, value in options.items() if takes(name, value)}
         if case.selects_by_noise:

@@ -93,7 +93,7 @@ class Engine:
 METHODS: dict[str, tuple[type[RetrievalCache], dict[str, Any]]] = {
     "flat": (FlatKVCache, {}),
     # 16 sign patterns, which the interpreter goes through in bearable time.
-    "paris": (ParisKVCache, {"center": False, "subspace_dim": 4}),
+    "paris": (ParisKVCache, {"center": False}),
 }
 
 

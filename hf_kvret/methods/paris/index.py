@@ -64,13 +64,11 @@ class ParisConfig(RetrievalConfig):
     """ParisKV's options beside those of every retrieval cache.
 
     Attributes:
-        subspace_dim: coordinates of a subspace, m: 4 or 8.
         tables: shares by length, the points of a sign pattern and the magnitudes of a code. The
             shares are β, of the cold tokens that are candidates, and ρ, of the keys that earn
-            points. ``"paper"``: the published code's tables, whose magnitudes are for
-            ``subspace_dim=8``, and points by rank. ``"ours"``: points go by similarity up to 288
-            dims with ``subspace_dim=8``; else by rank, and more keys earn them. Magnitudes are
-            the Lloyd-Max levels.
+            points. ``"paper"``: the published code's tables, and points by rank. ``"ours"``:
+            points go by similarity up to 288 dims; else by rank, and more keys earn them.
+            Magnitudes are the Lloyd-Max levels.
         per_selected: candidates for each selected token at least, where β gives fewer.
         group_reduce: how the query heads of a KV head share a selection. ``"max"``: by the largest
             of their softmax weights. ``"mean"``: by the mean of their queries, as in the authors'
@@ -81,6 +79,7 @@ class ParisConfig(RetrievalConfig):
         seed: for the random signs, the same in all layers and heads.
     """
 
+    gone: ClassVar[Mapping[str, Any]] = {"subspace_dim": 8}
     # Section 5 and table 1; tables and the mean of a group are the published code's.
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "paper": {
@@ -96,7 +95,6 @@ class ParisConfig(RetrievalConfig):
         }
     }
 
-    subspace_dim: int = option(8, OneOf(4, 8))
     tables: str = option("ours", OneOf(*SCHEDULES))
     per_selected: float = option(
         5.0, real(note="candidates for a selected token", least=1, below=math.inf)
@@ -113,33 +111,19 @@ class ParisConfig(RetrievalConfig):
         return max(super().even_len, max(changes) + window)
 
     def check_head_dim(self, head_dim: int) -> None:
-        """ValueError for rows of this dim that have no codes, or whose points a byte can't hold."""
+        """ValueError for rows of this dim that have no codes."""
         super().check_head_dim(head_dim)
-        self.check_dim(head_dim)
-
-    def check_dim(self, head_dim: int) -> None:
-        """The checks of ``check_head_dim`` that are ParisKV's own."""
         if head_dim > paris.MAX_HEAD_DIM:
             raise ValueError(
                 f"head dim {head_dim}: paris codes exist up to {paris.MAX_HEAD_DIM}; use "
                 "cache_implementation='flat'"
             )
-        self.tiers_for(paris.rotated_dim(head_dim) // self.subspace_dim)
 
     def tiers_for(self, subspaces: int) -> tuple[float, ...]:
-        """Tiers for keys of so many subspaces, none where points are by similarity.
-
-        ValueError where a byte can't hold their points.
-        """
-        if self.tables == "ours" and paris.has_similarities(subspaces, self.subspace_dim):
+        """Tiers for keys of so many subspaces, none where points are by similarity."""
+        if self.tables == "ours" and paris.has_similarities(subspaces):
             return ()
-        for tiers in _TIERS:
-            if len(tiers) * subspaces <= _MOST_POINTS:
-                return tiers
-        raise ValueError(
-            f"scores in {subspaces} subspaces of {self.subspace_dim} numbers go above "
-            f"{_MOST_POINTS}, which a byte can't hold: use subspace_dim=8"
-        )
+        return next(tiers for tiers in _TIERS if len(tiers) * subspaces <= _MOST_POINTS)
 
     def ratios(self, cold_len: int) -> tuple[float, float]:
         """``(beta, rho)`` for that many cold tokens."""
@@ -310,7 +294,7 @@ class ParisIndex(CapturableIndex, Index):
             codes.mark_padding(valid)
         self._sign.append(codes.sign)
         self._record.append(codes.record)
-        counts = paris.count_centroids(codes.sign, m=self.options.subspace_dim, valid=valid)
+        counts = paris.count_centroids(codes.sign, valid=valid)
         self._counts = counts if self._counts is None else self._counts + counts
 
     def build(self, cold: ColdTokens) -> None:
@@ -349,17 +333,17 @@ class ParisIndex(CapturableIndex, Index):
 
     def encode(self, keys: torch.Tensor, start: int) -> paris.ParisCodes:
         """Codes of ``keys [B, Hkv, n, D]``, the tokens from ``start`` on."""
-        m, (signs, levels) = self.options.subspace_dim, self._basis()
+        signs, levels = self._basis()
         if self._factors is None or self._means is None:
-            return paris.encode(keys, signs, levels, m=m)
-        codes = paris.ParisCodes.empty(*keys.shape, m=m, device=keys.device)
+            return paris.encode(keys, signs, levels)
+        codes = paris.ParisCodes.empty(*keys.shape, device=keys.device)
         step = max(1, _NUMBERS // max(1, keys[:, :, :1].numel()))
         for block, part in self._by_block(start, keys.shape[2]):
             for first in range(part.start, part.stop, step):
                 end = min(first + step, part.stop)
                 own = keys[:, :, first:end] - self._means[:, :, block : block + 1]
                 own /= self._factors.unsqueeze(2)
-                paris.encode(own, signs, levels, m=m, out=codes.tokens(first, end))
+                paris.encode(own, signs, levels, out=codes.tokens(first, end))
         return codes
 
     def _basis(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -378,7 +362,6 @@ class ParisIndex(CapturableIndex, Index):
             *(grouped.transpose(2, 3), self._signs, self._codes(), counts, levels, cold.budget),
             survivors=self._candidates(length, cold.budget),
             shares=paris.share_units(rho, options.tiers_for(counts.shape[2])),
-            m=options.subspace_dim,
             **cold.scoring._asdict(),
             means=self._means,
             block_len=self._block_len,
@@ -415,7 +398,6 @@ class ParisIndex(CapturableIndex, Index):
                 signs,
                 levels,
                 paris.tier_shares(rho, options.tiers_for(counts.shape[2])),
-                options.subspace_dim,
                 self._candidates(len(self._sign), cold.budget),
                 means=self._means,
                 block_len=self._block_len,
@@ -453,7 +435,7 @@ class ParisIndex(CapturableIndex, Index):
         dropped = self._codes()
         counted = dropped.is_valid()[:, length:]
         self._counts = self._counts - paris.count_centroids(
-            dropped.sign[:, :, length:], m=self.options.subspace_dim, valid=counted
+            dropped.sign[:, :, length:], valid=counted
         )
         super().crop(length)
 
@@ -499,12 +481,10 @@ class ParisIndex(CapturableIndex, Index):
 
     def _make_basis(self, batch: int, heads: int, dim: int, device: torch.device) -> None:
         """Make signs and levels for keys of ``dim`` elements, before or after the rotation."""
-        options = self.options
-        options.check_dim(dim)
-        signs = paris.random_signs(paris.rotated_dim(dim), options.seed).to(device)
+        signs = paris.random_signs(paris.rotated_dim(dim), self.options.seed).to(device)
         self._signs = signs.expand(batch, heads, -1).contiguous()
-        levels = paris.magnitude_levels(options.subspace_dim)
-        if options.tables == "paper" and options.subspace_dim == 8:
+        levels = paris.magnitude_levels()
+        if self.options.tables == "paper":
             levels = torch.tensor(_PAPER_LEVELS, dtype=torch.float32)
         self._levels = levels.to(device)
 

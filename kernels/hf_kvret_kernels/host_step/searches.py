@@ -93,11 +93,10 @@ class ParisSearch(WithoutAddresses):
 
     Attributes:
         codes: of the n tokens.
-        counts: ``[B, Hkv, S, 2**m]`` int32 of ``paris.count_centroids``.
+        counts: ``[B, Hkv, S, 256]`` int32 of ``paris.count_centroids``.
         signs: ``[B, Hkv, P]`` fp32 of the rotation, see ``paris.scaled_signs``.
         levels: ``[8]`` fp32.
         shares: ``[tiers]`` int64, ``rho`` times each tier in millionths.
-        m: coordinates of a subspace.
         candidates: tokens that are reranked.
         means: ``[B, Hkv, blocks, Dk]`` fp32 that were subtracted from keys, or None.
         block_len: tokens of a block, a power of two from 64 on.
@@ -107,14 +106,13 @@ class ParisSearch(WithoutAddresses):
 
     kind: ClassVar[int] = 2
     heads: ClassVar[None] = None
-    _STRUCT: ClassVar[struct.Struct] = struct.Struct("@8P10qif")
+    _STRUCT: ClassVar[struct.Struct] = struct.Struct("@8P9qif")
 
     codes: ParisCodes
     counts: torch.Tensor
     signs: torch.Tensor
     levels: torch.Tensor
     shares: torch.Tensor
-    m: int
     candidates: int
     means: torch.Tensor | None = None
     block_len: int = 64
@@ -144,13 +142,12 @@ class ParisSearch(WithoutAddresses):
             self.shares.data_ptr(),
             *(stride for plane in planes for stride in plane.stride()[:2]),
             self.signs.shape[2],
-            self.m,
             len(self.shares),
             self.candidates,
             self.block_len,
             0 if self.samples is None else self.samples.shape[2],
             self.mean_query,
-            points_of_product(tuple(self.shares.tolist()), self.m),
+            points_of_product(tuple(self.shares.tolist())),
         )
 
 

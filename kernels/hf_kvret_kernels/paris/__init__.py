@@ -7,7 +7,7 @@ most points, by ``naive.collide``. Stage 2 estimates their inner products from s
 
 Paper: ParisKV, sections 4.1 and 4.2. Dimensions: B batch, H kv heads, Q queries at once, G query
 tables of a kv head (1 after a mean over the group, or the group's size), n tokens, D head dim,
-P >= D the length of a rotated vector (``rotated_dim``), m = 4 or 8 coordinates of a subspace,
+P >= D the length of a rotated vector (``rotated_dim``), m = 8 coordinates of a subspace,
 S = P / m subspaces, C candidates.
 """
 

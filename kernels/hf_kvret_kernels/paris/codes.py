@@ -13,7 +13,6 @@ import torch
 
 from hf_kvret_kernels._dispatch import FLOATS, check_no_grad, check_tensor
 
-SUBSPACE_DIMS = (4, 8)
 LEVELS = 8
 MAX_HEAD_DIM = 1024
 # Up to here vectors are padded to a power of two; above, blocks are rotated apart.
@@ -82,13 +81,12 @@ class ParisCodes:
     Both planes are token-major: a token's bytes are contiguous and tokens follow each other
     without gaps, while the strides of batch and heads are free. So planes may be views
     ``[:, :, :n]`` of buffers with spare capacity. A search reads all signs, and records of
-    candidates: one cache line each for 128 dims and m = 8.
+    candidates: one cache line each for 128 dims.
 
     Attributes:
         sign: ``[B, H, n, P // 8]`` uint8. Bit j of byte i is set where rotated coordinate
-            8 i + j is not negative. With m = 8, byte s is subspace s's centroid id; with
-            m = 4 a byte holds two, the lower subspace in the low nibble.
-        record: ``[B, H, n, 3 * P // 8 + S]`` uint8, magnitudes and then weights. Bytes 3 i to
+            8 i + j is not negative. Byte s is subspace s's centroid id.
+        record: ``[B, H, n, P // 2]`` uint8, magnitudes and then weights. Bytes 3 i to
             3 i + 2 are, lowest first, a word whose bits 3 j to 3 j + 2 number the level of
             coordinate 8 i + j. The last S are codes of ``|k| r / alpha`` (eq. 9).
     """
@@ -127,13 +125,11 @@ class ParisCodes:
         tokens: int,
         head_dim: int,
         *,
-        m: int = 8,
         device: torch.device | str | None = None,
     ) -> ParisCodes:
         """Uninitialized codes to be written by ``encode(..., out=...)``."""
         dim = rotated_dim(head_dim)
-        check_subspace_dim(m)
-        widths = dim // 8, 3 * dim // 8 + dim // m
+        widths = dim // 8, dim // 2
         lead = (batch, heads, tokens)
         return cls(*(torch.empty(*lead, x, dtype=torch.uint8, device=device) for x in widths))
 
@@ -160,7 +156,6 @@ class SearchCall(NamedTuple):
     budget: int
     survivors: int
     shares: tuple[int, ...]
-    m: int
     valid: torch.Tensor | None
     scale: float
     softcap: float | None
@@ -177,11 +172,6 @@ def code_weights(weight: torch.Tensor) -> torch.Tensor:
     """
     halves = weight.clamp(max=_MOST_WEIGHT).half().view(torch.int16)
     return ((halves.int() + 64) >> 7).to(torch.uint8).masked_fill_(weight < 0, _PADDING)
-
-
-def check_subspace_dim(m: int) -> None:
-    if m not in SUBSPACE_DIMS:
-        raise ValueError(f"m={m}: subspaces have {SUBSPACE_DIMS[0]} or {SUBSPACE_DIMS[1]} dims")
 
 
 def check_rotated(name: str, dim: int) -> None:
@@ -221,11 +211,10 @@ def check_rows(name: str, plane: torch.Tensor) -> None:
         )
 
 
-def check_codes(codes: ParisCodes, dim: int, m: int, device: torch.device) -> None:
+def check_codes(codes: ParisCodes, dim: int, device: torch.device) -> None:
     lead = tuple(codes.sign.shape[:3])
     check_tensor("codes.sign", codes.sign, (None, None, None, dim // 8), [torch.uint8], device)
-    width = 3 * dim // 8 + dim // m
-    check_tensor("codes.record", codes.record, (*lead, width), [torch.uint8], device)
+    check_tensor("codes.record", codes.record, (*lead, dim // 2), [torch.uint8], device)
     for field in fields(codes):
         check_rows(f"codes.{field.name}", getattr(codes, field.name))
 
@@ -236,7 +225,7 @@ def most_points(shares: Sequence[int], counts: torch.Tensor) -> int:
 
 
 @functools.cache
-def points_of_product(shares: tuple[int, ...], m: int) -> float:
+def points_of_product(shares: tuple[int, ...]) -> float:
     """How many points a product with a mean key is worth, over ``naive.similarity_scale``.
 
     For rotated keys without their means, whose numbers have a root mean square of 1. If all were as
@@ -248,9 +237,9 @@ def points_of_product(shares: tuple[int, ...], m: int) -> float:
         return 0.8
     normal, parts = NormalDist(), (share / SHARE_UNIT for share in shares)
     slopes = [normal.pdf(normal.inv_cdf(part)) for part in parts if 0 < part < 1]
-    return 1.4 * sum(slopes) / math.sqrt(m)
+    return 1.4 * sum(slopes) / math.sqrt(8)
 
 
-def has_similarities(subspaces: int, m: int) -> bool:
-    """Whether keys of so many subspaces of ``m`` coordinates may get points by similarity."""
-    return m == 8 and MOST_SIMILAR * subspaces < EXCLUDED
+def has_similarities(subspaces: int) -> bool:
+    """Whether keys of so many subspaces may get points by similarity."""
+    return MOST_SIMILAR * subspaces < EXCLUDED

@@ -13,7 +13,6 @@ from hf_kvret_kernels.paris.codes import (
     check_codes,
     check_rotated,
     check_signs_of,
-    check_subspace_dim,
     rotation_stride,
 )
 
@@ -43,7 +42,6 @@ def encode(
     signs: torch.Tensor,
     levels: torch.Tensor,
     *,
-    m: int = 8,
     out: ParisCodes | None = None,
     backend: str = "auto",
 ) -> ParisCodes:
@@ -59,8 +57,7 @@ def encode(
     Args:
         keys: ``[B, H, n, D]`` fp32, bf16 or fp16, any strides, n may be 0.
         signs: ``[P]`` fp32 of ``random_signs``, P as of ``rotate``.
-        levels: ``[8]`` fp32 ascending, of ``magnitude_levels(m)``.
-        m: coordinates of a subspace, 4 or 8.
+        levels: ``[8]`` fp32 ascending, of ``magnitude_levels()``.
         out: views of n tokens to write, laid out as ``ParisCodes`` says.
         backend: "auto", "naive", "triton", or "cpp" for the compiled library, which "auto" takes on
             a CPU where there is one. Backends round in different orders, so a number that lies
@@ -69,70 +66,59 @@ def encode(
     Raises:
         ValueError: a shape, dtype, device or layout that does not fit, or gradients are asked for.
     """
-    check_subspace_dim(m)
     check_no_grad(keys=keys)
     check_tensor("keys", keys, (None, None, None, None), FLOATS, keys.device)
     batch, heads, length, head_dim = keys.shape
     dim = check_signs_of(signs, head_dim, keys.device)
     check_tensor("levels", levels, (LEVELS,), [torch.float32], keys.device)
     if out is None:
-        out = ParisCodes.empty(batch, heads, length, dim, m=m, device=keys.device)
+        out = ParisCodes.empty(batch, heads, length, dim, device=keys.device)
     elif tuple(out.sign.shape[:3]) != (batch, heads, length):
         raise ValueError(
             f"out has room for {tuple(out.sign.shape[:3])} keys (B, H, n), there are "
             f"{(batch, heads, length)}; pass out.tokens(start, start + n)"
         )
-    check_codes(out, dim, m, keys.device)
+    check_codes(out, dim, keys.device)
     if keys.is_meta:
         # There is nothing to write.
         return out
     if host_library.is_asked(backend, keys):
         planes = out.sign, out.record
-        host_library.encode_paris(keys, signs, levels, m, planes, rotation_stride(dim))
+        host_library.encode_paris(keys, signs, levels, planes, rotation_stride(dim))
     else:
-        arguments = keys, signs, levels, m, out
+        arguments = keys, signs, levels, out
         run(__package__, "encode", backend, *arguments, triton="triton_encode")
     return out
 
 
-def decode(codes: ParisCodes, levels: torch.Tensor, *, m: int = 8) -> torch.Tensor:
+def decode(codes: ParisCodes, levels: torch.Tensor) -> torch.Tensor:
     """``[B, H, n, P]`` fp32: weight times dequantized direction, still rotated.
 
     ``<decode(codes), rotate(q)>`` is what ``rerank`` estimates ``<k, q>`` by. Plain
     torch on every device: for inspection and tests, not for the decode step.
     """
-    check_subspace_dim(m)
     device = codes.sign.device
     dim = codes.sign.shape[-1] * 8
     check_rotated("codes.sign", dim)
-    check_codes(codes, dim, m, device)
+    check_codes(codes, dim, device)
     check_tensor("levels", levels, (LEVELS,), [torch.float32], device)
-    return naive.decode(codes, levels, m)
+    return naive.decode(codes, levels)
 
 
-# By coordinates of a subspace; the authors' table (0.0420, 0.1266, ... for 8) stops a little early.
-_LEVELS = {
-    4: (
-        *(0.0563762225, 0.169369459, 0.283111781, 0.398201495),
-        *(0.515428305, 0.635981619, 0.76200074, 0.898741424),
-    ),
-    8: (
-        *(0.0425086729, 0.128043666, 0.215201244, 0.305323839),
-        *(0.400271297, 0.503022075, 0.619347692, 0.764835119),
-    ),
-}
+# The authors' table (0.0420, 0.1266, ...) stops a little early.
+_LEVELS = (
+    *(0.0425086729, 0.128043666, 0.215201244, 0.305323839),
+    *(0.400271297, 0.503022075, 0.619347692, 0.764835119),
+)
 
 
-def magnitude_levels(m: int) -> torch.Tensor:
+def magnitude_levels() -> torch.Tensor:
     """``[8]`` fp32 on the CPU, ascending in (0, 1): levels for ``|u_j|``.
 
-    ``u`` is uniform on the unit sphere of ``R^m``, so that ``u_j`` has a density proportional
-    to ``(1 - x^2)^((m - 3) / 2)`` (ParisKV, proposition 4.1, eq. 12). Among all quantizers
+    ``u`` is uniform on the unit sphere of ``R^m``, m = 8, so that ``u_j`` has a density
+    proportional to ``(1 - x^2)^((m - 3) / 2)`` (ParisKV, proposition 4.1, eq. 12). Among all
+    quantizers
     with 8 levels these have the least mean squared error, where Lloyd's iteration ends: a level is
     the mean of the magnitudes nearest to it.
-
-    Raises:
-        ValueError: ``m`` is not 4 or 8.
     """
-    check_subspace_dim(m)
-    return torch.tensor(_LEVELS[m], dtype=torch.float32, device="cpu")
+    return torch.tensor(_LEVELS, dtype=torch.float32, device="cpu")

@@ -32,20 +32,20 @@ _ENCODE_TOKENS = 512
 
 def search(call: SearchCall) -> torch.Tensor:
     """See ``hf_kvret_kernels.paris.search``."""
-    query, signs, codes, counts, levels, budget, survivors, shares, m, *_ = call
+    query, signs, codes, counts, levels, budget, survivors, shares, *_ = call
     q_rot, offsets, drops = query if signs is None else rotate(query, signs), None, None
     scale = similarity_scale(q_rot)
     if call.samples is not None:
         scale = scale.amin(-1, keepdim=True)
     if call.means is not None:
-        products, unit = mean_products(query, call.means), scale * points_of_product(shares, m)
+        products, unit = mean_products(query, call.means), scale * points_of_product(shares)
         offsets = Blocks(products, call.block_len)
         logs = sampled_logs(query, call.samples, call.scale)
         drops = Blocks(lost_points(products, unit, logs), call.block_len)
-    points = bonus_table(q_rot, counts, shares, m) if shares else similarity_points(q_rot, scale)
-    scores = collide(codes.sign, points, m, call.valid, drops)
+    points = bonus_table(q_rot, counts, shares) if shares else similarity_points(q_rot, scale)
+    scores = collide(codes.sign, points, call.valid, drops)
     ids = candidates(scores, survivors)
-    estimates = rerank(q_rot, codes, ids, levels, m, call.scale, call.softcap, offsets)
+    estimates = rerank(q_rot, codes, ids, levels, call.scale, call.softcap, offsets)
     return best_ids(estimates, ids, budget)
 
 
@@ -100,7 +100,6 @@ def encode(
     keys: torch.Tensor,
     signs: torch.Tensor,
     levels: torch.Tensor,
-    m: int,
     out: ParisCodes,
 ) -> None:
     boundaries = (levels[1:] + levels[:-1]) / 2
@@ -108,7 +107,7 @@ def encode(
     for start in range(0, keys.shape[2], _ENCODE_TOKENS):
         end = min(start + _ENCODE_TOKENS, keys.shape[2])
         x = rotate(keys[:, :, start:end], signs)
-        x_b = x.unflatten(-1, (-1, m))
+        x_b = x.unflatten(-1, (-1, 8))
         r = x_b.square().sum(-1).sqrt()
         u = x_b.abs() * (1 / torch.where(r > 0, r, 1.0)).unsqueeze(-1)
         # Seven comparisons take a fifth of bucketize's time.
@@ -129,7 +128,7 @@ def encode(
         out.magnitude[:, :, start:end] = three.flatten(-2)
 
 
-def decode(codes: ParisCodes, levels: torch.Tensor, m: int) -> torch.Tensor:
+def decode(codes: ParisCodes, levels: torch.Tensor) -> torch.Tensor:
     """``[..., P]`` fp32 of planes ``[..., P // 8]`` and ``[..., 3 * P // 8 + S]``.
 
     Four levels are 12 bits, so one row of a table of 4,096 gives four coordinates at once.
@@ -144,35 +143,24 @@ def decode(codes: ParisCodes, levels: torch.Tensor, m: int) -> torch.Tensor:
     halves = torch.stack([low | (middle & 15) << 8, middle >> 4 | high << 4], dim=-1)
     values = four_levels.index_select(0, halves.flatten()).view(*sign.shape, 8)
     values *= eight_signs.index_select(0, sign.int().flatten()).view(*sign.shape, 8)
-    by_subspace = values.view(*codes.weight_codes.shape, m)
-    by_subspace *= codes.weight.unsqueeze(-1)
-    return by_subspace.flatten(-2)
+    values *= codes.weight.unsqueeze(-1)
+    return values.flatten(-2)
 
 
-def centroid_ids(sign: torch.Tensor, m: int) -> torch.Tensor:
-    """``[..., S]`` uint8 ids of ``[..., P // 8]`` sign bytes."""
-    if m == 8:
-        return sign
-    return torch.stack([sign & 15, sign >> 4], dim=-1).flatten(-2)
-
-
-def count_centroids(sign: torch.Tensor, m: int, valid: torch.Tensor | None) -> torch.Tensor:
-    ids = centroid_ids(sign, m)
-    batch, heads, length, subspaces = ids.shape
-    counts = torch.zeros(batch, heads, subspaces, 1 << m, dtype=torch.int32, device=sign.device)
+def count_centroids(sign: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:
+    batch, heads, length, subspaces = sign.shape
+    counts = torch.zeros(batch, heads, subspaces, 256, dtype=torch.int32, device=sign.device)
     if valid is None:
         ones = counts.new_ones(1).expand(batch, heads, length)
     else:
         ones = valid.int().unsqueeze(1).expand(batch, heads, length)
     for s in range(subspaces):
-        counts[:, :, s].scatter_add_(2, ids[..., s].long(), ones)
+        counts[:, :, s].scatter_add_(2, sign[..., s].long(), ones)
     return counts
 
 
-def bonus_table(
-    q_rot: torch.Tensor, counts: torch.Tensor, shares: tuple[int, ...], m: int
-) -> torch.Tensor:
-    """``[B, H, Q, G, S, 2**m]`` uint8: the points that a centroid earns a key.
+def bonus_table(q_rot: torch.Tensor, counts: torch.Tensor, shares: tuple[int, ...]) -> torch.Tensor:
+    """``[B, H, Q, G, S, 256]`` uint8: the points that a centroid earns a key.
 
     In each subspace the centroids are ordered by the inner product of the query with their
     sign pattern, descending, ties by lower id; ``before(c)`` is the number of keys that the
@@ -184,7 +172,7 @@ def bonus_table(
         q_rot: ``[B, H, Q, G, P]`` fp32 after ``rotate``. Their lengths don't matter.
         shares: the tiers' shares of all keys, in units of 1 / SHARE_UNIT.
     """
-    sims = _similarities(q_rot, m)
+    sims = _similarities(q_rot)
     order = sims.argsort(dim=-1, descending=True, stable=True)
 
     key_counts = counts[:, :, None, None].expand(sims.shape).gather(-1, order).long()
@@ -203,10 +191,10 @@ def similarity_points(q_rot: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     similarity of 0 earns three points, and seven are the most.
 
     Args:
-        q_rot: as in ``bonus_table``, for subspaces of 8 coordinates.
+        q_rot: as in ``bonus_table``.
         scale: ``[B, H, Q, G]`` of ``similarity_scale``, or ``[B, H, Q, 1]`` for a group.
     """
-    points = (_similarities(q_rot, 8) * scale[..., None, None]).floor_() + OF_NONE
+    points = (_similarities(q_rot) * scale[..., None, None]).floor_() + OF_NONE
     return points.where(points > 0, 0.0).clamp(max=MOST_SIMILAR).to(torch.uint8)
 
 
@@ -261,15 +249,15 @@ def _few_bits(x: torch.Tensor) -> torch.Tensor:
     return (x.contiguous().view(torch.int32) & -(1 << 20)).view(torch.float32)
 
 
-def _similarities(q_rot: torch.Tensor, m: int) -> torch.Tensor:
-    """``[..., S, 2**m]``: of queries ``[..., P]`` with sign patterns.
+def _similarities(q_rot: torch.Tensor) -> torch.Tensor:
+    """``[..., S, 256]``: of queries ``[..., P]`` with sign patterns.
 
     One coordinate is added after the other, as kernels do, so that all see the same fp32 numbers.
     """
-    q_b = q_rot.unflatten(-1, (-1, m))
-    ids = torch.arange(1 << m, device=q_rot.device)
-    sims = q_b.new_zeros(*q_b.shape[:-1], 1 << m)
-    for j in range(m):
+    q_b = q_rot.unflatten(-1, (-1, 8))
+    ids = torch.arange(256, device=q_rot.device)
+    sims = q_b.new_zeros(*q_b.shape[:-1], 256)
+    for j in range(8):
         sims += q_b[..., j, None] * ((ids >> j & 1).float() * 2 - 1)
     return sims
 
@@ -277,7 +265,6 @@ def _similarities(q_rot: torch.Tensor, m: int) -> torch.Tensor:
 def collide(
     sign: torch.Tensor,
     bonus: torch.Tensor,
-    m: int,
     valid: torch.Tensor | None,
     drops: Blocks | None,
 ) -> torch.Tensor:
@@ -291,10 +278,10 @@ def collide(
     length = sign.shape[2]
     device = sign.device
     scores = torch.empty(batch, heads, queries, length, dtype=torch.uint8, device=device)
-    starts = torch.arange(bonus.shape[4], dtype=torch.int32, device=device) << m
+    starts = torch.arange(bonus.shape[4], dtype=torch.int32, device=device) << 8
     for b in range(batch):
         for h in range(heads):
-            entries = (centroid_ids(sign[b, h], m).int() + starts).t().contiguous()
+            entries = (sign[b, h].int() + starts).t().contiguous()
             for q in range(queries):
                 rows = bonus[b, h, q].flatten(1)
                 points = torch.stack([_points(entries, row) for row in rows])
@@ -308,7 +295,7 @@ def collide(
 
 
 def _points(entries: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """``[n]`` sums over subspaces: ``entries [S, n]`` int32 into ``table [S * 2**m]``."""
+    """``[n]`` sums over subspaces: ``entries [S, n]`` int32 into ``table [S * 256]``."""
     total = table.index_select(0, entries[0])
     for row in entries[1:]:
         total += table.index_select(0, row)
@@ -347,7 +334,6 @@ def rerank(
     codes: ParisCodes,
     ids: torch.Tensor,
     levels: torch.Tensor,
-    m: int,
     scale: float,
     softcap: float | None,
     offsets: Blocks | None,
@@ -366,7 +352,7 @@ def rerank(
             for q in range(queries):
                 rows = ids[b, h, q].clamp(min=0)
                 planes = (plane[b, h].index_select(0, rows) for plane in (codes.sign, codes.record))
-                out[b, h, q] = q_rot[b, h, q] @ decode(ParisCodes(*planes), levels, m).t()
+                out[b, h, q] = q_rot[b, h, q] @ decode(ParisCodes(*planes), levels).t()
     if offsets is not None:
         out += offsets.of(ids)
     soft_cap_(out.mul_(scale), softcap)

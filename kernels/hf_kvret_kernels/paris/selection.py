@@ -25,7 +25,6 @@ from hf_kvret_kernels.paris.codes import (
     check_rotated,
     check_rows,
     check_signs,
-    check_subspace_dim,
     has_similarities,
 )
 
@@ -41,7 +40,6 @@ def search(
     survivors: int,
     rho: float,
     tiers: Sequence[float],
-    m: int = 8,
     valid: torch.Tensor | None = None,
     scale: float = 1.0,
     softcap: float | None = None,
@@ -62,15 +60,14 @@ def search(
         signs: ``[P]`` fp32 of the rotation, or ``[B, H, P]`` of ``scaled_signs``; None for queries
             that are ``[B, H, Q, G, P]`` fp32 in the coordinates of the codes already.
         codes: of n tokens.
-        counts: ``[B, H, S, 2**m]`` int32 of ``count_centroids``.
+        counts: ``[B, H, S, 256]`` int32 of ``count_centroids``.
         levels: ``[8]`` fp32, the levels that ``encode`` was given.
         count: tokens to find, 1 to ``survivors``.
         survivors: candidates that stage 1 leaves, up to n.
         rho: share of the keys that earn points in a subspace, in (0, 1].
         tiers: shares of ``rho``, each in (0, 1]; at most 254 / S of them, as the sum of
             points must stay below 255. Empty: points are by similarity, whatever ``rho`` and
-            ``counts``, for ``m=8`` and at most 36 subspaces.
-        m: coordinates of a subspace, 4 or 8.
+            ``counts``, for at most 36 subspaces.
         valid: ``[B, n]`` bool, any strides, or None for all valid.
         scale: factor of the inner products, before the cap.
         softcap: ``c`` of ``c * tanh(score / c)``, or None.
@@ -95,7 +92,6 @@ def search(
     device = codes.sign.device
     if query.dim() != 5 or not query.shape[3]:
         raise ValueError(f"query has shape {tuple(query.shape)}: pass [B, H, Q, G, D], G above 0")
-    check_subspace_dim(m)
     if signs is not None:
         check_signs(query, signs if signs.dim() == 1 else signs[0, 0])
         dim = signs.shape[-1]
@@ -104,16 +100,16 @@ def search(
         check_no_grad(query=query)
         check_tensor("query", query, query.shape, [torch.float32], device)
         check_rotated("query", dim)
-    batch, heads, subspaces = *query.shape[:2], dim // m
-    check_tensor("counts", counts, (batch, heads, subspaces, 1 << m), [torch.int32], device)
+    batch, heads, subspaces = *query.shape[:2], dim // 8
+    check_tensor("counts", counts, (batch, heads, subspaces, 256), [torch.int32], device)
     if not 0 < rho <= 1:
         raise ValueError(f"rho={rho}: a share above 0 and at most 1")
     if not all(0 < tier <= 1 for tier in tiers):
         raise ValueError(f"tiers={tuple(tiers)}: each above 0 and at most 1")
-    if not tiers and not has_similarities(subspaces, m):
+    if not tiers and not has_similarities(subspaces):
         raise ValueError(
-            f"no tiers, m={m} and {subspaces} subspaces: points by similarity are for m=8 and at "
-            f"most {(EXCLUDED - 1) // MOST_SIMILAR} subspaces; pass tiers"
+            f"no tiers and {subspaces} subspaces: points by similarity are for at most "
+            f"{(EXCLUDED - 1) // MOST_SIMILAR} subspaces; pass tiers"
         )
     if len(tiers) * subspaces >= EXCLUDED:
         fit = (EXCLUDED - 1) // subspaces
@@ -123,7 +119,7 @@ def search(
             f"which a byte can't hold; use {fewer}larger subspaces"
         )
     check_tensor("codes.sign", codes.sign, (batch, heads, length, dim // 8), [torch.uint8])
-    check_codes(codes, dim, m, device)
+    check_codes(codes, dim, device)
     check_valid(valid, (batch, length), device)
     check_tensor("levels", levels, (LEVELS,), [torch.float32], device)
     if block_len < 1 or block_len & (block_len - 1):
@@ -138,7 +134,7 @@ def search(
         check_tensor("samples", samples, shape, [torch.float32], device)
     check_softcap(softcap)
     call = SearchCall(
-        *(query, signs, codes, counts, levels, count, survivors, share_units(rho, tiers), m, valid),
+        *(query, signs, codes, counts, levels, count, survivors, share_units(rho, tiers), valid),
         *(scale, softcap, means, block_len, samples),
     )
     return search_unchecked(call, backend)
@@ -150,24 +146,22 @@ def search_unchecked(call: SearchCall, backend: str = "auto") -> torch.Tensor:
 
 
 def count_centroids(
-    sign: torch.Tensor, *, m: int = 8, valid: torch.Tensor | None = None, backend: str = "auto"
+    sign: torch.Tensor, *, valid: torch.Tensor | None = None, backend: str = "auto"
 ) -> torch.Tensor:
-    """``[B, H, S, 2**m]`` int32: how many valid tokens hold each centroid of each subspace.
+    """``[B, H, S, 256]`` int32: how many valid tokens hold each centroid of each subspace.
 
     Counts of disjoint blocks of tokens add up, and those of dropped tokens may be subtracted.
 
     Args:
         sign: ``[B, H, n, P // 8]`` uint8, ``ParisCodes.sign``.
-        m: coordinates of a subspace, 4 or 8.
         valid: ``[B, n]`` bool, any strides, or None for all valid.
         backend: "auto", "naive" or "triton".
     """
-    check_subspace_dim(m)
     check_tensor("sign", sign, (None,) * 4, [torch.uint8])
     check_rotated("sign", sign.shape[-1] * 8)
     check_rows("sign", sign)
     check_valid(valid, (sign.shape[0], sign.shape[2]), sign.device)
-    return run(__package__, "count_centroids", backend, sign, m, valid, triton="triton_encode")
+    return run(__package__, "count_centroids", backend, sign, valid, triton="triton_encode")
 
 
 def share_units(rho: float, tiers: Sequence[float]) -> tuple[int, ...]:

@@ -89,10 +89,10 @@ def search(call: SearchCall) -> torch.Tensor:
     """See ``hf_kvret_kernels.paris.search``."""
     points = most_points(call.shares, call.counts)
     tables = bonus(
-        *(call.query, call.signs, call.counts, call.shares, call.m, call.means, call.block_len),
+        *(call.query, call.signs, call.counts, call.shares, call.means, call.block_len),
         *(call.samples, call.scale),
     )
-    collisions = collide(tables, call.codes.sign, call.m, call.valid, points, call.survivors)
+    collisions = collide(tables, call.codes.sign, call.valid, points, call.survivors)
     return rank(tables, collisions, call).best
 
 
@@ -100,7 +100,7 @@ class Bonus(NamedTuple):
     """What the kernels of a search read, and what they count in.
 
     Attributes:
-        words: ``[B, H, Q, W, S, 2**m, 4]`` uint8: four tables side by side, those beyond G of
+        words: ``[B, H, Q, W, S, 256, 4]`` uint8: four tables side by side, those beyond G of
             zeros.
         queries: ``[B, H, Q, G, 8, P // 8]`` fp32, the rotated queries: coordinate ``8 b + j`` is at
             ``[j, b]``, so that kernels that take bytes of signs read their coordinates in a row.
@@ -146,7 +146,6 @@ def bonus(
     signs: torch.Tensor | None,
     counts: torch.Tensor,
     shares: tuple[int, ...],
-    m: int,
     means: torch.Tensor | None = None,
     block_len: int = 1,
     samples: torch.Tensor | None = None,
@@ -156,17 +155,15 @@ def bonus(
     batch, heads, queries, tables, head_dim = query.shape
     device, rows = query.device, batch * heads * queries
     subspaces = counts.shape[2]
-    dim, words = subspaces * m, triton.cdiv(tables, PER_WORD)
+    dim, words = subspaces * 8, triton.cdiv(tables, PER_WORD)
     lead = batch, heads, queries
-    points = torch.empty(
-        *lead, words, subspaces, 1 << m, PER_WORD, dtype=torch.uint8, device=device
-    )
+    points = torch.empty(*lead, words, subspaces, 256, PER_WORD, dtype=torch.uint8, device=device)
     histogram = torch.empty(*lead, 256, dtype=torch.int32, device=device)
     tickets = torch.empty(lead, dtype=torch.int32, device=device)
     first, end = rotation_blocks(dim)[0]
     products = bests = logs = units = None
     if means is not None:
-        parts = (end - first) // m // subspaces_of_program((end - first) // m)
+        parts = (end - first) // 8 // subspaces_of_program((end - first) // 8)
         products = means.new_empty(*lead, tables, means.shape[2])
         bests = means.new_empty(*lead, tables, parts)
         units = means.new_empty(*lead, tables)
@@ -186,7 +183,7 @@ def bonus(
         return result
     wide = triton.next_power_of_2(dim)
     for first, end in rotation_blocks(dim):
-        own = (end - first) // m
+        own = (end - first) // 8
         part = subspaces_of_program(own)
         # The long axis first: a grid has 2**31 - 1 programs there, and 65,535 on the others.
         _bonus_kernel[(rows * words * PER_WORD, own // part)](
@@ -203,7 +200,7 @@ def bonus(
             head_dim,
             0 if means is None else means.shape[2],
             0 if samples is None else samples.shape[2],
-            points_of_product(shares, m),
+            points_of_product(shares),
             (end - first) ** -0.5,
             scale,
             HAS_MEANS=means is not None,
@@ -215,7 +212,6 @@ def bonus(
             WORDS=words,
             PER_WORD=PER_WORD,
             SHARES=shares,
-            M=m,
             SUBSPACES=subspaces,
             WIDE=wide,
             FIRST=first,
@@ -236,7 +232,7 @@ def _bonus_kernel(
     head_dim, blocks, samples, worth, shrink, scale,
     HAS_MEANS: tl.constexpr, HAS_SAMPLES: tl.constexpr, MEANS: tl.constexpr, ROWS: tl.constexpr,
     ROTATE: tl.constexpr, TABLES: tl.constexpr, WORDS: tl.constexpr, PER_WORD: tl.constexpr,
-    SHARES: tl.constexpr, M: tl.constexpr, SUBSPACES: tl.constexpr, WIDE: tl.constexpr,
+    SHARES: tl.constexpr, SUBSPACES: tl.constexpr, WIDE: tl.constexpr,
     FIRST: tl.constexpr, DIM: tl.constexpr, STRIDE: tl.constexpr, PART: tl.constexpr,
     LOG_DIM: tl.constexpr,
 ):  # fmt: skip
@@ -244,12 +240,12 @@ def _bonus_kernel(
 
     They are of the block of DIM elements from FIRST on, which is rotated by itself.
     """
-    CENTROIDS: tl.constexpr = 1 << M
-    WHOLE: tl.constexpr = SUBSPACES * M
+    CENTROIDS: tl.constexpr = 256
+    WHOLE: tl.constexpr = SUBSPACES * 8
     table = tl.program_id(0) % (WORDS * PER_WORD)
     row = (tl.program_id(0) // (WORDS * PER_WORD)).to(tl.int64)
     part = tl.program_id(1)
-    subspaces = FIRST // M + part * PART + tl.arange(0, PART)[:, None]
+    subspaces = FIRST // 8 + part * PART + tl.arange(0, PART)[:, None]
     if (table == 0) & (part == 0) & (FIRST == 0):
         tl.store(histogram_ptr + row * 256 + tl.arange(0, 256), tl.zeros((256,), tl.int32))
         tl.store(tickets_ptr + row, 0)
@@ -279,14 +275,14 @@ def _bonus_kernel(
                 query_ptr + source * head_dim, signs_ptr, FIRST + indices, head_dim, WHOLE, STRIDE
             )
             x = walsh_hadamard(x, DIM, LOG_DIM, 1) * shrink
-            own = indices // (M * PART) == part
+            own = indices // (8 * PART) == part
             tl.store(planes_ptr + source * WHOLE + _plane(FIRST + indices, WHOLE), x, mask=own)
             # The program reads what all its threads have written.
             tl.debug_barrier()
         sims = tl.zeros((PART, CENTROIDS), dtype=tl.float32)
         # Added in the order of the coordinates, as the reference does.
-        for j in tl.static_range(M):
-            value = tl.load(planes_ptr + source * WHOLE + _plane(subspaces * M + j, WHOLE))
+        for j in tl.static_range(8):
+            value = tl.load(planes_ptr + source * WHOLE + _plane(subspaces * 8 + j, WHOLE))
             sims += tl.where(((ids >> j) & 1) == 1, value, -value)
         if HAS_MEANS or len(SHARES) == 0:
             # With samples it is the least of the group's.
@@ -305,7 +301,7 @@ def _bonus_kernel(
             bits = sims.to(tl.int32, bitcast=True)
             bits = tl.where(bits == -2147483648, 0, bits)
             order = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
-            ranked = (_sort((-order << M) | ids, PART, M) & (CENTROIDS - 1)).to(tl.int32)
+            ranked = (_sort((-order << 8) | ids, PART, 8) & (CENTROIDS - 1)).to(tl.int32)
             of_head = ((row // queries) * SUBSPACES + subspaces) * CENTROIDS
             key_counts = tl.load(counts_ptr + of_head + ranked)
             before = tl.cumsum(key_counts, axis=1) - key_counts
@@ -447,7 +443,7 @@ def _is_whole(width: int) -> bool:
 
 
 def collide(
-    bonus: Bonus, sign: torch.Tensor, m: int, valid: torch.Tensor | None, points: int, count: int
+    bonus: Bonus, sign: torch.Tensor, valid: torch.Tensor | None, points: int, count: int
 ) -> Collisions:
     """See ``naive.collide``; ``points`` is the highest score there can be.
 
@@ -501,7 +497,6 @@ def collide(
             WORDS=words,
             PER_WORD=PER_WORD,
             BINS=bins,
-            M=m,
             BYTES=width,
             CHUNK=chunk,
             BLOCK=block,
@@ -521,13 +516,12 @@ def _collide_kernel(
     VALID_UNIT: tl.constexpr, HAS_VALID: tl.constexpr, HAS_MEANS: tl.constexpr,
     HAS_SAMPLES: tl.constexpr, SAME_MEAN: tl.constexpr, TABLES: tl.constexpr, HEADS: tl.constexpr,
     PARTS: tl.constexpr, WORDS: tl.constexpr, PER_WORD: tl.constexpr, BINS: tl.constexpr,
-    M: tl.constexpr, BYTES: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr, ALIGN: tl.constexpr,
+    BYTES: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    ALIGN: tl.constexpr,
 ):  # fmt: skip
     """A block of tokens for one query; a word of four bytes holds the points of four tables."""
-    OF_BYTE: tl.constexpr = 8 // M << M
-    ENTRIES: tl.constexpr = BYTES * OF_BYTE
-    OF_CHUNK: tl.constexpr = CHUNK * OF_BYTE
+    ENTRIES: tl.constexpr = BYTES * 256
+    OF_CHUNK: tl.constexpr = CHUNK * 256
     row = tl.program_id(1).to(tl.int64)
     block, blocks = tl.program_id(0), tl.num_programs(0)
     b = row // queries // heads
@@ -557,15 +551,15 @@ def _collide_kernel(
         total = tl.zeros((BLOCK,), dtype=tl.uint32)
         if CHUNK == BYTES:
             table = tl.load(words_ptr + w * ENTRIES + tl.arange(0, ENTRIES))
-            total = _add_points(total, table, byte, column, M, BLOCK, CHUNK)
+            total = _add_points(total, table, byte, column, BLOCK, CHUNK)
         else:
             # The tables of a whole token don't fit into registers on their way to shared memory.
             for first in range(0, BYTES, CHUNK):
                 here = inside[:, None] & (first + column < BYTES)
                 byte = tl.load(sign_ptr + indices + first, mask=here, other=0).to(tl.int32)
-                entry = first * OF_BYTE + tl.arange(0, OF_CHUNK)
+                entry = first * 256 + tl.arange(0, OF_CHUNK)
                 table = tl.load(words_ptr + w * ENTRIES + entry, mask=entry < ENTRIES, other=0)
-                total = _add_points(total, table, byte, column, M, BLOCK, CHUNK)
+                total = _add_points(total, table, byte, column, BLOCK, CHUNK)
         lost = tl.zeros((), dtype=tl.uint32)
         if HAS_MEANS:
             for t in tl.static_range(PER_WORD):
@@ -622,19 +616,11 @@ def _bests(
 
 
 @triton.jit
-def _add_points(
-    total, table, byte, column, M: tl.constexpr, BLOCK: tl.constexpr, BYTES: tl.constexpr
-):
+def _add_points(total, table, byte, column, BLOCK: tl.constexpr, BYTES: tl.constexpr):
     """``total [BLOCK]`` and the words of ``table`` that ``byte [BLOCK, BYTES]`` stand for."""
-    CENTROIDS: tl.constexpr = 1 << M
-    PER_BYTE: tl.constexpr = 8 // M
-    for part in tl.static_range(PER_BYTE):
-        ids = (byte >> (part * M)) & (CENTROIDS - 1)
-        entries = (column * PER_BYTE + part) * CENTROIDS + ids
-        found = tl.gather(table, tl.reshape(entries, (BLOCK * BYTES,)), 0)
-        found = tl.reshape(found.to(tl.uint32, bitcast=True), (BLOCK, BYTES))
-        total += tl.sum(found, axis=1)
-    return total
+    found = tl.gather(table, tl.reshape(column * 256 + byte, (BLOCK * BYTES,)), 0)
+    found = tl.reshape(found.to(tl.uint32, bitcast=True), (BLOCK, BYTES))
+    return total + tl.sum(found, axis=1)
 
 
 @triton.jit
@@ -719,7 +705,6 @@ def rank(tables: Bonus, collisions: Collisions, call: SearchCall) -> Ranked:
         "SOFTCAP": call.softcap is not None,
         "TABLES": group,
         "HEADS": triton.next_power_of_2(group),
-        "M": call.m,
         "LEVELS": LEVELS,
         "BYTES": width,
         "CHUNK": chunk,
@@ -759,7 +744,7 @@ def _rank_kernel(
     survivors, count, mean_blocks, block_bits, heads, queries, sign_stride_b, sign_stride_h,
     words_stride_b, words_stride_h, record_stride_b, record_stride_h,
     IN_WORDS: tl.constexpr, HAS_MEANS: tl.constexpr, SOFTCAP: tl.constexpr, TABLES: tl.constexpr,
-    HEADS: tl.constexpr, M: tl.constexpr, LEVELS: tl.constexpr, BYTES: tl.constexpr,
+    HEADS: tl.constexpr, LEVELS: tl.constexpr, BYTES: tl.constexpr,
     CHUNK: tl.constexpr, INNER: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
     ALIGN: tl.constexpr, LAST: tl.constexpr, CHOOSE: tl.constexpr,
 ):  # fmt: skip
@@ -769,8 +754,8 @@ def _rank_kernel(
     """
     DIM: tl.constexpr = 8 * BYTES
     SHAPE: tl.constexpr = (TILE, CHUNK // INNER, INNER)
-    # One chunk of one subspace a byte: all numbers of a sum have one weight.
-    WEIGH_SUMS: tl.constexpr = M == 8 and CHUNK == BYTES
+    # All numbers of a sum have one weight, where there is one chunk.
+    WEIGH_SUMS: tl.constexpr = CHUNK == BYTES
     row = tl.program_id(1).to(tl.int64)
     block, blocks = tl.program_id(0), tl.num_programs(0)
     b = row // queries // heads
@@ -805,8 +790,8 @@ def _rank_kernel(
         # Where there is no candidate, the first token is read, and its result is dropped.
         rows = tl.load(ids_ptr + slots, mask=inside, other=0).to(tl.int64)
         if CHUNK == BYTES:
-            byte, word, low, high = _load_codes(
-                sign_ptr, words_ptr, record_ptr, rows, byte_ids, 0, IN_WORDS, M, BYTES, CHUNK
+            byte, word, weight = _load_codes(
+                sign_ptr, words_ptr, record_ptr, rows, byte_ids, 0, IN_WORDS, BYTES, CHUNK
             )
         for first in range(0, TABLES, 4):
             sum0 = tl.zeros(SHAPE, dtype=tl.float32)
@@ -820,9 +805,9 @@ def _rank_kernel(
             q3 = q_ptr + tl.minimum(row * TABLES + first + 3, last) * DIM
             for start in range(0, BYTES, CHUNK):
                 if CHUNK < BYTES:
-                    byte, word, low, high = _load_codes(
+                    byte, word, weight = _load_codes(
                         *(sign_ptr, words_ptr, record_ptr, rows, byte_ids, start),
-                        *(IN_WORDS, M, BYTES, CHUNK),
+                        *(IN_WORDS, BYTES, CHUNK),
                     )
                 for half in tl.static_range(4):
                     numbers = (word >> (6 * half)) & (LEVELS * LEVELS - 1)
@@ -834,7 +819,7 @@ def _rank_kernel(
                         turn = (~byte << (31 - 2 * half - odd)).to(tl.uint32, bitcast=True)
                         v = (level ^ (turn & 0x80000000)).to(tl.float32, bitcast=True)
                         if not WEIGH_SUMS:
-                            v *= low if half < 2 else high
+                            v *= weight
                         plane = (2 * half + odd) * BYTES + start + byte_ids
                         sum0 += v * tl.load(q0 + plane)
                         if TABLES > 1:
@@ -847,7 +832,7 @@ def _rank_kernel(
                 if g < TABLES:
                     total = sum0 if g == 0 else sum1 if g == 1 else sum2 if g == 2 else sum3
                     if WEIGH_SUMS:
-                        total *= low
+                        total *= weight
                     estimate = tl.sum(tl.sum(total, axis=2), axis=1)
                     table = first + g
                     if HAS_MEANS:
@@ -952,14 +937,13 @@ def _choose_in_rounds(
 @triton.jit
 def _load_codes(
     sign_ptr, words_ptr, record_ptr, rows, byte_ids, start,
-    IN_WORDS: tl.constexpr, M: tl.constexpr, BYTES: tl.constexpr, CHUNK: tl.constexpr,
+    IN_WORDS: tl.constexpr, BYTES: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """``(byte, word, low, high)``: CHUNK sign bytes of each of ``rows``, from ``start`` on.
+    """``(byte, word, weight)``: CHUNK sign bytes of each of ``rows``, from ``start`` on.
 
-    A word has the eight levels of a byte, three bits each. A byte covers one subspace or two, each
-    with a weight of its own.
+    A word has the eight levels of a byte, three bits each. Weights: see ``codes.code_weights``.
     """
-    WIDTH: tl.constexpr = 3 * BYTES + BYTES * 8 // M
+    WIDTH: tl.constexpr = 4 * BYTES
     columns = start + byte_ids
     byte = tl.load(sign_ptr + rows[:, None, None] * BYTES + columns).to(tl.int32)
     record_ptr += rows[:, None, None] * WIDTH
@@ -969,18 +953,8 @@ def _load_codes(
         word = tl.load(record_ptr + 3 * columns).to(tl.int32)
         for i in tl.static_range(1, 3):
             word += tl.load(record_ptr + 3 * columns + i).to(tl.int32) << (8 * i)
-    record_ptr += 3 * BYTES + columns * (8 // M)
-    low = _load_weights(record_ptr)
-    high = low
-    if M == 4:
-        high = _load_weights(record_ptr + 1)
-    return byte, word, low, high
-
-
-@triton.jit
-def _load_weights(codes_ptr):
-    """See ``codes.code_weights``."""
-    return (tl.load(codes_ptr).to(tl.int16) << 7).to(tl.float16, bitcast=True).to(tl.float32)
+    weight = tl.load(record_ptr + 3 * BYTES + columns).to(tl.int16) << 7
+    return byte, word, weight.to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit

@@ -18,7 +18,6 @@ def encode(
     keys: torch.Tensor,
     signs: torch.Tensor,
     levels: torch.Tensor,
-    m: int,
     out: ParisCodes,
 ) -> None:
     batch, heads, length, head_dim = keys.shape
@@ -39,7 +38,6 @@ def encode(
             *out.sign.stride()[:2],
             *out.record.stride()[:2],
             part**-0.5,
-            M=m,
             LEVELS=LEVELS,
             FIRST=first,
             WHOLE=dim,
@@ -66,13 +64,12 @@ def _encode_kernel(
     keys_stride_b, keys_stride_h, keys_stride_n, keys_stride_d, sign_stride_b, sign_stride_h,
     record_stride_b, record_stride_h,
     scale,
-    M: tl.constexpr, LEVELS: tl.constexpr, FIRST: tl.constexpr,
+    LEVELS: tl.constexpr, FIRST: tl.constexpr,
     WHOLE: tl.constexpr, STRIDE: tl.constexpr, DIM: tl.constexpr, LOG_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """DIM elements of a block, from FIRST on, of WHOLE of the codes of a block of tokens."""
     BYTES: tl.constexpr = DIM // 8
-    SUBSPACES: tl.constexpr = DIM // M
     # 64 bits: a long cache has more elements than 32 bits count.
     b = (tl.program_id(1) // heads).to(tl.int64)
     h = (tl.program_id(1) % heads).to(tl.int64)
@@ -85,12 +82,12 @@ def _encode_kernel(
     x = tl.load(keys_ptr + tokens * keys_stride_n + cols * keys_stride_d, mask=inside, other=0.0)
     x = walsh_hadamard(x.to(tl.float32) * tl.load(signs_ptr + indices), DIM, LOG_DIM, BLOCK) * scale
 
-    x_b = tl.reshape(x, (BLOCK, SUBSPACES, M))
+    x_b = tl.reshape(x, (BLOCK, BYTES, 8))
     r = tl.sqrt(tl.sum(x_b * x_b, axis=2))
     u = tl.abs(x_b) * (1.0 / tl.where(r > 0, r, 1.0))[:, :, None]
-    level_ids = tl.zeros((BLOCK, SUBSPACES, M), dtype=tl.int32)
+    level_ids = tl.zeros((BLOCK, BYTES, 8), dtype=tl.int32)
     lower = tl.load(levels_ptr)
-    v = tl.zeros((BLOCK, SUBSPACES, M), dtype=tl.float32) + lower
+    v = tl.zeros((BLOCK, BYTES, 8), dtype=tl.float32) + lower
     for i in tl.static_range(1, LEVELS):
         upper = tl.load(levels_ptr + i)
         beyond = u > (lower + upper) / 2
@@ -99,20 +96,19 @@ def _encode_kernel(
         lower = upper
     alpha = tl.sum(u * v, axis=2)
     weight = r / tl.where(alpha > 0, alpha, 1.0)
-    record_ptr += b * record_stride_b + h * record_stride_h + tokens * (3 * WHOLE // 8 + WHOLE // M)
+    record_ptr += b * record_stride_b + h * record_stride_h + tokens * (WHOLE // 2)
     # See ``codes.code_weights``.
     half = tl.minimum(weight, 57344.0).to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
-    weight_ptr = record_ptr + 3 * WHOLE // 8 + FIRST // M + tl.arange(0, SUBSPACES)[None, :]
+    weight_ptr = record_ptr + 3 * WHOLE // 8 + FIRST // 8 + tl.arange(0, BYTES)[None, :]
     tl.store(weight_ptr, ((half + 64) >> 7).to(tl.uint8), mask=tokens < length)
 
     bit = tl.arange(0, 8)[None, None, :]
-    bits = tl.reshape((x >= 0).to(tl.int32), (BLOCK, BYTES, 8))
-    byte = tl.sum(bits << bit, axis=2)
+    byte = tl.sum((x_b >= 0).to(tl.int32) << bit, axis=2)
     columns = FIRST // 8 + tl.arange(0, BYTES)[None, :]
     sign_ptr += b * sign_stride_b + h * sign_stride_h + tokens * (WHOLE // 8)
     tl.store(sign_ptr + columns, byte.to(tl.uint8), mask=tokens < length)
 
-    word = tl.sum(tl.reshape(level_ids, (BLOCK, BYTES, 8)) << (3 * bit), axis=2)
+    word = tl.sum(level_ids << (3 * bit), axis=2)
     for i in tl.static_range(3):
         part = ((word >> (8 * i)) & 255).to(tl.uint8)
         tl.store(record_ptr + 3 * columns + i, part, mask=tokens < length)
@@ -122,10 +118,9 @@ def _encode_kernel(
 _TOKENS = 1024
 
 
-def count_centroids(sign: torch.Tensor, m: int, valid: torch.Tensor | None) -> torch.Tensor:
+def count_centroids(sign: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:
     batch, heads, length, width = sign.shape
-    shape = (batch, heads, width * 8 // m, 1 << m)
-    counts = torch.zeros(shape, dtype=torch.int32, device=sign.device)
+    counts = torch.zeros(batch, heads, width, 256, dtype=torch.int32, device=sign.device)
     _count_kernel[(triton.cdiv(length, _TOKENS), batch * heads, width)](
         sign,
         mask_bytes(valid, sign),
@@ -135,7 +130,6 @@ def count_centroids(sign: torch.Tensor, m: int, valid: torch.Tensor | None) -> t
         *sign.stride()[:2],
         *mask_strides(valid),
         HAS_VALID=valid is not None,
-        M=m,
         BYTES=width,
         BLOCK=_TOKENS,
         enable_fp_fusion=True,
@@ -147,10 +141,9 @@ def count_centroids(sign: torch.Tensor, m: int, valid: torch.Tensor | None) -> t
 def _count_kernel(
     sign_ptr, valid_ptr, counts_ptr, length, heads,
     sign_stride_b, sign_stride_h, valid_stride_b, valid_stride_n,
-    HAS_VALID: tl.constexpr, M: tl.constexpr, BYTES: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_VALID: tl.constexpr, BYTES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One byte column of a block of tokens: one or two subspaces."""
-    CENTROIDS: tl.constexpr = 1 << M
+    """One byte column of a block of tokens: a subspace."""
     b = (tl.program_id(1) // heads).to(tl.int64)
     h = (tl.program_id(1) % heads).to(tl.int64)
     column = tl.program_id(2)
@@ -162,10 +155,7 @@ def _count_kernel(
     address = sign_ptr + b * sign_stride_b + h * sign_stride_h + tokens * BYTES + column
     byte = tl.load(address, mask=token_mask, other=0).to(tl.int32)
     # There are twice the bins: tokens that do not count go to the first of the second half.
-    bins = tl.arange(0, 2 * CENTROIDS)
-    counts_ptr += tl.program_id(1).to(tl.int64) * (BYTES * 8 // M) * CENTROIDS
-    for part in tl.static_range(8 // M):
-        ids = (byte >> (part * M)) & (CENTROIDS - 1)
-        bin_counts = tl.histogram(tl.where(token_mask, ids, CENTROIDS), 2 * CENTROIDS)
-        row_ptr = counts_ptr + (column * (8 // M) + part) * CENTROIDS
-        tl.atomic_add(row_ptr + bins, bin_counts, mask=(bins < CENTROIDS) & (bin_counts > 0))
+    bins = tl.arange(0, 512)
+    counts_ptr += (tl.program_id(1).to(tl.int64) * BYTES + column) * 256
+    bin_counts = tl.histogram(tl.where(token_mask, byte, 256), 512)
+    tl.atomic_add(counts_ptr + bins, bin_counts, mask=(bins < 256) & (bin_counts > 0))

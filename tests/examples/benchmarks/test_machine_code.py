@@ -94,7 +94,7 @@ def test_the_step_has_the_methods_own_numbers() -> None:
         length = shape.cold_len
         beta, rho = paris.ratios(length)
         assert (math.ceil(beta * length), rho) == (shape.candidates, step_kernels.PARIS_RHO)
-        assert paris.tiers_for(16) == step_kernels.PARIS_SHARES and paris.subspace_dim == 8
+        assert paris.tiers_for(16) == step_kernels.PARIS_SHARES
         assert paris.tiers_for(43) == step_kernels.PARIS_LONG_ROW_SHARES
         ctkvr = CTkvrConfig()
         assert ctkvr.list_len(length, 1024) == step_kernels.LIST_LEN
