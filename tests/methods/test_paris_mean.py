@@ -117,6 +117,19 @@ def test_each_block_has_the_mean_of_its_first_keys_and_the_newest() -> None:
     assert torch.equal(fed.index.state_dict()["samples"], samples[:, :, :5])
 
 
+def test_means_stand_for_samples_that_were_not_saved() -> None:
+    keys = _keys(70)
+    fed = _fed(keys[:, :, :60])
+    state = {name: x for name, x in fed.index.state_dict().items() if name != "samples"}
+    fed.index.load_state_dict(state)
+    query = torch.ones(2, 2 * HEADS, 1, DIM)
+    assert fed.index.search(query, fed.cold(4)).shape[-1] == 4
+    _add(fed, keys[:, :, 60:])
+    samples = fed.index.state_dict()["samples"]
+    assert torch.equal(samples[:, :, :4], state["means"])
+    assert torch.equal(samples[:, :, 4], keys[:, :, 69])
+
+
 def test_a_hole_is_no_sample() -> None:
     keys, valid = _keys(40), torch.ones(2, 40, dtype=torch.bool)
     valid[0, 14:16] = valid[:, 36:] = False

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 import hf_kvret
 
-from .saved_files import read_saved
+from .saved_files import read_saved, write_saved
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 make = SimpleNamespace(**runpy.run_path(str(FIXTURES / "make_saved.py")))
@@ -57,6 +57,17 @@ def test_a_saved_cache_goes_on_with_the_same_tokens(
     for key in coded:
         assert before[key].dtype == after[key].dtype and torch.equal(before[key], after[key])
     _check_continuation(model, cache, EXPECTED[method])
+
+
+def test_an_option_that_is_gone_may_only_say_what_all_have(
+    model: PreTrainedModel, tmp_path: Path
+) -> None:
+    content, tensors = read_saved(CACHES / "paris")
+    assert content["options"]["subspace_dim"] == 8
+    options = content["options"] | {"subspace_dim": 4}
+    write_saved(tmp_path, content | {"options": options}, tensors)
+    with pytest.raises(ValueError, match="no option 'subspace_dim'"):
+        hf_kvret.ParisKVCache.from_pretrained(tmp_path, model.config)
 
 
 @pytest.mark.parametrize("method", ["a2ats", "aqua"])
