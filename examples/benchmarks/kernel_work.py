@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from hf_kvret.methods.ctkvr import CTkvrConfig
 from hf_kvret.methods.paris import ParisConfig
-from hf_kvret_kernels.catalog import HIGGS_BITS, SUBSPACE_DIM, KernelShape
+from hf_kvret_kernels.catalog import HIGGS_BITS, KernelShape
 from hf_kvret_kernels.paris import rotated_dim
 
 _CTKVR, _PARIS = CTkvrConfig(), ParisConfig()
@@ -24,7 +24,7 @@ def method_shape(length: int, top_k: int, head_dim: int, **sizes: Any) -> Kernel
         candidates=min(length, max(top_k, math.ceil(beta * length))),
         centroids=_CTKVR.centroids_for(length),
         listed=_CTKVR.list_len(length, top_k),
-        tiers=_PARIS.tiers_for(rotated_dim(head_dim) // SUBSPACE_DIM),
+        tiers=_PARIS.tiers_for(rotated_dim(head_dim) // 8),
         rho=rho,
         **sizes,
     )
@@ -45,8 +45,8 @@ SIZES: dict[str, Callable[[KernelShape], int]] = {
     "listed": lambda s: s.listed,
     # ParisKV: the head dim as it is rotated, subspaces, patterns of signs in one; candidates.
     "P": lambda s: s.rotated_dim,
-    "S": lambda s: s.rotated_dim // SUBSPACE_DIM,
-    "patterns": lambda s: 1 << SUBSPACE_DIM,
+    "S": lambda s: s.rotated_dim // 8,
+    "patterns": lambda s: 256,
     "best": lambda s: s.candidates,
     # Bytes of its sign bits, and of magnitudes, three bits a coordinate.
     "signs": lambda s: s.rotated_dim // 8,

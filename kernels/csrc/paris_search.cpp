@@ -273,13 +273,14 @@ class ParisSearch : public Search {
         }
     }
 
-    // The log-sum-exp of the products with samples, which are overwritten.
+    // The log-sum-exp of the products with samples but the largest. They are overwritten.
     float log_sum(float *products, float scale) const {
         const int64_t count = paris_.sample_count;
         const float peak = *std::max_element(products, products + count);
         for (int64_t i = 0; i < count; ++i) products[i] = (products[i] - peak) * scale;
         kernel_.exp(products, products, count);
-        return peak * scale + std::log(std::accumulate(products, products + count, 0.0f));
+        const float others = std::accumulate(products, products + count, -1.0f);
+        return peak * scale + std::log(std::max(others, std::exp(-10.0f)));
     }
 
     void make_tables(int64_t head, char *work, int64_t first, int64_t last) const {

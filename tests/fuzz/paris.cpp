@@ -238,7 +238,8 @@ class ParisCase : public SearchCase {
         };
         for (int64_t i = 0; i < paris_.sample_count; ++i) peak = std::max(peak, logit(i));
         for (int64_t i = 0; i < paris_.sample_count; ++i) total += std::exp(logit(i) - peak);
-        return (peak + std::log(total)) / scale;
+        // But the largest.
+        return (peak + std::log(std::max(total - 1.0, std::exp(-10.0)))) / scale;
     }
 
     // Of a query, or the longest one of a group with samples.

@@ -14,9 +14,10 @@ OPTIONS = ParisConfig(top_k=4)
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 16 tokens at least, at most four of them when means are taken."""
+    """Of 16 tokens at least, at most four of them when means are taken; a sample for each."""
     monkeypatch.setattr("hf_kvret.methods.paris.index._BLOCK", 16)
     monkeypatch.setattr("hf_kvret.methods.paris.index._BLOCKS", 4)
+    monkeypatch.setattr("hf_kvret.methods.paris.index._SAMPLED", 16)
     monkeypatch.setattr("hf_kvret.methods.paris.index._ENOUGH", 8)
 
 
@@ -111,23 +112,27 @@ def test_each_block_has_the_mean_of_its_first_keys_and_the_newest() -> None:
         for row, part in ((0, slice(start, end)), (1, slice(max(start, 35), max(end, 48)))):
             last, own = means[row, :, i - 1], keys[row, :, part].mean(1)
             torch.testing.assert_close(means[row, :, i], last.lerp(own, share))
-            assert torch.equal(samples[row, :, i], keys[row, :, part.stop - 1])
+            # Keys of the second sequence begin with the token 35.
+            newest = end - 1 if row == 0 or end > 35 else 35 + (end - 1) % 25
+            assert torch.equal(samples[row, :, i], keys[row, :, newest])
     fed.crop(65)
     assert torch.equal(fed.index.state_dict()["means"], means[:, :, :5])
     assert torch.equal(fed.index.state_dict()["samples"], samples[:, :, :5])
 
 
-def test_means_stand_for_samples_that_were_not_saved() -> None:
-    keys = _keys(70)
-    fed = _fed(keys[:, :, :60])
-    state = {name: x for name, x in fed.index.state_dict().items() if name != "samples"}
-    fed.index.load_state_dict(state)
-    query = torch.ones(2, 2 * HEADS, 1, DIM)
-    assert fed.index.search(query, fed.cold(4)).shape[-1] == 4
-    _add(fed, keys[:, :, 60:])
-    samples = fed.index.state_dict()["samples"]
-    assert torch.equal(samples[:, :, :4], state["means"])
-    assert torch.equal(samples[:, :, 4], keys[:, :, 69])
+def test_a_cache_that_was_saved_without_samples_gets_some_when_it_has_doubled() -> None:
+    keys = _keys(100)
+    fed = _fed(keys[:, :, :50])
+    fed.index.load_state_dict(
+        {name: x for name, x in fed.index.state_dict().items() if name != "samples"}
+    )
+    for end in range(60, 101, 10):
+        _add(fed, keys[:, :, end - 10 : end])
+        query = torch.ones(2, 2 * HEADS, 1, DIM)
+        assert fed.index.search(query, fed.cold(4)).shape[-1] == 4
+        assert "samples" not in fed.index.state_dict()
+    fed.ready()
+    assert _same(fed.index, _fed(keys).index)
 
 
 def test_a_hole_is_no_sample() -> None:

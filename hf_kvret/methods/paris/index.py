@@ -48,6 +48,8 @@ _LEAST = 1e-3
 # Fewest tokens of a block, most blocks of the keys whose means are taken at once, and a block that
 # has all tokens.
 _BLOCK, _BLOCKS, _LONGEST = 256, 64, 1 << 30
+# Tokens that have a sample for each of their blocks, and for each where a block is longer.
+_SAMPLED = 1024
 # Keys that are read at a time; numbers that are scaled at once, 16 MiB.
 _CHUNK, _NUMBERS = 4096, 1 << 22
 # Keys that tell a block's mean and their variance, and its least share of the means' square.
@@ -147,7 +149,7 @@ class ParisIndex(CapturableIndex, Index):
     their own, whose products with a query count in both stages.
 
     Query heads of a group compare tokens by their softmax weights. Stage 1 knows no softmax yet, so
-    it estimates what each head's takes off from a sample: a key of each block.
+    it estimates what each head's takes off from a sample: a key of every 64 tokens or more.
 
     Args:
         options: of the method.
@@ -158,12 +160,13 @@ class ParisIndex(CapturableIndex, Index):
     _record: TokenBuffer = tokens(dims="B H N q", dtype=torch.uint8)
     # Keys in each centroid of each subspace.
     _counts: torch.Tensor | None = tensor(shared=True, dims="B H s c", dtype=torch.int32)
-    # Mean keys of blocks of tokens and a key of each, [B, Hkv, blocks, D] fp32, and the length of a
-    # block; how many tokens they were taken of at once.
+    # Mean keys of blocks of tokens, [B, Hkv, blocks, D] fp32, and the length of a block; how many
+    # tokens they were taken of at once.
     _means: torch.Tensor | None = tensor(dims="B H b D", **_CENTERED)
-    _samples: torch.Tensor | None = tensor(dims="B H b D", **_CENTERED)
     _block_len: int = number(_BLOCK)
     _mean_len: int = number(0)
+    # Some of the keys, [B, Hkv, *, D] fp32.
+    _samples: torch.Tensor | None = tensor(dims="B H e D", **_CENTERED)
     # Sums of squares of a prompt's newest queries; what queries are multiplied by.
     _energy: torch.Tensor | None = tensor(dims="B g D", **_CENTERED)
     _factors: torch.Tensor | None = tensor(dims="B H D", **_CENTERED)
@@ -189,11 +192,11 @@ class ParisIndex(CapturableIndex, Index):
             if self.options.center:
                 self._learn(block.keys[:, :, :0].float(), lambda _: [(0, block.keys)], valid)
         elif self._means is not None:
-            # Caches that were saved without samples take the means for them.
-            samples = self._means if self._samples is None else self._samples
-            pairs = torch.stack([self._means, samples])
-            pairs, _ = self._mean_keys(pairs, len(self._sign), block.keys, valid)
-            self._means, self._samples = pairs.unbind()
+            start = len(self._sign)
+            self._means, _ = self._mean_keys(self._means, start, block.keys, valid)
+            # Some caches were saved without samples.
+            if self._samples is not None:
+                self._samples = self._more_samples(self._samples, start, block.keys, valid)
         self._append(block.keys, block.valid)
 
     def on_prompt(self, queries: torch.Tensor, valid: torch.Tensor | None) -> None:
@@ -206,19 +209,19 @@ class ParisIndex(CapturableIndex, Index):
 
     def _learn(
         self,
-        none: torch.Tensor,
+        means: torch.Tensor,
         read: Callable[[int], Iterable[tuple[int, torch.Tensor]]],
         valid: torch.Tensor,
     ) -> None:
-        """Take means, samples and factors of chunks that ``read`` brings; ``none`` has no row."""
-        pairs, squares = torch.stack([none, none]), []
+        """Take means, of which there are none, samples and factors of what ``read`` brings."""
+        squares, samples = [], means
         self._block_len = max(_BLOCK, 1 << (-(-self._mean_len // _BLOCKS) - 1).bit_length())
         for start, keys in read(max(_CHUNK, self._block_len)):
             own = valid[:, start : start + keys.shape[2]]
-            pairs, some = self._mean_keys(pairs, start, keys, own)
+            means, some = self._mean_keys(means, start, keys, own)
+            samples = self._more_samples(samples, start, keys, own)
             squares.append(some)
-        means, self._samples = pairs.unbind()
-        self._means = means
+        self._means, self._samples = means, samples
         count = valid.sum(dim=1)[:, None, None]
         # Few keys may lie closer together than later ones will.
         least = means.square().mean(2).sum(-1, keepdim=True) * _CLOSE
@@ -226,13 +229,12 @@ class ParisIndex(CapturableIndex, Index):
         self._balance(torch.stack(squares).sum(0) / count.clamp(min=1), least)
 
     def _mean_keys(
-        self, pairs: torch.Tensor, start: int, keys: torch.Tensor, valid: torch.Tensor
+        self, means: torch.Tensor, start: int, keys: torch.Tensor, valid: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``pairs`` and those of the blocks that begin with ``keys``, the tokens from ``start`` on.
+        """``means`` and those of the blocks that begin with ``keys``, the tokens from ``start`` on.
 
-        ``[2, B, Hkv, blocks, D]`` fp32: a block's mean and its newest key, as the first keys of a
-        prompt are no sample. Blocks of padding in front take those of the first one behind them.
-        Then the sums of squared distances of all ``keys`` from the means, ``[B, Hkv, D]`` fp32.
+        Blocks of padding in front take the mean of the first one behind them. Then the sums of
+        squared distances of all ``keys`` from the means, ``[B, Hkv, D]`` fp32.
         """
         squares = keys.new_zeros(*keys.shape[:2], keys.shape[3], dtype=torch.float32)
         for block, part in self._by_block(start, keys.shape[2]):
@@ -240,23 +242,37 @@ class ParisIndex(CapturableIndex, Index):
             count = (~padding).sum(2, keepdim=True)
             mean = own.masked_fill(padding, 0.0).sum(2, keepdim=True, dtype=torch.float32)
             mean /= count.clamp(min=1)
-            place = torch.arange(own.shape[2], device=own.device).view(-1, 1)
-            newest = place.where(~padding, 0).amax(2, keepdim=True).expand_as(mean)
-            sample = own.gather(2, newest).float().masked_fill(count == 0, 0.0)
-            before, after = pairs[..., :block, :], pairs[..., block + 1 :, :]
-            old = pairs[..., block : block + 1, :]
-            if block and not old.numel():
-                last, share = before[0, :, :, -1:], (count / _ENOUGH).clamp(max=1.0)
+            before, after = means[:, :, :block], means[:, :, block + 1 :]
+            if block < means.shape[2]:
+                old = means[:, :, block : block + 1]
+                mean = old.where(old.any(-1, keepdim=True), mean)
+            elif block:
+                last, share = before[:, :, -1:], (count / _ENOUGH).clamp(max=1.0)
                 mean = last.lerp(mean, share.where(last.any(-1, keepdim=True), 1.0))
-            pair = torch.stack([mean, sample])
-            if old.numel():
-                pair = old.where(old.any(-1, keepdim=True), pair)
-            pairs = torch.cat([before, pair, after], dim=3)
-            squares += (own - pair[0]).masked_fill_(padding, 0.0).square_().sum(2)
-        indices = torch.arange(pairs.shape[3], device=pairs.device)
-        indices = indices.where(pairs.any(-1), len(indices) - 1)
-        indices = indices.flip(-1).cummin(-1).values.flip(-1)
-        return pairs.gather(3, indices.unsqueeze(-1).expand_as(pairs)), squares
+            means = torch.cat([before, mean, after], dim=2)
+            squares += (own - mean).masked_fill_(padding, 0.0).square_().sum(2)
+        return _without_gaps(means), squares
+
+    def _more_samples(
+        self, samples: torch.Tensor, start: int, keys: torch.Tensor, valid: torch.Tensor
+    ) -> torch.Tensor:
+        """``samples`` and those of the strides that begin with ``keys``, as of ``_mean_keys``.
+
+        A stride has its newest key, as the first keys of a prompt are no sample. Padding in front
+        takes keys from behind it.
+        """
+        stride, length = self._stride, keys.shape[2]
+        firsts = torch.arange(-(-start // stride), -(-(start + length) // stride))
+        if not len(firsts):
+            return samples
+        ends = (((firsts + 1) * stride - start).clamp(max=length) - 1).to(keys.device)
+        begin = valid.byte().argmax(1, keepdim=True)
+        ends = ends.where(ends >= begin, begin + ends % (length - begin))
+        newest = torch.arange(length, device=keys.device).where(valid, 0).cummax(1).values
+        places = newest.gather(1, ends)[:, None, :, None]
+        new = keys.gather(2, places.expand(*keys.shape[:2], -1, keys.shape[3]))
+        new = new.float().masked_fill(~valid.any(1)[:, None, None, None], 0.0)
+        return _without_gaps(torch.cat([samples, new], dim=2))
 
     def _by_block(self, start: int, length: int) -> Iterator[tuple[int, slice]]:
         """Each block that has some of these tokens, the first being ``start``, and which ones."""
@@ -377,7 +393,12 @@ class ParisIndex(CapturableIndex, Index):
         options = self.options
         if group == 1 or options.group_reduce == "mean" or options.tiers_for(counts.shape[2]):
             return None
-        return self._means if self._samples is None else self._samples
+        return self._samples
+
+    @property
+    def _stride(self) -> int:
+        """Tokens of which one is a sample."""
+        return -(-self._block_len // max(1, _SAMPLED // self._block_len))
 
     def _grouped(self, query: torch.Tensor) -> torch.Tensor:
         """``[B, Hkv, G, Q, D]`` of ``query [B, Hq, Q, D]``."""
@@ -428,10 +449,10 @@ class ParisIndex(CapturableIndex, Index):
             return
         # So that what comes in place of the dropped tokens gets means of its own in time.
         self._mean_len = min(self._mean_len, length)
-        blocks = -(-length // self._block_len)
-        for name in ("_means", "_samples"):
-            rows = getattr(self, name)
-            setattr(self, name, None if rows is None else rows[:, :, :blocks].contiguous())
+        if self._means is not None:
+            self._means = self._means[:, :, : -(-length // self._block_len)].contiguous()
+        if self._samples is not None:
+            self._samples = self._samples[:, :, : -(-length // self._stride)].contiguous()
         dropped = self._codes()
         counted = dropped.is_valid()[:, length:]
         self._counts = self._counts - paris.count_centroids(
@@ -454,8 +475,7 @@ class ParisIndex(CapturableIndex, Index):
             if not _BLOCK <= size <= _LONGEST or size & (size - 1):
                 raise ValueError(f"block_len is {size}: the file is damaged; save the cache again")
             blocks = -(-state["sign"].shape[2] // size)
-            for name in {"means", "samples"} & state.keys():
-                schema.check(name, state[name], f"B H {blocks} D", torch.float32)
+            schema.check("means", state["means"], f"B H {blocks} D", torch.float32)
         if ("means" in state) != ("factors" in state):
             raise ValueError("means come with factors: the file is damaged; save the cache again")
         if {"sign", "counts", "record"} <= state.keys():
@@ -490,6 +510,14 @@ class ParisIndex(CapturableIndex, Index):
 
     def _codes(self) -> paris.ParisCodes:
         return paris.ParisCodes(self._sign.rows, self._record.rows)
+
+
+def _without_gaps(rows: torch.Tensor) -> torch.Tensor:
+    """``rows [B, H, n, D]``, in which zeros take the row behind them."""
+    indices = torch.arange(rows.shape[2], device=rows.device)
+    indices = indices.where(rows.any(-1), len(indices) - 1)
+    indices = indices.flip(-1).cummin(-1).values.flip(-1)
+    return rows.gather(2, indices.unsqueeze(-1).expand_as(rows))
 
 
 def _current(state: Tensors) -> Tensors:

@@ -24,6 +24,8 @@ EXCLUDED = 255
 MOST_SIMILAR = 7
 # Points of a similarity of 0.
 OF_NONE = 3
+# Least sum of a sample but its largest number, which is 1.
+LEAST_OTHERS = math.exp(-10)
 # A share of the keys is a whole number of millionths.
 SHARE_UNIT = 1_000_000
 

@@ -13,6 +13,7 @@ import torch
 
 from hf_kvret_kernels.paris.codes import (
     EXCLUDED,
+    LEAST_OTHERS,
     LEVELS,
     MOST_SIMILAR,
     OF_NONE,
@@ -218,11 +219,16 @@ def sampled_logs(
 ) -> torch.Tensor | None:
     """``[B, H, Q, G, 1]`` fp32: log-sum-exps of ``[B, H, samples, D]`` keys, in units of products.
 
-    What a query's softmax takes off, but for what all queries have in common. They are ours.
+    What a query's softmax takes off, but for what all queries have in common. They are ours. The
+    largest is left out: a key that one query asks for would stand for many. What is left is at
+    most ten below it.
     """
     if samples is None:
         return None
-    return (mean_products(query, samples) * scale).logsumexp(-1, keepdim=True) / scale
+    logits = mean_products(query, samples) * scale
+    peak = logits.amax(-1, keepdim=True)
+    others = (logits - peak).exp().sum(-1, keepdim=True) - 1
+    return (peak + others.clamp(min=LEAST_OTHERS).log()) / scale
 
 
 def lost_points(

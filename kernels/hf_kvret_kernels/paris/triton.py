@@ -31,7 +31,6 @@ from hf_kvret_kernels._triton_shared import (
     finite_base,
     load_mask,
     log_sum_exp,
-    log_total,
     mask_bytes,
     mask_layout,
     score_factors,
@@ -40,6 +39,7 @@ from hf_kvret_kernels._triton_shared import (
 )
 from hf_kvret_kernels.paris.codes import (
     EXCLUDED,
+    LEAST_OTHERS,
     LEVELS,
     MOST_SIMILAR,
     OF_NONE,
@@ -57,6 +57,7 @@ _SHARE_UNIT = tl.constexpr(SHARE_UNIT)
 _EXCLUDED = tl.constexpr(EXCLUDED)
 _MOST_SIMILAR = tl.constexpr(float(MOST_SIMILAR))
 _OF_NONE = tl.constexpr(OF_NONE)
+_LEAST_OTHERS = tl.constexpr(LEAST_OTHERS)
 # Programs that share the mean keys of blocks, at most, and their numbers that one takes at a time.
 _PARTS = tl.constexpr(32)
 _MEANS = 1024
@@ -108,8 +109,8 @@ class Bonus(NamedTuple):
         tickets: ``[B, H, Q]`` int32 of zeros.
         products: ``[B, H, Q, G, blocks]`` fp32: see ``naive.mean_products``; None without means.
         bests: ``[B, H, Q, G, parts]`` fp32, whose largest is that of ``products``.
-        logs: ``[B, H, Q, G, parts]`` fp32, whose log-sum-exp is that of ``naive.sampled_logs``,
-            scaled; None without samples.
+        logs: ``[B, H, Q, G, parts, 2]`` fp32: log-sum-exps of the logits of samples, and the
+            largest of these; None without samples.
         units: ``[B, H, Q, G]`` fp32: points that a product of 1 is worth.
         block_bits: a block has two to the power of that many tokens.
         scale: factor of the products in a softmax.
@@ -169,7 +170,7 @@ def bonus(
         units = means.new_empty(*lead, tables)
         means = means.contiguous() if signs is not None else by_planes(means)
         if samples is not None:
-            logs = torch.empty_like(bests)
+            logs = means.new_empty(*bests.shape, 2)
             samples = samples.contiguous() if signs is not None else by_planes(samples)
     if signs is None:
         planes = by_planes(query)
@@ -257,18 +258,18 @@ def _bonus_kernel(
         signs_ptr += row // queries * signs_stride if ROTATE else 0
         if HAS_MEANS and FIRST == 0:
             place, head = source * tl.num_programs(1) + part, row // queries * head_dim
-            best = _take_products(
+            best, _ = _take_products(
                 *(query_ptr + source * head_dim, means_ptr + head * blocks),
-                *(products_ptr + source * blocks, head_dim, blocks, part, scale),
-                *(MEANS, WIDE, False),
+                *(products_ptr + source * blocks, head_dim, blocks, part, 1.0, MEANS, WIDE, False),
             )
             tl.store(bests_ptr + place, best)
             if HAS_SAMPLES:
-                log_sum = _take_products(
+                best, log_sum = _take_products(
                     *(query_ptr + source * head_dim, samples_ptr + head * samples, products_ptr),
                     *(head_dim, samples, part, scale, MEANS, WIDE, True),
                 )
-                tl.store(logs_ptr + place, log_sum)
+                tl.store(logs_ptr + 2 * place, log_sum)
+                tl.store(logs_ptr + 2 * place + 1, best)
         if ROTATE:
             indices = tl.arange(0, DIM)[None, :]
             x = _signed(
@@ -322,9 +323,10 @@ def _take_products(
 ):  # fmt: skip
     """Products of a query and the keys that are this part's, MEANS of them at a time.
 
-    Returns the largest, or of SAMPLES the log-sum-exp, scaled, and writes no products.
+    Returns the largest. Those with SAMPLES are scaled, and are not written; then their log-sum-exp.
     """
     best = tl.full((MEANS,), float("-inf"), tl.float32)
+    logs = best
     columns = tl.arange(0, WIDE)[None, :]
     inside = columns < head_dim
     query = tl.load(query_ptr + columns, mask=inside, other=0.0).to(tl.float32)
@@ -332,14 +334,14 @@ def _take_products(
         own = first + tl.arange(0, MEANS)
         here = inside & (own < count)[:, None]
         key = tl.load(keys_ptr + own[:, None] * head_dim + columns, mask=here, other=0.0)
-        product = tl.sum(key * query, axis=1)
+        product = tl.sum(key * query, axis=1) * scale
         some = tl.where(own < count, product, float("-inf"))
+        best = tl.maximum(best, some)
         if SAMPLES:
-            best = add_logs(best, some * scale)
+            logs = add_logs(logs, some)
         else:
             tl.store(products_ptr + own, product, mask=own < count)
-            best = tl.maximum(best, some)
-    return log_sum_exp(best) if SAMPLES else tl.max(best, axis=0)
+    return tl.max(best, axis=0), log_sum_exp(logs)
 
 
 @triton.jit
@@ -607,10 +609,11 @@ def _bests(
     places, here = tables[:, None] * PARTS + parts, is_table[:, None] & (parts < PARTS)
     bests = tl.max(tl.load(bests_ptr + places, mask=here, other=float("-inf")), axis=1)
     if HAS_SAMPLES:
-        logs = tl.load(logs_ptr + places, mask=here, other=float("-inf"))
-        base = finite_base(tl.max(logs, axis=1))
-        total = log_total(base, tl.sum(tl.exp(logs - base[:, None]), axis=1))
-        taken = finite_base(total) * per_log
+        logs = tl.load(logs_ptr + 2 * places, mask=here, other=float("-inf"))
+        peaks = tl.load(logs_ptr + 2 * places + 1, mask=here, other=float("-inf"))
+        peak = finite_base(tl.max(peaks, axis=1))
+        others = tl.sum(tl.exp(logs - peak[:, None]), axis=1) - 1
+        taken = (peak + tl.log(tl.maximum(others, _LEAST_OTHERS))) * per_log
         bests = tl.max(tl.where(is_table, bests - taken, float("-inf")), axis=0) + taken
     return bests
 
