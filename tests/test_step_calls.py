@@ -58,7 +58,6 @@ def calls_of_a_step(backend: str | None, layers: int = LAYERS) -> Calls:
     """Of a step of ``paris`` between two flushes, in a loop of one's own."""
     model = small_llama(layers)
     options = {"top_k": 4, "recent": 4, "flush": 8, "dense_below": 0}
-    # 16 sign patterns, which the interpreter goes through in bearable time.
     cache = hf_kvret.ParisKVCache(model.config, **options)
     token, argument = torch.tensor([[5]]), as_argument(cache)
     preference = nullcontext() if backend is None else prefer(backend)

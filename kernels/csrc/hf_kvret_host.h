@@ -264,8 +264,8 @@ struct hfk_paris {
     const int32_t *counts;    // [batch, id_heads, dim / 8, 256]
     const float *means;       // [batch, id_heads, blocks, key_dim]: what was subtracted from the
                               // keys of each block of tokens; null: nothing was
-    const float *samples;     // [batch, id_heads, sample_count, key_dim]: keys that tell how much
-                              // the softmaxes of queries take off; null: each has its own scale
+    const float *samples;     // [batch, id_heads, sample_count, key_dim]: keys that tell what the
+                              // softmaxes of queries take off; null: queries count by themselves
     const float *signs;       // [batch, id_heads, dim], times factors of coordinates
     const float *levels;      // [8]
     const int64_t *shares;    // [tiers], in millionths of all keys

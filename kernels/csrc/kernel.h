@@ -31,7 +31,7 @@ struct ParisCodes {
 // Points by similarity stay below 8, so that two heads share a byte.
 constexpr int kMostSimilar = 7;
 // Points of a similarity of 0.
-constexpr int kOfNone = 3;
+constexpr int kZeroPoints = 3;
 
 // Points of sign bytes, for a scan: those of `heads` heads, of `bytes` bytes each.
 struct PointTables {

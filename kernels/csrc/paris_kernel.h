@@ -32,7 +32,7 @@ inline void similar_points(const float *query, float scale, uint8_t *points) {
     float sims[256];
     similarities(query, sims);
     for (int c = 0; c < 256; ++c) {
-        float own = std::floor(sims[c] * scale) + kOfNone;
+        float own = std::floor(sims[c] * scale) + kZeroPoints;
         own = own > 0.0f ? own : 0.0f;
         own = own < kMostSimilar ? own : static_cast<float>(kMostSimilar);
         points[c] = static_cast<uint8_t>(static_cast<int32_t>(own));

@@ -27,7 +27,6 @@ class ParisSearch : public Search {
         rotated_ = cutter.take<float>(tables_ * paris.dim);
         offsets_ = cutter.take<float>(tables_ * offset_stride_);
         samples_ = cutter.take<float>(tables_ * sample_stride_);
-        units_ = cutter.take<float>(tables_);
         drops_ = cutter.take<uint8_t>(blocks_ * drop_stride_);
         points_ = cutter.take<uint8_t>(tables_ * row_bytes_ * 256);
         packed_ = cutter.take<char>(kernel.packed_bytes(tables(nullptr)));
@@ -54,7 +53,6 @@ class ParisSearch : public Search {
         switch (stage) {
         case kTables: {
             const int64_t first = tables_ * chunk / chunks, last = tables_ * (chunk + 1) / chunks;
-            const float group = group_scale(selection);
             for (int64_t g = first; g < last; ++g) {
                 float *query = at<float>(work, rotated_) + g * paris_.dim;
                 read_query(selection, g, query);
@@ -62,10 +60,7 @@ class ParisSearch : public Search {
                          at<float>(work, offsets_) + g * offset_stride_);
                 multiply(query, paris_.samples, head, paris_.sample_count, scratch,
                          at<float>(work, samples_) + g * sample_stride_);
-                put_signs(head, query);
-                rotate(query);
-                const float own = similarity_scale(query, paris_.dim);
-                at<float>(work, units_)[g] = paris_.samples == nullptr ? own : group;
+                rotate(head, query);
             }
             make_tables(head, work, first, last);
             break;
@@ -179,14 +174,11 @@ class ParisSearch : public Search {
         kernel_.proxy_scores(products);
     }
 
-    void put_signs(int64_t head, float *x) const {
+    // Multiplies a query by the signs and transforms it (Walsh-Hadamard).
+    void rotate(int64_t head, float *x) const {
         const float *signs = paris_.signs + head * paris_.dim;
         const int64_t filled = spread(x, step_.attention.key_dim, paris_.dim);
         for (int64_t i = 0; i < filled; ++i) x[i] *= signs[i];
-    }
-
-    // Transforms a query (Walsh-Hadamard).
-    void rotate(float *x) const {
         // Powers of two that add up to the dimension, the largest first.
         for (int64_t left = paris_.dim; left > 0;) {
             int64_t block = 8;
@@ -236,51 +228,50 @@ class ParisSearch : public Search {
         return few;
     }
 
-    // The least scale of a group's queries, where it has samples.
-    float group_scale(const Selection &selection) const {
-        float least = kInf, query[kMostDim];
-        for (int64_t g = 0; paris_.samples != nullptr && g < tables_; ++g) {
-            read_query(selection, g, query);
-            put_signs(selection.batch * step_.attention.id_heads + selection.head, query);
-            least = std::min(least, similarity_scale(query, paris_.dim));
-        }
-        return least;
-    }
-
     // Says how many points the tokens of each block lose, see lost_points in paris/naive.py.
     void make_drops(char *work) const {
         const bool sampled = paris_.samples != nullptr;
-        const float scale = static_cast<float>(step_.attention.scale);
-        const auto offsets = [&](int64_t g) { return at<float>(work, offsets_) + g * offset_stride_; };
-        const auto samples = [&](int64_t g) { return at<float>(work, samples_) + g * sample_stride_; };
-        // The first number of a query's samples becomes what it takes off.
-        const auto best_of = [&](int64_t g) {
-            return *std::max_element(offsets(g), offsets(g) + blocks_) - *samples(g);
+        const auto products = [&](int64_t g) {
+            return at<float>(work, offsets_) + g * offset_stride_;
+        };
+        const auto unit = [&](int64_t g) {
+            return similarity_scale(at<float>(work, rotated_) + g * paris_.dim, paris_.dim) *
+                   paris_.worth;
         };
         float most = -kInf;
-        for (int64_t g = 0; g < tables_; ++g) {
-            *samples(g) = sampled ? log_sum(samples(g), scale) / scale : 0.0f;
-            most = std::max(most, best_of(g));
+        for (int64_t g = 0; sampled && g < tables_; ++g) {
+            float *samples = at<float>(work, samples_) + g * sample_stride_;
+            *samples = least_log(samples);
+            const float best = *std::max_element(products(g), products(g) + blocks_);
+            const float level = (best - *samples) * unit(g);
+            if (std::isfinite(level)) most = std::max(most, level);
         }
         for (int64_t g = 0; g < tables_; ++g) {
-            const float best = sampled ? most : best_of(g), logs = *samples(g);
-            const float unit = at<float>(work, units_)[g] * paris_.worth;
+            const float *own = products(g);
+            const float least = sampled ? at<float>(work, samples_)[g * sample_stride_]
+                                        : *std::max_element(own, own + blocks_);
+            const float best = sampled ? most : 0.0f, points = unit(g);
             for (int64_t i = 0; i < blocks_; ++i) {
-                const float behind = (best - (offsets(g)[i] - logs)) * unit;
+                const float behind = best - (own[i] - least) * points;
                 at<uint8_t>(work, drops_)[i * drop_stride_ + g] =
                     behind > 0.0f ? static_cast<uint8_t>(std::min(behind, 255.0f)) : 0;
             }
         }
     }
 
-    // The log-sum-exp of the products with samples but the largest. They are overwritten.
-    float log_sum(float *products, float scale) const {
+    // See least_logs in paris/naive.py. The products with samples are overwritten.
+    float least_log(float *products) const {
         const int64_t count = paris_.sample_count;
+        const float scale = static_cast<float>(step_.attention.scale);
         const float peak = *std::max_element(products, products + count);
         for (int64_t i = 0; i < count; ++i) products[i] = (products[i] - peak) * scale;
         kernel_.exp(products, products, count);
         const float others = std::accumulate(products, products + count, -1.0f);
-        return peak * scale + std::log(std::max(others, std::exp(-10.0f)));
+        const float taken = std::log(std::max(others, std::exp(-10.0f)));
+        const double whole = static_cast<double>(count * step_.attention.count);
+        // See log_of_share in paris/codes.py.
+        const double share = std::log(static_cast<double>(step_.tokens) / whole) - 2.0;
+        return peak + (taken + static_cast<float>(share)) / scale;
     }
 
     void make_tables(int64_t head, char *work, int64_t first, int64_t last) const {
@@ -307,7 +298,7 @@ class ParisSearch : public Search {
         uint8_t *points = at<uint8_t>(work, points_);
         for (int64_t g = first; g < last; ++g) {
             const float *query = at<float>(work, rotated_) + g * paris_.dim;
-            const float scale = at<float>(work, units_)[g];
+            const float scale = similarity_scale(query, paris_.dim);
             for (int64_t s = 0; s < row_bytes_; ++s) {
                 kernel_.similar_points(query + 8 * s, scale, points + (g * row_bytes_ + s) * 256);
             }
@@ -338,7 +329,7 @@ class ParisSearch : public Search {
     const Kernel &kernel_;
     const int64_t heads_, tables_, row_bytes_, stride_, blocks_, offset_stride_, sample_stride_,
         drop_stride_;
-    int64_t rotated_, offsets_, samples_, units_, drops_, points_, packed_, scores_, count_, candidates_, estimates_,
+    int64_t rotated_, offsets_, samples_, drops_, points_, packed_, scores_, count_, candidates_, estimates_,
         relevance_, bytes_;
 };
 
@@ -347,7 +338,8 @@ bool is_good(const hfk_paris &paris, const hfk_request &request) {
            paris.dim >= request.key_dim && paris.tiers >= 0 &&
            (paris.tiers == 0 ? kMostSimilar : paris.tiers) * (paris.dim / 8) < 255 &&
            paris.candidates >= 0 && paris.block_len >= 64 &&
-           (paris.samples == nullptr || (paris.sample_count > 0 && request.scale > 0)) &&
+           paris.sample_count >= (paris.samples == nullptr ? 0 : 1) &&
+           (paris.samples == nullptr || request.scale > 0) &&
            (paris.block_len & (paris.block_len - 1)) == 0;
 }
 

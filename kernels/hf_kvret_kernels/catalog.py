@@ -31,7 +31,6 @@ from hf_kvret_kernels.step_attention import step_attention
 from hf_kvret_kernels.top_k import top_k
 
 PAGE_LEN = 64
-"""Numbers of a ParisKV subspace."""
 HIGGS_BITS = 4
 # CTkvr reads its store in pieces of so many tokens.
 _PIECE_LEN = 1 << 14

@@ -227,8 +227,8 @@ class ParisCase : public SearchCase {
         return product_with(step, query, place, g, means_, blocks_, block);
     }
 
-    // What the softmax of a query over the samples takes off, in units of products.
-    double sampled_log(const hfk_step &step, const Numbers &query, int64_t place,
+    // The logit that the selection of a query is taken to reach, in units of products.
+    double least_log(const hfk_step &step, const Numbers &query, int64_t place,
                        int64_t g) const {
         if (paris_.samples == nullptr) return 0.0;
         const double scale = step.attention.scale;
@@ -238,58 +238,58 @@ class ParisCase : public SearchCase {
         };
         for (int64_t i = 0; i < paris_.sample_count; ++i) peak = std::max(peak, logit(i));
         for (int64_t i = 0; i < paris_.sample_count; ++i) total += std::exp(logit(i) - peak);
-        // But the largest.
-        return (peak + std::log(std::max(total - 1.0, std::exp(-10.0)))) / scale;
-    }
-
-    // Of a query, or the longest one of a group with samples.
-    double squares_of(int64_t row, const Trace &trace) const {
-        const bool whole = paris_.samples != nullptr;
-        const int64_t first = whole ? row / tables_ * tables_ : row;
-        double most = 0.0;
-        for (int64_t i = first; i < first + (whole ? tables_ : 1); ++i) {
-            const float *query = trace.rotated.data() + i * paris_.dim;
-            double squares = 0.0;
-            for (int64_t d = 0; d < paris_.dim; ++d) squares += double(query[d]) * query[d];
-            most = std::max(most, squares);
-        }
-        return most;
+        const double share = std::log(static_cast<double>(step.tokens) /
+                                      (paris_.sample_count * step.attention.count)) - 2.0;
+        // But the largest sample.
+        return (peak + std::log(std::max(total - 1.0, std::exp(-10.0))) + share) / scale;
     }
 
     // Within one point, as sums of floats have another order.
     bool has_drops(const hfk_step &step, const Numbers &query, int64_t place, int64_t g,
                    const Trace &trace) const {
+        const bool sampled = paris_.samples != nullptr;
         const int64_t row = place * tables_ + g;
+        // A unit has three bits behind the first one, which is as exact as its query.
+        const auto unit = [&](int64_t other) {
+            return static_cast<double>(scale_of(place * tables_ + other, trace, 1.0f)) * paris_.worth;
+        };
         double best = -kInf;
         for (int64_t other = 0; other < tables_; ++other) {
-            if (other != g && paris_.samples == nullptr) continue;
-            const double taken = sampled_log(step, query, place, other);
+            if (other != g && !sampled) continue;
+            const double least = least_log(step, query, place, other);
             for (int64_t i = 0; i < blocks_; ++i) {
-                best = std::max(best, product(step, query, place, other, i).first - taken);
+                const double level = product(step, query, place, other, i).first - least;
+                if (std::isfinite(unit(other))) best = std::max(best, level * unit(other));
             }
         }
-        const double taken = sampled_log(step, query, place, g);
-        // The unit is rounded down by up to an eighth.
-        const double unit =
-            std::sqrt(paris_.dim / squares_of(row, trace)) * 2.0 / 3.0 * paris_.worth;
+        const double least = least_log(step, query, place, g);
         for (int64_t i = 0; i < blocks_; ++i) {
-            const double most = (best - product(step, query, place, g, i).first + taken) * unit;
+            const double most = best - (product(step, query, place, g, i).first - least) * unit(g);
             const double got = trace.drops[row * blocks_ + i];
-            const double slack = 1.0 + 1e-4 * most;
+            const double slack = 1.0 + 1e-4 * (std::abs(most) + std::abs(best));
+            if (!std::isfinite(most)) continue;
             if (got > most + slack || got < std::min(most * 0.87, 255.0) - slack) return false;
         }
         return true;
     }
 
-    // Points go by similarity. `nudge` moves a scale across the step that it may lie on.
-    bool has_similar_points(int64_t row, const Trace &trace, float nudge) const {
+    // `nudge` moves a scale across the step that it may lie on.
+    float scale_of(int64_t row, const Trace &trace, float nudge) const {
         const float *query = trace.rotated.data() + row * paris_.dim;
-        const double squares = squares_of(row, trace);
+        double squares = 0.0;
+        for (int64_t d = 0; d < paris_.dim; ++d) squares += double(query[d]) * query[d];
         float scale = static_cast<float>(std::sqrt(paris_.dim / squares) * 2.0 / 3.0) * nudge;
         uint32_t bits;
         std::memcpy(&bits, &scale, sizeof bits);
         bits &= 0xfff00000;
         std::memcpy(&scale, &bits, sizeof bits);
+        return scale;
+    }
+
+    // Points go by similarity.
+    bool has_similar_points(int64_t row, const Trace &trace, float nudge) const {
+        const float *query = trace.rotated.data() + row * paris_.dim;
+        const float scale = scale_of(row, trace, nudge);
         for (int64_t i = 0; i < paris_.dim * 32; ++i) {
             const float *own = query + i / 256 * 8;
             float sim = 0.0f;

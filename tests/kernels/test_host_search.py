@@ -26,7 +26,7 @@ from hf_kvret_kernels.host_step import (
 from hf_kvret_kernels.ids import WrongIdError
 from hf_kvret_kernels.paged import HostRows, PagedRows
 from hf_kvret_kernels.paris import naive
-from hf_kvret_kernels.paris.codes import points_of_product
+from hf_kvret_kernels.paris.codes import SearchCall, points_of_product
 from hf_kvret_kernels.relevance import group_relevance
 from hf_kvret_kernels.relevance import naive as naive_relevance
 
@@ -314,14 +314,18 @@ def test_each_stage_of_paris_is_the_naive_one(name: str, path: str) -> None:
     shares, products = tuple(search.shares.tolist()), trace.drops * 0.0
     if search.means is not None:
         products = naive.mean_products(grouped.transpose(2, 3), search.means)
-    logs = naive.sampled_logs(grouped.transpose(2, 3), search.samples, 0.1)
-    scale = naive.similarity_scale(trace.rotated)
-    scale = scale if logs is None else scale.amin(-1, keepdim=True)
-    lost = naive.lost_points(products, scale * points_of_product(shares), logs)
+    logs = naive.least_logs(
+        SearchCall(
+            *(grouped.transpose(2, 3), search.signs, search.codes, search.counts, search.levels),
+            *(budget, search.candidates, shares, valid, 0.1, None),
+            *(search.means, search.block_len, search.samples),
+        )
+    )
+    lost = naive.lost_points(products, trace.rotated, points_of_product(shares), logs)
     # Products are sums in another order.
     assert ((trace.drops.int() - lost.int()).abs() <= 1).all()
     assert lost.any() or search.means is None or lost.shape[-1] == 1
-    bonus = naive.similarity_points(trace.rotated, scale)
+    bonus = naive.similarity_points(trace.rotated)
     if shares:
         bonus = naive.bonus_table(trace.rotated, search.counts, shares)
     drops = naive.Blocks(trace.drops, search.block_len)

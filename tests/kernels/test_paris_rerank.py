@@ -35,10 +35,9 @@ def stages(
         points = naive.bonus_table(q_rot, counts, shares)
         offsets = drops = None
         if means is not None:
-            products = naive.mean_products(q_rot, means)
-            unit = naive.similarity_scale(q_rot) * points_of_product(shares)
+            products, worth = naive.mean_products(q_rot, means), points_of_product(shares)
             offsets = naive.Blocks(products, block_len)
-            drops = naive.Blocks(naive.lost_points(products, unit, None), block_len)
+            drops = naive.Blocks(naive.lost_points(products, q_rot, worth, None), block_len)
         ids = naive.candidates(naive.collide(codes.sign, points, valid, drops), survivors)
         scores = naive.rerank(q_rot, codes, ids, levels, scale, softcap, offsets)
         return ids, scores, best_ids(scores, ids, count, backend="naive")

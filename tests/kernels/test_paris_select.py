@@ -2,6 +2,7 @@
 
 import math
 from fractions import Fraction
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -56,18 +57,24 @@ def collisions(
     shares = paris.share_units(rho, tiers)
     if backend == "naive":
         by_rank = naive.bonus_table(q_rot, counts, shares) if shares else None
-        unit = naive.similarity_scale(q_rot)
-        unit = unit if samples is None else unit.amin(-1, keepdim=True)
-        points = naive.similarity_points(q_rot, unit) if by_rank is None else by_rank
+        points = naive.similarity_points(q_rot) if by_rank is None else by_rank
         drops = None
         if means is not None:
-            products, unit = naive.mean_products(q_rot, means), unit * points_of_product(shares)
-            lost = naive.lost_points(products, unit, naive.sampled_logs(q_rot, samples, scale))
+            products, worth = naive.mean_products(q_rot, means), points_of_product(shares)
+            call = SimpleNamespace(
+                query=q_rot,
+                samples=samples,
+                scale=scale,
+                budget=9,
+                codes=SimpleNamespace(sign=sign),
+            )
+            lost = naive.lost_points(products, q_rot, worth, naive.least_logs(call))
             drops = naive.Blocks(lost, block_len)
         return naive.collide(sign, points, valid, drops)
     from hf_kvret_kernels.paris import triton
 
-    points = triton.bonus(q_rot, None, counts, shares, means, block_len, samples, scale)
+    share = 0.0 if samples is None else math.log(sign.shape[2] / (9 * samples.shape[2])) - 2
+    points = triton.bonus(q_rot, None, counts, shares, means, block_len, samples, scale, share)
     return triton.collide(points, sign, valid, most_points(shares, counts), 0).scores
 
 
@@ -299,10 +306,10 @@ def test_the_tokens_of_a_block_lose_points_by_its_mean_key(
 
 @pytest.mark.parametrize("count", [1, 2, 70])
 @pytest.mark.parametrize(("tables", "dim"), [(5, 16), (2, 136), (9, 8)])
-def test_a_group_compares_tokens_by_what_softmaxes_take_off(
+def test_points_of_a_group_count_from_what_selections_reach(
     place: Place, tables: int, dim: int, count: int
 ) -> None:
-    """One unit for all, of the longest query. Of two samples the lesser one tells."""
+    """From the logit of e^-2 / 9 of a softmax on. Of two samples the lesser one tells."""
     means, samples = draw(2, 1, 5, dim, seed=5), draw(2, 1, count, dim, seed=6)
     # Queries of several lengths.
     q_rot = draw(2, 1, 1, tables, dim, seed=4) * torch.arange(1, tables + 1).view(-1, 1) / 4
@@ -312,17 +319,17 @@ def test_a_group_compares_tokens_by_what_softmaxes_take_off(
     options: dict[str, Any] = {"rho": 1.0, "tiers": (), "means": means, "block_len": 64}
     sampled = options | {"samples": samples, "scale": 0.25}
     scores = run_at(place, collisions, q_rot, counts, sign, **sampled)
-    scale = naive.similarity_scale(q_rot).amin(3, keepdim=True)
-    assert (naive.similarity_scale(q_rot) > 1.5 * scale).any()
     queries = q_rot.double()
     products = torch.einsum("bhqgd,bhnd->bhqgn", queries, means.double())
     logits = torch.einsum("bhqgd,bhnd->bhqgn", queries, samples.double()) * 0.25
     best = logits.amax(-1, keepdim=True)
     others = (logits - best).exp().sum(-1, keepdim=True) - 1
-    levels = products - (best + others.clamp(min=math.exp(-10)).log()) / 0.25
-    lost = (levels.amax((3, 4), keepdim=True) - levels).float() * (scale * 0.8)[..., None]
-    lost = lost.clamp(max=255).floor().repeat_interleave(64, -1)
-    points = naive.similarity_points(q_rot, scale)
+    least = best + others.clamp(min=math.exp(-10)).log() + math.log(320 / (9 * count)) - 2
+    unit = (naive.similarity_scale(q_rot) * 0.8)[..., None]
+    levels = (products - least / 0.25) * unit
+    lost = (levels.amax((3, 4), keepdim=True) - levels).clamp(max=255).floor()
+    lost = lost.repeat_interleave(64, -1)
+    points = naive.similarity_points(q_rot)
     bits = torch.arange(dim // 8)
     of_tokens = [points[b, 0, 0][:, bits, sign[b, 0].long()] for b in range(2)]
     left = torch.stack(of_tokens).sum(-1).view_as(lost) - lost

@@ -92,7 +92,6 @@ class Engine:
 
 METHODS: dict[str, tuple[type[RetrievalCache], dict[str, Any]]] = {
     "flat": (FlatKVCache, {}),
-    # 16 sign patterns, which the interpreter goes through in bearable time.
     "paris": (ParisKVCache, {"center": False}),
 }
 

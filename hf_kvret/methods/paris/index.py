@@ -148,8 +148,9 @@ class ParisIndex(CapturableIndex, Index):
     of the way there. RoPE turns a bias with the position. So blocks of tokens have mean keys of
     their own, whose products with a query count in both stages.
 
-    Query heads of a group compare tokens by their softmax weights. Stage 1 knows no softmax yet, so
-    it estimates what each head's takes off from a sample: a key of every 64 tokens or more.
+    Query heads of a group compare tokens by their softmax weights. Stage 1 knows no softmax, so it
+    estimates from a sample, a key of every 64 tokens or more, which logits each head selects.
+    Points count from there.
 
     Args:
         options: of the method.
@@ -271,7 +272,9 @@ class ParisIndex(CapturableIndex, Index):
         newest = torch.arange(length, device=keys.device).where(valid, 0).cummax(1).values
         places = newest.gather(1, ends)[:, None, :, None]
         new = keys.gather(2, places.expand(*keys.shape[:2], -1, keys.shape[3]))
-        new = new.float().masked_fill(~valid.any(1)[:, None, None, None], 0.0)
+        # What holds no key takes the sample before, if there is one.
+        last = samples[:, :, -1:] if samples.shape[2] else 0.0
+        new = new.float().where(valid.any(1)[:, None, None, None], last)
         return _without_gaps(torch.cat([samples, new], dim=2))
 
     def _by_block(self, start: int, length: int) -> Iterator[tuple[int, slice]]:
@@ -381,17 +384,17 @@ class ParisIndex(CapturableIndex, Index):
             **cold.scoring._asdict(),
             means=self._means,
             block_len=self._block_len,
-            samples=self._sample_of(grouped.shape[2], counts),
+            samples=self._sample_of(grouped.shape[2], counts, cold),
         )
         return paris.search_unchecked(call)
 
-    def _sample_of(self, group: int, counts: torch.Tensor) -> torch.Tensor | None:
+    def _sample_of(self, group: int, counts: torch.Tensor, cold: ColdTokens) -> torch.Tensor | None:
         """Keys that tell how the softmaxes of so many query heads compare; None where none do.
 
-        Points by rank have a scale of each query's own.
+        Points by rank are no estimates of logits.
         """
-        options = self.options
-        if group == 1 or options.group_reduce == "mean" or options.tiers_for(counts.shape[2]):
+        options, by_rank = self.options, self.options.tiers_for(counts.shape[2])
+        if group == 1 or options.group_reduce == "mean" or by_rank or not cold.scale > 0:
             return None
         return self._samples
 
@@ -422,7 +425,7 @@ class ParisIndex(CapturableIndex, Index):
                 self._candidates(len(self._sign), cold.budget),
                 means=self._means,
                 block_len=self._block_len,
-                samples=self._sample_of(query.shape[1] // counts.shape[1], counts),
+                samples=self._sample_of(query.shape[1] // counts.shape[1], counts, cold),
                 mean_query=options.group_reduce == "mean",
             )
         return search
@@ -442,7 +445,7 @@ class ParisIndex(CapturableIndex, Index):
         return SearchCost(candidates, self._sign.rows_nbytes + int(fewest * code))
 
     def crop(self, length: int) -> None:
-        """As for every state; dropped tokens are no longer counted."""
+        """As for every state; dropped tokens are no longer counted. Means and samples stay."""
         if length == 0:
             self.reset()
         if self._counts is None or length >= len(self._sign):
@@ -476,7 +479,7 @@ class ParisIndex(CapturableIndex, Index):
                 raise ValueError(f"block_len is {size}: the file is damaged; save the cache again")
             blocks = -(-state["sign"].shape[2] // size)
             schema.check("means", state["means"], f"B H {blocks} D", torch.float32)
-        if ("means" in state) != ("factors" in state):
+        if ("means" in state) != ("factors" in state) or "samples" in state.keys() - {"means"}:
             raise ValueError("means come with factors: the file is damaged; save the cache again")
         if {"sign", "counts", "record"} <= state.keys():
             width = 3 * state["sign"].shape[3] + state["counts"].shape[2]

@@ -23,7 +23,7 @@ EXCLUDED = 255
 # A centroid earns at most this by similarity: two heads share a byte of the scan on a CPU.
 MOST_SIMILAR = 7
 # Points of a similarity of 0.
-OF_NONE = 3
+ZERO_POINTS = 3
 # Least sum of a sample but its largest number, which is 1.
 LEAST_OTHERS = math.exp(-10)
 # A share of the keys is a whole number of millionths.
@@ -240,6 +240,16 @@ def points_of_product(shares: tuple[int, ...]) -> float:
     normal, parts = NormalDist(), (share / SHARE_UNIT for share in shares)
     slopes = [normal.pdf(normal.inv_cdf(part)) for part in parts if 0 < part < 1]
     return 1.4 * sum(slopes) / math.sqrt(8)
+
+
+def log_of_share(call: SearchCall) -> float:
+    """What is added to a log-sum-exp of samples, for ``naive.least_logs``.
+
+    Shares of a selection begin at e^-2 of an equal one. At 0, and without any, less of the top-k of
+    models is found, and queries of great length take the candidates of others.
+    """
+    tokens, samples = call.codes.sign.shape[2], 1 if call.samples is None else call.samples.shape[2]
+    return math.log(tokens / (samples * call.budget)) - 2
 
 
 def has_similarities(subspaces: int) -> bool:

@@ -117,8 +117,7 @@ def magnitude_levels() -> torch.Tensor:
 
     ``u`` is uniform on the unit sphere of ``R^m``, m = 8, so that ``u_j`` has a density
     proportional to ``(1 - x^2)^((m - 3) / 2)`` (ParisKV, proposition 4.1, eq. 12). Among all
-    quantizers
-    with 8 levels these have the least mean squared error, where Lloyd's iteration ends: a level is
-    the mean of the magnitudes nearest to it.
+    quantizers with 8 levels these have the least mean squared error, where Lloyd's iteration ends:
+    a level is the mean of the magnitudes nearest to it.
     """
     return torch.tensor(_LEVELS, dtype=torch.float32, device="cpu")

@@ -16,11 +16,12 @@ from hf_kvret_kernels.paris.codes import (
     LEAST_OTHERS,
     LEVELS,
     MOST_SIMILAR,
-    OF_NONE,
     SHARE_UNIT,
+    ZERO_POINTS,
     ParisCodes,
     SearchCall,
     code_weights,
+    log_of_share,
     points_of_product,
     rotation_blocks,
     rotation_stride,
@@ -35,15 +36,12 @@ def search(call: SearchCall) -> torch.Tensor:
     """See ``hf_kvret_kernels.paris.search``."""
     query, signs, codes, counts, levels, budget, survivors, shares, *_ = call
     q_rot, offsets, drops = query if signs is None else rotate(query, signs), None, None
-    scale = similarity_scale(q_rot)
-    if call.samples is not None:
-        scale = scale.amin(-1, keepdim=True)
     if call.means is not None:
-        products, unit = mean_products(query, call.means), scale * points_of_product(shares)
+        products, worth = mean_products(query, call.means), points_of_product(shares)
         offsets = Blocks(products, call.block_len)
-        logs = sampled_logs(query, call.samples, call.scale)
-        drops = Blocks(lost_points(products, unit, logs), call.block_len)
-    points = bonus_table(q_rot, counts, shares) if shares else similarity_points(q_rot, scale)
+        logs = least_logs(call)
+        drops = Blocks(lost_points(products, q_rot, worth, logs), call.block_len)
+    points = bonus_table(q_rot, counts, shares) if shares else similarity_points(q_rot)
     scores = collide(codes.sign, points, call.valid, drops)
     ids = candidates(scores, survivors)
     estimates = rerank(q_rot, codes, ids, levels, call.scale, call.softcap, offsets)
@@ -130,7 +128,7 @@ def encode(
 
 
 def decode(codes: ParisCodes, levels: torch.Tensor) -> torch.Tensor:
-    """``[..., P]`` fp32 of planes ``[..., P // 8]`` and ``[..., 3 * P // 8 + S]``.
+    """``[..., P]`` fp32 of planes ``[..., P // 8]`` and ``[..., P // 2]``.
 
     Four levels are 12 bits, so one row of a table of 4,096 gives four coordinates at once.
     """
@@ -185,7 +183,7 @@ def bonus_table(q_rot: torch.Tensor, counts: torch.Tensor, shares: tuple[int, ..
     return torch.empty_like(points).scatter_(-1, order, points)
 
 
-def similarity_points(q_rot: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+def similarity_points(q_rot: torch.Tensor) -> torch.Tensor:
     """``[B, H, Q, G, S, 256]`` uint8: points that rise with the similarity to a centroid.
 
     They are ours. A key's sum of them estimates its similarity; the paper's points go by rank. A
@@ -193,9 +191,9 @@ def similarity_points(q_rot: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
     Args:
         q_rot: as in ``bonus_table``.
-        scale: ``[B, H, Q, G]`` of ``similarity_scale``, or ``[B, H, Q, 1]`` for a group.
     """
-    points = (_similarities(q_rot) * scale[..., None, None]).floor_() + OF_NONE
+    scale = similarity_scale(q_rot)[..., None, None]
+    points = (_similarities(q_rot) * scale).floor_() + ZERO_POINTS
     return points.where(points > 0, 0.0).clamp(max=MOST_SIMILAR).to(torch.uint8)
 
 
@@ -214,39 +212,41 @@ def mean_products(query: torch.Tensor, means: torch.Tensor) -> torch.Tensor:
     return torch.einsum("bhqgd,bhnd->bhqgn", query.float(), means)
 
 
-def sampled_logs(
-    query: torch.Tensor, samples: torch.Tensor | None, scale: float
-) -> torch.Tensor | None:
-    """``[B, H, Q, G, 1]`` fp32: log-sum-exps of ``[B, H, samples, D]`` keys, in units of products.
+def least_logs(call: SearchCall) -> torch.Tensor | None:
+    """``[B, H, Q, G, 1]`` fp32: logits that a query's selection is taken to reach, as products.
 
-    What a query's softmax takes off, but for what all queries have in common. They are ours. The
-    largest is left out: a key that one query asks for would stand for many. What is left is at
-    most ten below it.
+    They are ours. Of a softmax over the samples comes what it takes off, and so the logit of an
+    equal share of ``call.budget`` tokens, and ``codes.log_of_share`` less. The largest sample is
+    left out: a key that one query asks for would stand for many. The others are taken for at least
+    ``LEAST_OTHERS`` of it.
     """
-    if samples is None:
+    if call.samples is None:
         return None
-    logits = mean_products(query, samples) * scale
+    logits = mean_products(call.query, call.samples) * call.scale
     peak = logits.amax(-1, keepdim=True)
     others = (logits - peak).exp().sum(-1, keepdim=True) - 1
-    return (peak + others.clamp(min=LEAST_OTHERS).log()) / scale
+    return (peak + others.clamp(min=LEAST_OTHERS).log() + log_of_share(call)) / call.scale
 
 
 def lost_points(
-    products: torch.Tensor, unit: torch.Tensor, logs: torch.Tensor | None
+    products: torch.Tensor, q_rot: torch.Tensor, worth: float, logs: torch.Tensor | None
 ) -> torch.Tensor:
     """uint8 of ``products [..., G, blocks]``: the points that a block's mean key costs its tokens.
 
-    They are ours. The block of the largest product loses none; with ``logs``, of the largest
-    product over what its query takes off, in a whole group. Other backends add the terms of
-    products in another order, and may take a point more or less. ``unit [..., G]`` is what a
-    product of 1 is worth, see ``codes.points_of_product``.
+    They are ours. The block of the largest product loses none. With ``logs`` of ``least_logs``,
+    products of all queries of a group count from there, and the block of the most points loses
+    none. So a place among the candidates takes as many points from each. Other backends add the
+    terms of products in another order, and may take a point more or less. ``worth`` is of
+    ``codes.points_of_product``.
     """
+    unit = similarity_scale(q_rot).unsqueeze(-1) * worth
     if logs is None:
-        best = products.amax(-1, keepdim=True)
+        behind = (products.amax(-1, keepdim=True) - products) * unit
     else:
-        products = products - logs
-        best = products.amax((-2, -1), keepdim=True)
-    behind = (best - products) * unit.unsqueeze(-1)
+        levels = (products - logs) * unit
+        # A query of zeros has no level.
+        levels = levels.where(levels.isfinite(), float("-inf"))
+        behind = levels.amax((-2, -1), keepdim=True) - levels
     return behind.where(behind > 0, 0.0).clamp(max=EXCLUDED).to(torch.uint8)
 
 

@@ -75,9 +75,9 @@ def search(
             they were coded; None for nothing. Its product counts in both stages, in stage 1 for
             rotated keys whose numbers have a root mean square of about 1.
         block_len: tokens of a block, a power of two; ``blocks`` of them hold all n.
-        samples: ``[B, H, s, D]`` fp32 keys, s above 0, beside ``means``. Stage 1 compares tokens of
-            a group's queries by what their softmaxes over these would take off. None: each query's
-            points have a scale of its own. For points by similarity and a ``scale`` above 0.
+        samples: ``[B, H, s, D]`` fp32 keys, s above 0, beside ``means``. They tell which logits a
+            query's selection reaches, and points of a group's queries count from there. For points
+            by similarity and a ``scale`` above 0. None: each query's points count by themselves.
         backend: "auto", "naive" or "triton".
 
     Raises:
@@ -113,10 +113,9 @@ def search(
         )
     if len(tiers) * subspaces >= EXCLUDED:
         fit = (EXCLUDED - 1) // subspaces
-        fewer = f"at most {_tiers(fit)} or " if fit else ""
         raise ValueError(
             f"scores of {_tiers(len(tiers))} in {subspaces} subspaces go above {EXCLUDED - 1}, "
-            f"which a byte can't hold; use {fewer}larger subspaces"
+            f"which a byte can't hold; use at most {_tiers(fit)}"
         )
     check_tensor("codes.sign", codes.sign, (batch, heads, length, dim // 8), [torch.uint8])
     check_codes(codes, dim, device)

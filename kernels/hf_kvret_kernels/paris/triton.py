@@ -42,9 +42,10 @@ from hf_kvret_kernels.paris.codes import (
     LEAST_OTHERS,
     LEVELS,
     MOST_SIMILAR,
-    OF_NONE,
     SHARE_UNIT,
+    ZERO_POINTS,
     SearchCall,
+    log_of_share,
     most_points,
     points_of_product,
     rotation_blocks,
@@ -56,7 +57,7 @@ from hf_kvret_kernels.top_k.triton import best_ids, choose, order_of, warm_up
 _SHARE_UNIT = tl.constexpr(SHARE_UNIT)
 _EXCLUDED = tl.constexpr(EXCLUDED)
 _MOST_SIMILAR = tl.constexpr(float(MOST_SIMILAR))
-_OF_NONE = tl.constexpr(OF_NONE)
+_ZERO_POINTS = tl.constexpr(ZERO_POINTS)
 _LEAST_OTHERS = tl.constexpr(LEAST_OTHERS)
 # Programs that share the mean keys of blocks, at most, and their numbers that one takes at a time.
 _PARTS = tl.constexpr(32)
@@ -91,7 +92,7 @@ def search(call: SearchCall) -> torch.Tensor:
     points = most_points(call.shares, call.counts)
     tables = bonus(
         *(call.query, call.signs, call.counts, call.shares, call.means, call.block_len),
-        *(call.samples, call.scale),
+        *(call.samples, call.scale, log_of_share(call)),
     )
     collisions = collide(tables, call.codes.sign, call.valid, points, call.survivors)
     return rank(tables, collisions, call).best
@@ -114,6 +115,7 @@ class Bonus(NamedTuple):
         units: ``[B, H, Q, G]`` fp32: points that a product of 1 is worth.
         block_bits: a block has two to the power of that many tokens.
         scale: factor of the products in a softmax.
+        share: of ``codes.log_of_share``.
     """
 
     words: torch.Tensor
@@ -126,6 +128,7 @@ class Bonus(NamedTuple):
     units: torch.Tensor | None
     block_bits: int
     scale: float
+    share: float
 
 
 def by_planes(q_rot: torch.Tensor) -> torch.Tensor:
@@ -151,6 +154,7 @@ def bonus(
     block_len: int = 1,
     samples: torch.Tensor | None = None,
     scale: float = 1.0,
+    share: float = 0.0,
 ) -> Bonus:
     """Tables of ``query [B, H, Q, G, D]``, which is in the codes' coordinates without ``signs``."""
     batch, heads, queries, tables, head_dim = query.shape
@@ -179,7 +183,8 @@ def bonus(
         planes = torch.empty(*lead, tables, 8, dim // 8, dtype=torch.float32, device=device)
         source = query.contiguous()
     bits = block_len.bit_length() - 1
-    result = Bonus(points, planes, histogram, tickets, products, bests, logs, units, bits, scale)
+    kept = products, bests, logs, units, bits, scale, share
+    result = Bonus(points, planes, histogram, tickets, *kept)
     if not rows:
         return result
     wide = triton.next_power_of_2(dim)
@@ -207,7 +212,6 @@ def bonus(
             HAS_MEANS=means is not None,
             HAS_SAMPLES=samples is not None,
             MEANS=max(1, _MEANS // wide),
-            ROWS=1 if samples is None else min(_MEANS // wide, triton.next_power_of_2(tables)),
             ROTATE=signs is not None,
             TABLES=tables,
             WORDS=words,
@@ -231,8 +235,8 @@ def _bonus_kernel(
     query_ptr, signs_ptr, signs_stride, counts_ptr, planes_ptr, points_ptr, histogram_ptr,
     tickets_ptr, means_ptr, products_ptr, bests_ptr, samples_ptr, logs_ptr, units_ptr, queries,
     head_dim, blocks, samples, worth, shrink, scale,
-    HAS_MEANS: tl.constexpr, HAS_SAMPLES: tl.constexpr, MEANS: tl.constexpr, ROWS: tl.constexpr,
-    ROTATE: tl.constexpr, TABLES: tl.constexpr, WORDS: tl.constexpr, PER_WORD: tl.constexpr,
+    HAS_MEANS: tl.constexpr, HAS_SAMPLES: tl.constexpr, MEANS: tl.constexpr, ROTATE: tl.constexpr,
+    TABLES: tl.constexpr, WORDS: tl.constexpr, PER_WORD: tl.constexpr,
     SHARES: tl.constexpr, SUBSPACES: tl.constexpr, WIDE: tl.constexpr,
     FIRST: tl.constexpr, DIM: tl.constexpr, STRIDE: tl.constexpr, PART: tl.constexpr,
     LOG_DIM: tl.constexpr,
@@ -286,15 +290,22 @@ def _bonus_kernel(
             value = tl.load(planes_ptr + source * WHOLE + _plane(subspaces * 8 + j, WHOLE))
             sims += tl.where(((ids >> j) & 1) == 1, value, -value)
         if HAS_MEANS or len(SHARES) == 0:
-            # With samples it is the least of the group's.
-            factor = _least_scale(
-                *(query_ptr, planes_ptr, signs_ptr, source - table if HAS_SAMPLES else source),
-                *(head_dim, TABLES if HAS_SAMPLES else 1, ROWS, ROTATE, WHOLE, WIDE, STRIDE),
-            )
+            all_of_it = tl.arange(0, WIDE)[None, :]
+            if ROTATE:
+                x = _signed(
+                    query_ptr + source * head_dim, signs_ptr, all_of_it, head_dim, WHOLE, STRIDE
+                )
+            else:
+                inside = all_of_it < WHOLE
+                x = tl.load(planes_ptr + source * WHOLE + all_of_it, mask=inside, other=0.0)
+            x = x.to(tl.float64)
+            factor = (tl.sqrt(WHOLE / tl.sum(x * x, axis=1)) * (2 / 3)).to(tl.float32)
+            factor = (factor.to(tl.int32, bitcast=True) & -(1 << 20)).to(tl.float32, bitcast=True)
             if HAS_MEANS:
-                tl.store(units_ptr + source, factor * worth, mask=(part == 0) & (FIRST == 0))
+                first = (part == 0) & (FIRST == 0) & (tl.arange(0, 1) == 0)
+                tl.store(units_ptr + source + tl.arange(0, 1), factor * worth, mask=first)
         if len(SHARES) == 0:
-            points = tl.floor(sims * factor) + _OF_NONE
+            points = tl.floor(sims * factor[:, None]) + _ZERO_POINTS
             points = tl.minimum(tl.where(points > 0, points, 0.0), _MOST_SIMILAR)
             tl.store(points_ptr + ids * PER_WORD, points.to(tl.int32).to(tl.uint8))
         else:
@@ -342,28 +353,6 @@ def _take_products(
         else:
             tl.store(products_ptr + own, product, mask=own < count)
     return tl.max(best, axis=0), log_sum_exp(logs)
-
-
-@triton.jit
-def _least_scale(
-    query_ptr, planes_ptr, signs_ptr, source, head_dim, count,
-    ROWS: tl.constexpr, ROTATE: tl.constexpr, WHOLE: tl.constexpr, WIDE: tl.constexpr,
-    STRIDE: tl.constexpr,
-):  # fmt: skip
-    """The least ``naive.similarity_scale`` of ``count`` queries from ``source`` on."""
-    columns = tl.arange(0, WIDE)[None, :]
-    least = tl.full((), float("inf"), tl.float32)
-    for first in range(0, count, ROWS):
-        rows = source + tl.minimum(first + tl.arange(0, ROWS), count - 1)[:, None]
-        if ROTATE:
-            x = _signed(query_ptr + rows * head_dim, signs_ptr, columns, head_dim, WHOLE, STRIDE)
-        else:
-            x = tl.load(planes_ptr + rows * WHOLE + columns, mask=columns < WHOLE, other=0.0)
-        exact = x.to(tl.float64)
-        scale = (tl.sqrt(WHOLE / tl.sum(exact * exact, axis=1)) * (2 / 3)).to(tl.float32)
-        scale = (scale.to(tl.int32, bitcast=True) & -(1 << 20)).to(tl.float32, bitcast=True)
-        least = tl.minimum(least, tl.min(scale, axis=0))
-    return least
 
 
 @triton.jit
@@ -487,6 +476,7 @@ def collide(
             0 if bonus.products is None else bonus.products.shape[4],
             bonus.block_bits,
             1 / bonus.scale if bonus.logs is not None else 0.0,
+            bonus.share,
             *sign.stride()[:2],
             *mask_layout(valid),
             HAS_VALID=valid is not None,
@@ -514,8 +504,8 @@ def collide(
 def _collide_kernel(
     sign_ptr, words_ptr, valid_ptr, scores_ptr, histogram_ptr, tickets_ptr, products_ptr, bests_ptr,
     logs_ptr, units_ptr, reaching_ptr, plan_ptr, before_ptr, length, stride, heads, queries, count,
-    mean_blocks, block_bits, per_log, sign_stride_b, sign_stride_h, valid_stride_b, valid_stride_n,
-    VALID_UNIT: tl.constexpr, HAS_VALID: tl.constexpr, HAS_MEANS: tl.constexpr,
+    mean_blocks, block_bits, per_log, share, sign_stride_b, sign_stride_h, valid_stride_b,
+    valid_stride_n, VALID_UNIT: tl.constexpr, HAS_VALID: tl.constexpr, HAS_MEANS: tl.constexpr,
     HAS_SAMPLES: tl.constexpr, SAME_MEAN: tl.constexpr, TABLES: tl.constexpr, HEADS: tl.constexpr,
     PARTS: tl.constexpr, WORDS: tl.constexpr, PER_WORD: tl.constexpr, BINS: tl.constexpr,
     BYTES: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
@@ -548,7 +538,10 @@ def _collide_kernel(
         mean_ids = tl.minimum(tokens >> block_bits, mean_blocks - 1)
     if HAS_MEANS:
         of_group = row * TABLES + tl.arange(0, HEADS)
-        bests = _bests(bests_ptr, logs_ptr, of_group, per_log, HAS_SAMPLES, TABLES, HEADS, PARTS)
+        bests = _bests(
+            *(bests_ptr, logs_ptr, units_ptr, of_group, per_log, share),
+            *(HAS_SAMPLES, TABLES, HEADS, PARTS),
+        )
     for w in range(WORDS):
         total = tl.zeros((BLOCK,), dtype=tl.uint32)
         if CHUNK == BYTES:
@@ -600,8 +593,8 @@ def _collide_kernel(
 
 @triton.jit
 def _bests(
-    bests_ptr, logs_ptr, tables, per_log, HAS_SAMPLES: tl.constexpr, TABLES: tl.constexpr,
-    HEADS: tl.constexpr, PARTS: tl.constexpr,
+    bests_ptr, logs_ptr, units_ptr, tables, per_log, share,
+    HAS_SAMPLES: tl.constexpr, TABLES: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """The products ``[HEADS]`` at which ``tables``, of a row, lose none: ``naive.lost_points``."""
     parts = tl.arange(0, _PARTS)[None, :]
@@ -613,8 +606,11 @@ def _bests(
         peaks = tl.load(logs_ptr + 2 * places + 1, mask=here, other=float("-inf"))
         peak = finite_base(tl.max(peaks, axis=1))
         others = tl.sum(tl.exp(logs - peak[:, None]), axis=1) - 1
-        taken = (peak + tl.log(tl.maximum(others, _LEAST_OTHERS))) * per_log
-        bests = tl.max(tl.where(is_table, bests - taken, float("-inf")), axis=0) + taken
+        least = (peak + tl.log(tl.maximum(others, _LEAST_OTHERS)) + share) * per_log
+        units = tl.load(units_ptr + tables, mask=is_table, other=1.0)
+        levels = (bests - least) * units
+        levels = tl.where(is_table & (tl.abs(levels) < float("inf")), levels, float("-inf"))
+        bests = least + tl.max(levels, axis=0) / units
     return bests
 
 
