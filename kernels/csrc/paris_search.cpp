@@ -21,7 +21,7 @@ class ParisSearch : public Search {
           tables_(paris.mean_query ? 1 : heads_), row_bytes_(paris.dim / 8),
           stride_(row_stride(paris.candidates)),
           blocks_((step.tokens + paris.block_len - 1) / paris.block_len),
-          offset_stride_(row_stride(blocks_)), sample_stride_(row_stride(paris.sample_count + 1)),
+          offset_stride_(row_stride(blocks_)), sample_stride_(row_stride(paris.sample_count)),
           drop_stride_((tables_ + 7) / 8 * 8) {
         Cutter cutter;
         rotated_ = cutter.take<float>(tables_ * paris.dim);
@@ -268,9 +268,10 @@ class ParisSearch : public Search {
         kernel_.exp(products, products, count);
         const float others = std::accumulate(products, products + count, -1.0f);
         const float taken = std::log(std::max(others, std::exp(-10.0f)));
-        const double whole = static_cast<double>(count * step_.attention.count);
         // See log_of_share in paris/codes.py.
-        const double share = std::log(static_cast<double>(step_.tokens) / whole) - 2.0;
+        const double whole = static_cast<double>(step_.tokens) / step_.attention.count;
+        const double share = std::max(0.0, std::log(whole) - 2.0) -
+                             std::log(static_cast<double>(std::max<int64_t>(1, count - 1)));
         return peak + (taken + static_cast<float>(share)) / scale;
     }
 

@@ -238,8 +238,9 @@ class ParisCase : public SearchCase {
         };
         for (int64_t i = 0; i < paris_.sample_count; ++i) peak = std::max(peak, logit(i));
         for (int64_t i = 0; i < paris_.sample_count; ++i) total += std::exp(logit(i) - peak);
-        const double share = std::log(static_cast<double>(step.tokens) /
-                                      (paris_.sample_count * step.attention.count)) - 2.0;
+        const double share =
+            std::max(0.0, std::log(static_cast<double>(step.tokens) / step.attention.count) - 2.0) -
+            std::log(std::max(1.0, paris_.sample_count - 1.0));
         // But the largest sample.
         return (peak + std::log(std::max(total - 1.0, std::exp(-10.0))) + share) / scale;
     }

@@ -10,7 +10,7 @@ import torch
 
 from hf_kvret_kernels import paris
 from hf_kvret_kernels.paris import naive
-from hf_kvret_kernels.paris.codes import most_points, points_of_product
+from hf_kvret_kernels.paris.codes import log_of_share, most_points, points_of_product
 
 from .draws import (
     DEVICE,
@@ -39,6 +39,14 @@ def random_valid(batch: int, length: int) -> torch.Tensor:
     return valid
 
 
+def _call(
+    query: torch.Tensor, sign: torch.Tensor, samples: torch.Tensor | None, scale: float
+) -> Any:
+    """A search for nine tokens, as far as samples count in it."""
+    codes = SimpleNamespace(sign=sign)
+    return SimpleNamespace(query=query, codes=codes, samples=samples, scale=scale, budget=9)
+
+
 def collisions(
     q_rot: torch.Tensor,
     counts: torch.Tensor,
@@ -61,19 +69,13 @@ def collisions(
         drops = None
         if means is not None:
             products, worth = naive.mean_products(q_rot, means), points_of_product(shares)
-            call = SimpleNamespace(
-                query=q_rot,
-                samples=samples,
-                scale=scale,
-                budget=9,
-                codes=SimpleNamespace(sign=sign),
-            )
+            call = _call(q_rot, sign, samples, scale)
             lost = naive.lost_points(products, q_rot, worth, naive.least_logs(call))
             drops = naive.Blocks(lost, block_len)
         return naive.collide(sign, points, valid, drops)
     from hf_kvret_kernels.paris import triton
 
-    share = 0.0 if samples is None else math.log(sign.shape[2] / (9 * samples.shape[2])) - 2
+    share = 0.0 if samples is None else log_of_share(_call(q_rot, sign, samples, scale))
     points = triton.bonus(q_rot, None, counts, shares, means, block_len, samples, scale, share)
     return triton.collide(points, sign, valid, most_points(shares, counts), 0).scores
 
@@ -324,7 +326,13 @@ def test_points_of_a_group_count_from_what_selections_reach(
     logits = torch.einsum("bhqgd,bhnd->bhqgn", queries, samples.double()) * 0.25
     best = logits.amax(-1, keepdim=True)
     others = (logits - best).exp().sum(-1, keepdim=True) - 1
-    least = best + others.clamp(min=math.exp(-10)).log() + math.log(320 / (9 * count)) - 2
+    least = (
+        best
+        + others.clamp(min=math.exp(-10)).log()
+        + math.log(320 / 9)
+        - 2
+        - math.log(max(1, count - 1))
+    )
     unit = (naive.similarity_scale(q_rot) * 0.8)[..., None]
     levels = (products - least / 0.25) * unit
     lost = (levels.amax((3, 4), keepdim=True) - levels).clamp(max=255).floor()

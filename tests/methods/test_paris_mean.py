@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from hf_kvret import TokenBlock
+from hf_kvret.contracts.state import Schema
 from hf_kvret.methods.paris import ParisConfig, ParisIndex
 
 from .codebooks import DIM, HEADS
@@ -133,6 +134,30 @@ def test_a_cache_that_was_saved_without_samples_gets_some_when_it_has_doubled() 
         assert "samples" not in fed.index.state_dict()
     fed.ready()
     assert _same(fed.index, _fed(keys).index)
+
+
+def test_samples_are_saved_with_their_means() -> None:
+    fed = _fed(_keys(60))
+    state, schema = (
+        fed.index.state_dict(),
+        Schema(torch.float32, {"B": 2, "H": HEADS, "N": 60, "D": DIM}),
+    )
+    fed.index.check_saved(state, schema)
+    with pytest.raises(ValueError, match="samples is"):
+        fed.index.check_saved(state | {"samples": state["samples"][:, :, 1:]}, schema)
+    for name in ("means", "factors"):
+        del state[name]
+    with pytest.raises(ValueError, match="means come with factors"):
+        fed.index.check_saved(state, schema)
+
+
+def test_padding_takes_keys_from_all_behind_it() -> None:
+    """Also where the first pieces of a prompt have no key at all."""
+    keys, valid = _keys(64), torch.ones(2, 64, dtype=torch.bool)
+    valid[1, :34] = False
+    samples = _unbuilt(keys, 16, 32, valid=valid).index.state_dict()["samples"]
+    assert torch.equal(samples[0], keys[0][:, [15, 31, 47, 63]])
+    assert torch.equal(samples[1], keys[1][:, [47, 63, 47, 63]])
 
 
 def test_a_hole_is_no_sample() -> None:

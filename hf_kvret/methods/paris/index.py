@@ -48,8 +48,8 @@ _LEAST = 1e-3
 # Fewest tokens of a block, most blocks of the keys whose means are taken at once, and a block that
 # has all tokens.
 _BLOCK, _BLOCKS, _LONGEST = 256, 64, 1 << 30
-# Tokens that have a sample for each of their blocks, and for each where a block is longer.
-_SAMPLED = 1024
+# A block has this over its length samples, and at least one; samples of an index at most.
+_SAMPLED, _MOST_SAMPLES = 1024, 512
 # Keys that are read at a time; numbers that are scaled at once, 16 MiB.
 _CHUNK, _NUMBERS = 4096, 1 << 22
 # Keys that tell a block's mean and their variance, and its least share of the means' square.
@@ -166,7 +166,7 @@ class ParisIndex(CapturableIndex, Index):
     _means: torch.Tensor | None = tensor(dims="B H b D", **_CENTERED)
     _block_len: int = number(_BLOCK)
     _mean_len: int = number(0)
-    # Some of the keys, [B, Hkv, *, D] fp32.
+    # A key of each stride, [B, Hkv, *, D] fp32.
     _samples: torch.Tensor | None = tensor(dims="B H e D", **_CENTERED)
     # Sums of squares of a prompt's newest queries; what queries are multiplied by.
     _energy: torch.Tensor | None = tensor(dims="B g D", **_CENTERED)
@@ -214,7 +214,7 @@ class ParisIndex(CapturableIndex, Index):
         read: Callable[[int], Iterable[tuple[int, torch.Tensor]]],
         valid: torch.Tensor,
     ) -> None:
-        """Take means, of which there are none, samples and factors of what ``read`` brings."""
+        """Take means, samples and factors of what ``read`` brings; ``means`` has no row yet."""
         squares, samples = [], means
         self._block_len = max(_BLOCK, 1 << (-(-self._mean_len // _BLOCKS) - 1).bit_length())
         for start, keys in read(max(_CHUNK, self._block_len)):
@@ -252,30 +252,40 @@ class ParisIndex(CapturableIndex, Index):
                 mean = last.lerp(mean, share.where(last.any(-1, keepdim=True), 1.0))
             means = torch.cat([before, mean, after], dim=2)
             squares += (own - mean).masked_fill_(padding, 0.0).square_().sum(2)
-        return _without_gaps(means), squares
+        indices = torch.arange(means.shape[2], device=means.device)
+        indices = indices.where(means.any(-1), len(indices) - 1)
+        indices = indices.flip(-1).cummin(-1).values.flip(-1)
+        return means.gather(2, indices.unsqueeze(-1).expand_as(means)), squares
 
     def _more_samples(
         self, samples: torch.Tensor, start: int, keys: torch.Tensor, valid: torch.Tensor
     ) -> torch.Tensor:
-        """``samples`` and those of the strides that begin with ``keys``, as of ``_mean_keys``.
+        """``samples [B, Hkv, s, D]`` and those of the strides that begin with ``keys``.
 
         A stride has its newest key, as the first keys of a prompt are no sample. Padding in front
         takes keys from behind it.
         """
-        stride, length = self._stride, keys.shape[2]
-        firsts = torch.arange(-(-start // stride), -(-(start + length) // stride))
-        if not len(firsts):
+        stride, length = _stride(self._block_len), keys.shape[2]
+        begin, end = -(-start // stride), min(-(-(start + length) // stride), _MOST_SAMPLES)
+        if end <= begin:
             return samples
+        firsts = torch.arange(begin, end)
         ends = (((firsts + 1) * stride - start).clamp(max=length) - 1).to(keys.device)
-        begin = valid.byte().argmax(1, keepdim=True)
-        ends = ends.where(ends >= begin, begin + ends % (length - begin))
+        some = valid.byte().argmax(1, keepdim=True)
+        ends = ends.where(ends >= some, some + ends % (length - some))
         newest = torch.arange(length, device=keys.device).where(valid, 0).cummax(1).values
         places = newest.gather(1, ends)[:, None, :, None]
         new = keys.gather(2, places.expand(*keys.shape[:2], -1, keys.shape[3]))
         # What holds no key takes the sample before, if there is one.
         last = samples[:, :, -1:] if samples.shape[2] else 0.0
         new = new.float().where(valid.any(1)[:, None, None, None], last)
-        return _without_gaps(torch.cat([samples, new], dim=2))
+        samples = torch.cat([samples, new], dim=2)
+        places, some = (
+            torch.arange(end, device=keys.device),
+            samples.any(-1).byte().argmax(-1, True),
+        )
+        places = places.where(places >= some, some + places % (end - some))
+        return samples.gather(2, places.unsqueeze(-1).expand_as(samples))
 
     def _by_block(self, start: int, length: int) -> Iterator[tuple[int, slice]]:
         """Each block that has some of these tokens, the first being ``start``, and which ones."""
@@ -393,15 +403,10 @@ class ParisIndex(CapturableIndex, Index):
 
         Points by rank are no estimates of logits.
         """
-        options, by_rank = self.options, self.options.tiers_for(counts.shape[2])
-        if group == 1 or options.group_reduce == "mean" or by_rank or not cold.scale > 0:
+        samples, by_rank = self._samples, self.options.tiers_for(counts.shape[2])
+        if samples is None or by_rank or group == 1 or self.options.group_reduce == "mean":
             return None
-        return self._samples
-
-    @property
-    def _stride(self) -> int:
-        """Tokens of which one is a sample."""
-        return -(-self._block_len // max(1, _SAMPLED // self._block_len))
+        return samples if samples.shape[2] > 1 and cold.scale > 0 else None
 
     def _grouped(self, query: torch.Tensor) -> torch.Tensor:
         """``[B, Hkv, G, Q, D]`` of ``query [B, Hq, Q, D]``."""
@@ -455,7 +460,9 @@ class ParisIndex(CapturableIndex, Index):
         if self._means is not None:
             self._means = self._means[:, :, : -(-length // self._block_len)].contiguous()
         if self._samples is not None:
-            self._samples = self._samples[:, :, : -(-length // self._stride)].contiguous()
+            self._samples = self._samples[
+                :, :, : -(-length // _stride(self._block_len))
+            ].contiguous()
         dropped = self._codes()
         counted = dropped.is_valid()[:, length:]
         self._counts = self._counts - paris.count_centroids(
@@ -479,7 +486,11 @@ class ParisIndex(CapturableIndex, Index):
                 raise ValueError(f"block_len is {size}: the file is damaged; save the cache again")
             blocks = -(-state["sign"].shape[2] // size)
             schema.check("means", state["means"], f"B H {blocks} D", torch.float32)
-        if ("means" in state) != ("factors" in state) or "samples" in state.keys() - {"means"}:
+            if "samples" in state:
+                count = min(-(-state["sign"].shape[2] // _stride(size)), _MOST_SAMPLES)
+                schema.check("samples", state["samples"], f"B H {count} D", torch.float32)
+        has_means = "means" in state
+        if has_means != ("factors" in state) or ("samples" in state and not has_means):
             raise ValueError("means come with factors: the file is damaged; save the cache again")
         if {"sign", "counts", "record"} <= state.keys():
             width = 3 * state["sign"].shape[3] + state["counts"].shape[2]
@@ -515,12 +526,9 @@ class ParisIndex(CapturableIndex, Index):
         return paris.ParisCodes(self._sign.rows, self._record.rows)
 
 
-def _without_gaps(rows: torch.Tensor) -> torch.Tensor:
-    """``rows [B, H, n, D]``, in which zeros take the row behind them."""
-    indices = torch.arange(rows.shape[2], device=rows.device)
-    indices = indices.where(rows.any(-1), len(indices) - 1)
-    indices = indices.flip(-1).cummin(-1).values.flip(-1)
-    return rows.gather(2, indices.unsqueeze(-1).expand_as(rows))
+def _stride(block_len: int) -> int:
+    """Tokens of which one is a sample."""
+    return -(-block_len // max(1, _SAMPLED // block_len))
 
 
 def _current(state: Tensors) -> Tensors:

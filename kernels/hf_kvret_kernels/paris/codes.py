@@ -24,7 +24,7 @@ EXCLUDED = 255
 MOST_SIMILAR = 7
 # Points of a similarity of 0.
 ZERO_POINTS = 3
-# Least sum of a sample but its largest number, which is 1.
+# Least sum of exponentials of a sample without its largest, which is 1.
 LEAST_OTHERS = math.exp(-10)
 # A share of the keys is a whole number of millionths.
 SHARE_UNIT = 1_000_000
@@ -243,13 +243,14 @@ def points_of_product(shares: tuple[int, ...]) -> float:
 
 
 def log_of_share(call: SearchCall) -> float:
-    """What is added to a log-sum-exp of samples, for ``naive.least_logs``.
+    """What is added to a log-sum-exp of samples without one, for ``naive.least_logs``.
 
-    Shares of a selection begin at e^-2 of an equal one. At 0, and without any, less of the top-k of
-    models is found, and queries of great length take the candidates of others.
+    Shares of a selection begin at e^-2 of an equal one, or at one of all tokens. Without samples
+    less of the top-k of models is found, and without the 2 long queries take the candidates of
+    others.
     """
-    tokens, samples = call.codes.sign.shape[2], 1 if call.samples is None else call.samples.shape[2]
-    return math.log(tokens / (samples * call.budget)) - 2
+    others = 1 if call.samples is None else max(1, call.samples.shape[2] - 1)
+    return max(0.0, math.log(call.codes.sign.shape[2] / call.budget) - 2) - math.log(others)
 
 
 def has_similarities(subspaces: int) -> bool:

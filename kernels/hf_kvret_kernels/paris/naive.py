@@ -215,10 +215,10 @@ def mean_products(query: torch.Tensor, means: torch.Tensor) -> torch.Tensor:
 def least_logs(call: SearchCall) -> torch.Tensor | None:
     """``[B, H, Q, G, 1]`` fp32: logits that a query's selection is taken to reach, as products.
 
-    They are ours. Of a softmax over the samples comes what it takes off, and so the logit of an
-    equal share of ``call.budget`` tokens, and ``codes.log_of_share`` less. The largest sample is
-    left out: a key that one query asks for would stand for many. The others are taken for at least
-    ``LEAST_OTHERS`` of it.
+    They are ours. A softmax over the samples tells what it takes off, and so the logit of a share,
+    see ``codes.log_of_share``. The largest sample is left out: a key that one query asks for would
+    stand for many. The others are taken for at least ``LEAST_OTHERS`` of it. A soft cap does not
+    count.
     """
     if call.samples is None:
         return None
