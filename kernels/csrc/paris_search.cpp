@@ -330,8 +330,8 @@ class ParisSearch : public Search {
     const Kernel &kernel_;
     const int64_t heads_, tables_, row_bytes_, stride_, blocks_, offset_stride_, sample_stride_,
         drop_stride_;
-    int64_t rotated_, offsets_, samples_, drops_, points_, packed_, scores_, count_, candidates_, estimates_,
-        relevance_, bytes_;
+    int64_t rotated_, offsets_, samples_, drops_, points_, packed_, scores_, count_, candidates_,
+        estimates_, relevance_, bytes_;
 };
 
 bool is_good(const hfk_paris &paris, const hfk_request &request) {

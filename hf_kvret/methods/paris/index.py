@@ -48,7 +48,8 @@ _LEAST = 1e-3
 # Fewest tokens of a block, most blocks of the keys whose means are taken at once, and a block that
 # has all tokens.
 _BLOCK, _BLOCKS, _LONGEST = 256, 64, 1 << 30
-# A block has this over its length samples, and at least one; samples of an index at most.
+# A block has _SAMPLED over its length samples, or one if it is longer. An index has _MOST_SAMPLES
+# at most.
 _SAMPLED, _MOST_SAMPLES = 1024, 512
 # Keys that are read at a time; numbers that are scaled at once, 16 MiB.
 _CHUNK, _NUMBERS = 4096, 1 << 22
@@ -276,14 +277,13 @@ class ParisIndex(CapturableIndex, Index):
         newest = torch.arange(length, device=keys.device).where(valid, 0).cummax(1).values
         places = newest.gather(1, ends)[:, None, :, None]
         new = keys.gather(2, places.expand(*keys.shape[:2], -1, keys.shape[3]))
-        # What holds no key takes the sample before, if there is one.
+        # A sequence without a key here repeats its last sample, or has zeros for now.
         last = samples[:, :, -1:] if samples.shape[2] else 0.0
         new = new.float().where(valid.any(1)[:, None, None, None], last)
         samples = torch.cat([samples, new], dim=2)
-        places, some = (
-            torch.arange(end, device=keys.device),
-            samples.any(-1).byte().argmax(-1, True),
-        )
+        # Samples replace the zeros before them, one after the other.
+        some = samples.any(-1).byte().argmax(-1, keepdim=True)
+        places = torch.arange(end, device=keys.device)
         places = places.where(places >= some, some + places % (end - some))
         return samples.gather(2, places.unsqueeze(-1).expand_as(samples))
 
@@ -460,9 +460,8 @@ class ParisIndex(CapturableIndex, Index):
         if self._means is not None:
             self._means = self._means[:, :, : -(-length // self._block_len)].contiguous()
         if self._samples is not None:
-            self._samples = self._samples[
-                :, :, : -(-length // _stride(self._block_len))
-            ].contiguous()
+            count = -(-length // _stride(self._block_len))
+            self._samples = self._samples[:, :, :count].contiguous()
         dropped = self._codes()
         counted = dropped.is_valid()[:, length:]
         self._counts = self._counts - paris.count_centroids(
