@@ -288,6 +288,26 @@ def test_tokens_of_unknown_ids_go_with_a_difference_behind_them() -> None:
     assert torch.equal(answer, model.generate(other, **RUN))
 
 
+def test_a_generation_config_without_a_length_keeps_the_usual_one(
+    tokenizer: Any, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The default length of transformers is 20 tokens, of prompt and answer."""
+    calls: list[Any] = []
+    monkeypatch.setattr(model, "generate", lambda ids, **call: calls.append(call) or ids)
+    talk = hf_kvret.chat(model, tokenizer)
+    for own, options, most in (
+        (GenerationConfig(do_sample=True), {}, 512),
+        (GenerationConfig(max_new_tokens=3), {}, None),
+        (GenerationConfig(max_length=900), {}, None),
+        (GenerationConfig(), {"max_new_tokens": 5}, 5),
+        (GenerationConfig(), {"max_length": 900}, None),
+        (None, {"max_length": 900}, None),
+    ):
+        talk.send("w9", **options, **({"generation_config": own} if own else {}))
+        assert calls[-1].get("max_new_tokens") == most
+        assert calls[-1]["past_key_values"] is talk.cache
+
+
 def test_bad_chats_are_refused(tokenizer: Any, model: Any) -> None:
     with pytest.raises(ValueError, match="'pariss': choose one of"):
         hf_kvret.chat(model, tokenizer, "pariss")

@@ -45,7 +45,7 @@ class Chat:
         Args:
             text: of the user.
             **options: of ``generate``, as ``streamer``; 512 new tokens at most, unless they or a
-                ``generation_config`` are given. One answer of one beam.
+                ``generation_config`` name a length. One answer of one beam.
 
         Raises:
             RuntimeError: another thread waits for an answer.

@@ -96,8 +96,9 @@ def ask(
         tokenizer: of the model.
         cache: that holds `document_ids`, and nothing behind them.
         question: asked behind the document, in the same message where there is a chat template.
-        **options: of ``generate``, as ``streamer``; 512 new tokens at most and greedy, unless they
-            or a ``generation_config`` are given. One answer of one beam.
+        **options: of ``generate``, as ``streamer``; 512 new tokens at most, unless they or a
+            ``generation_config`` name a length, and greedy, unless one is given. One answer of one
+            beam.
 
     Raises:
         TypeError: another cache.
@@ -157,7 +158,7 @@ def answer_options(
         prompt: all of it is text, also where it has ids of padding.
         options: the caller's.
         usual: what holds where ``options`` don't say; a ``generation_config`` says it all but the
-            cache.
+            cache, and a length that it doesn't name.
 
     Raises:
         ValueError: several beams or answers, or another cache.
@@ -174,11 +175,13 @@ def answer_options(
         # An argument of the call is the only thing that the model's defaults give way to.
         arguments |= {name: getattr(plain, name) for name in dropped}
         _log.warning("left out of the model's generation_config: %s", ", ".join(dropped))
+    kept, lengths = set(usual), ("max_length", "max_new_tokens")
     if own is not None:
-        usual = {"past_key_values": usual["past_key_values"]}
-    if "max_length" in options:
-        usual = {name: value for name, value in usual.items() if name != "max_new_tokens"}
-    return {**arguments, **usual, **options}
+        kept = {"past_key_values", "max_new_tokens"}
+    # Whoever names a length means no other one.
+    if any(options.get(name) or getattr(own, name, None) for name in lengths):
+        kept.discard("max_new_tokens")
+    return {**arguments, **{name: usual[name] for name in kept & usual.keys()}, **options}
 
 
 def positions(model: PreTrainedModel) -> tuple[int, bool]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -11,7 +12,7 @@ from hf_kvret.options.config import RetrievalConfig
 
 _log = logging.getLogger(__name__)
 
-MEMINFO = Path("/proc/meminfo")
+ROOT = Path("/")
 
 CODED = ("higgs", "higgs-host")
 """Names of stores whose rows only a store of these can load."""
@@ -75,13 +76,38 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def free_host_bytes() -> int | None:
-    """Bytes that this machine can give out without swapping, page cache included.
+    """Bytes that this process can still take without swapping, page cache included.
 
-    None: nobody says, as on macOS and Windows. The limit of a container is not looked at.
+    The machine has them, and the control groups of the process allow them, as a container's.
+    None: nobody says, as on macOS and Windows.
     """
-    lines = MEMINFO.read_text().splitlines() if MEMINFO.is_file() else ()
-    sizes = (line.split()[1] for line in lines if line.startswith("MemAvailable:"))
-    return next((1024 * int(size) for size in sizes), None)
+    lines = _lines(ROOT / "proc/meminfo")
+    sizes = [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
+    return min([*sizes, *_left_by_groups()], default=None)
+
+
+def _left_by_groups() -> Iterator[int]:
+    """What each limited control group of this process leaves it (Linux cgroups, both versions)."""
+    for line in _lines(ROOT / "proc/self/cgroup"):
+        _, controllers, path = line.split(":", 2)
+        names = {"": ("max", "current"), "memory": ("limit_in_bytes", "usage_in_bytes")}
+        if controllers in names:
+            root = ROOT / "sys/fs/cgroup" / controllers
+            group = root / path.lstrip("/")
+            # A container sees its own group as the root, whatever path the host knows it by.
+            for folder in {root, group, *group.parents}:
+                limit, used = (_lines(folder / f"memory.{name}") for name in names[controllers])
+                if limit and used and limit[0].isdecimal():
+                    stat = dict(line.split() for line in _lines(folder / "memory.stat"))
+                    cached = stat.get("total_inactive_file", stat.get("inactive_file", 0))
+                    yield max(0, int(limit[0]) - int(used[0]) + int(cached))
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return file.read_text().splitlines()
+    except OSError:
+        return []
 
 
 def _text(size: int) -> str:

@@ -27,10 +27,12 @@ TOKEN_BYTES = 2 * 2 * 2 * 16 * 4
 @pytest.fixture
 def free(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
     """Sets how many KiB of host memory are free, and how many bytes of the GPU's."""
-    monkeypatch.setattr(placement, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(placement, "ROOT", tmp_path)
+    (tmp_path / "proc").mkdir()
 
     def set_free(host_kib: int, gpu: int = 0) -> None:
-        (tmp_path / "meminfo").write_text(f"MemTotal: 9999999 kB\nMemAvailable: {host_kib} kB\n")
+        lines = f"MemTotal: 9999999 kB\nMemAvailable: {host_kib} kB\n"
+        (tmp_path / "proc" / "meminfo").write_text(lines)
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (gpu, 10**12))
 
     return set_free
@@ -80,14 +82,42 @@ def test_rows_without_room_are_told_with_remedies(
 def test_where_free_memory_is_unknown_rows_go_to_the_device(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(placement, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(placement, "ROOT", tmp_path)
     assert free_host_bytes() is None
-    (tmp_path / "meminfo").write_text("MemTotal: 9999999 kB\n")
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc" / "meminfo").write_text("MemTotal: 9999999 kB\n")
     assert free_host_bytes() is None
     chosen = choose(CPU, 2**60, FlatConfig())
     assert chosen == ("device", "device: how much memory is free is unknown here")
     assert choose(torch.device("mps"), 2**60, FlatConfig())[0] == "device"
     assert warnings_of(caplog) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "group", "limit", "used", "cached"),
+    [
+        ("0::/", "", "max", "current", "inactive_file"),
+        ("0::/slurm/job", "slurm", "max", "current", "inactive_file"),
+        ("4:memory:/ab", "memory", "limit_in_bytes", "usage_in_bytes", "total_inactive_file"),
+    ],
+)
+def test_the_limit_of_a_container_counts(
+    free: Any, tmp_path: Path, line: str, group: str, limit: str, used: str, cached: str
+) -> None:
+    """A container's own group is the root that it sees; page cache that is idle is free."""
+    free(10_000)
+    (tmp_path / "proc" / "self").mkdir()
+    (tmp_path / "proc" / "self" / "cgroup").write_text(f"3:cpuset:/\n{line}\n")
+    folder = tmp_path / "sys" / "fs" / "cgroup" / group
+    folder.mkdir(parents=True)
+    (folder / "memory.stat").write_text(f"anon 1\ninactive_file 5000\n{cached} 5000\n")
+    (folder / f"memory.{used}").write_text("65000\n")
+    left = {"100000": 40_000, "60001": 1, "50000": 0, "max": 10_240_000, f"{2**63}": 10_240_000}
+    for written, bytes_left in left.items():
+        (folder / f"memory.{limit}").write_text(f"{written}\n")
+        assert free_host_bytes() == bytes_left
+    free(1)
+    assert free_host_bytes() == 1024
 
 
 def test_a_cache_decides_once_for_all_rows_to_come(
