@@ -82,8 +82,10 @@ def why_not(
             "argument or use cache_implementation='dynamic'"
         )
     size = generation_config.prefill_chunk_size
-    if size is not None and size < 1:
-        reasons.append(f"prefill_chunk_size={size}: give at least 1 token, or leave it out")
+    if size is not None and (not isinstance(size, int) or size < 1):
+        reasons.append(
+            f"prefill_chunk_size={size}: give a count of tokens above 0, or leave it out"
+        )
     # transformers tells them by their names, too.
     drafter = type(call.arguments.get("assistant_model")).__name__
     if drafter.startswith(("Gemma4Assistant", "Gemma4UnifiedAssistant")):

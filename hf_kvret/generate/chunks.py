@@ -121,26 +121,28 @@ def chunk_prompt(
         elif callers < length:
             size = callers
             # The model's own indexer selects the same whatever the chunks are.
-            if not cache.options.follows_model:
+            if not (cache.options.follows_model or obstacle):
                 message = (
                     "prefill_chunk_size=%d cuts the prompt into chunks of at most max_draft=%d "
                     "tokens, which retrieve as drafted ones do: take more, or leave it out"
                 )
                 _log.warning(message, callers, most)
         reason = None if size is None else _why_whole(model, cache, model_kwargs, length, size)
-        if reason is not None and callers is not None:
+        if size is not None and obstacle:
+            reason = obstacle
+        elif reason is not None and callers is not None:
             raise ValueError(
                 f"prefill_chunk_size={callers} cuts a prompt of {length} tokens, and this "
                 f"model has to read it in one pass: {reason}. Pass prefill_chunk_size=None, or "
                 "leave it out of the call and of the model's generation_config"
             )
-        if size is not None and callers is None:
-            if option == "auto" and recurs(cache):
-                reason = "'auto' leaves models with recurrent layers whole"
-            reason = obstacle or reason
+        elif size is not None and callers is None and option == "auto" and recurs(cache):
+            reason = "'auto' leaves models with recurrent layers whole"
         if reason is not None:
-            size, level = None, logging.INFO if option == "auto" else logging.WARNING
-            _log.log(level, "prefill_chunk=%r: the prompt goes in one pass, as %s", option, reason)
+            name = "prefill_chunk" if callers is None else "prefill_chunk_size"
+            given = option if callers is None else callers
+            size, level = None, logging.INFO if given == "auto" else logging.WARNING
+            _log.log(level, "%s=%r: the prompt goes in one pass, as %s", name, given, reason)
         generation_config.prefill_chunk_size = size
     chunk = size or length
     past = cache.get_seq_length()

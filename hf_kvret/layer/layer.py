@@ -173,7 +173,9 @@ class RetrievalLayer(CacheLayerMixin):
         valid = None if self._scoring is None else self._scoring.valid
         slots = self.kv.window.sink_slots
         starts = (slots >= 0) & (slots != torch.arange(slots.shape[1], device=slots.device))
-        return bool(starts.any()) or (valid is not None and not bool(valid.all()))
+        padded = self.kv.window.padded
+        begins = bool(starts.any()) or (padded is not None and bool(padded.any()))
+        return begins or (valid is not None and not bool(valid.all()))
 
     @property
     def is_torn(self) -> bool:

@@ -289,6 +289,8 @@ class LayerKV(State):
         if learn is not None:
             learn()
         window, config, new = self.window, self.config, keys.shape[2]
+        if not window.end:
+            window.padded = None if valid is None else ~valid[:, 0]
         end, recent = window.end + new, window.length + new
         if end < config.dense_len or recent <= config.recent + config.flush:
             window.append(keys, values)
@@ -297,13 +299,11 @@ class LayerKV(State):
         pop_len = min(window.length, surplus)
         if pop_len:
             self._cool(window.pop(pop_len, valid))
-        skip_len = surplus - pop_len
-        if skip_len:
+        if skip_len := surplus - pop_len:
             start = window.start
             skip_valid = None if valid is None else valid[:, start : start + skip_len]
             skip_rows = keys[:, :, :skip_len], values[:, :, :skip_len]
-            in_key = window.value_in_key
-            self._cool(TokenBlock(*skip_rows, start, skip_valid, value_in_key=in_key))
+            self._cool(TokenBlock(*skip_rows, start, skip_valid, value_in_key=window.value_in_key))
             window.skip(skip_len)
         window.fit(self.most_recent)
         window.append(keys[:, :, skip_len:], values[:, :, skip_len:])

@@ -49,6 +49,7 @@ class Window(State):
     padded on the left). ``sink_slots [B, sink]`` has their token indices, -1 for none yet.
 
     Attributes:
+        padded: ``[B]``, whether a sequence begins with padding; None where none does.
         value_in_key: Dv where values are the first numbers of keys, and not held; else 0.
         sinks_full: whether all sinks of all sequences are there.
         capture: set while a decode step is captured. Its tensors then say where the token goes and
@@ -59,6 +60,7 @@ class Window(State):
     keys: torch.Tensor = tensor(dims="B H c D")
     _values: torch.Tensor | None = tensor(key="values", optional=True, dims="B H c V")
     sink_slots: torch.Tensor = tensor(dims="B S", dtype=torch.int64)
+    padded: torch.Tensor | None = tensor(optional=True, dims="B", dtype=torch.bool)
     start: int = number(0)
     length: int = number(0, saved=False)
     sinks_full: bool = number(False, saved=False)
@@ -164,18 +166,16 @@ class Window(State):
             valid = torch.ones((), dtype=torch.bool, device=block.keys.device)
             valid = valid.expand(len(self.sink_slots), len(block))
         sink_counts = (self.sink_slots >= 0).sum(dim=1, keepdim=True)
-        rank = valid.long().cumsum(dim=1) - 1 + sink_counts
-        for sink in range(self.sink):
-            hit = valid & (rank == sink)
-            row_mask = hit.any(dim=1) & (self.sink_slots[:, sink] < 0)
-            column = hit.long().argmax(dim=1)
-            row = torch.arange(len(hit), device=hit.device)
-            mask = row_mask[:, None, None]
-            for buffer, rows in self._sides(block.keys, block.values):
-                buffer[:, :, sink] = torch.where(mask, rows[row, :, column], buffer[:, :, sink])
-            self.sink_slots[:, sink] = torch.where(
-                row_mask, column + block.start, self.sink_slots[:, sink]
-            )
+        # The valid token that is number s of all is the first one up to which so many are.
+        numbers = torch.arange(1, self.sink + 1, device=valid.device).expand_as(self.sink_slots)
+        columns = torch.searchsorted(valid.long().cumsum(dim=1) + sink_counts, numbers.contiguous())
+        is_new = (numbers > sink_counts) & (columns < len(block))
+        columns = columns.clamp(max=len(block) - 1)
+        for buffer, rows in self._sides(block.keys, block.values):
+            places = columns[:, None, :, None].expand(-1, rows.shape[1], -1, rows.shape[3])
+            held = buffer[:, :, : self.sink]
+            held.copy_(rows.gather(2, places).where(is_new[:, None, :, None], held))
+        self.sink_slots = torch.where(is_new, columns + block.start, self.sink_slots)
         # A block without padding and at least that long fills all sinks: no need to synchronize.
         whole = block.valid is None and len(block) >= self.sink
         self.sinks_full = whole or bool((self.sink_slots >= 0).all())

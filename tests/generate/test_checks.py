@@ -134,6 +134,7 @@ REFUSALS: list[tuple[Callable[[Any, Any], dict[str, Any]], str]] = [
     ),
     (lambda m, f: {"past_key_values": f, "bos_token_id": 1}, "input_ids has 0 tokens, past_key"),
     (lambda m, f: {"past_key_values": f, "prefill_chunk_size": 0}, "prefill_chunk_size=0: give"),
+    (lambda m, f: PARIS | {"prefill_chunk_size": [9, 7]}, r"prefill_chunk_size=\[9, 7\]: give"),
     (
         lambda m, f: {"past_key_values": f, **embedded(m, 6)},
         "inputs_embeds has 6 tokens, past_key_values holds 43",

@@ -159,6 +159,20 @@ def test_embeddings_go_in_one_pass(llama: PreTrainedModel) -> None:
     assert torch.equal(ours, llama.generate(inputs_embeds=embeds, **GREEDY))
 
 
+@pytest.mark.parametrize("size", [25, 5])
+def test_what_a_caller_cant_cut_goes_in_one_pass(
+    llama: PreTrainedModel, caplog: pytest.LogCaptureFixture, size: int
+) -> None:
+    cache = FlatKVCache(llama.config, **COVERING_OPTIONS)
+    call = {"output_hidden_states": True, "return_dict_in_generate": True, **GREEDY}
+    with passes_of(llama) as lengths:
+        out: Any = llama.generate(
+            prompt(1, 60), past_key_values=cache, prefill_chunk_size=size, **call
+        )
+    assert lengths[0] == 60 and out.hidden_states[0][0].shape[1] == 60
+    assert f"prefill_chunk_size={size}: the prompt goes in one pass, as output_hid" in caplog.text
+
+
 def test_a_draft_model_is_not_told_to_cut_its_prompts(llama: PreTrainedModel) -> None:
     draft = MODELS["llama"].build()
     cache = FlatKVCache(llama.config, **COVERING_OPTIONS, prefill_chunk=20)

@@ -3,6 +3,7 @@
 import copy
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,31 @@ def test_rows_of_another_computation_are_not_taken(
     assert torch.equal(output.sequences, model.generate(IDS, **RUN))
     assert model.generate(IDS, **call).past_key_values.from_shelf == IDS.shape[1] - 1
     assert torch.equal(mixtral.generate(IDS, **call).sequences, answer)
+
+
+@pytest.mark.parametrize("dense_below", [2000, 0])
+def test_a_row_says_whether_it_begins_with_padding(
+    mixtral: Any, tmp_path: Path, dense_below: int
+) -> None:
+    """Also with an id that no configuration names as padding, and where all cold tokens are it."""
+    ids, mask = prompt(2, 100), torch.ones(2, 100, dtype=torch.long)
+    mask[1, :90] = 0
+    options = {**COVERING_OPTIONS, "dense_below": dense_below}
+    cache = hf_kvret.FlatKVCache(mixtral.config, **options)
+    answer = mixtral.generate(ids, attention_mask=mask, past_key_values=cache, **RUN)
+    changed = copy.deepcopy(mixtral)
+    rotated_slower(changed)
+    for row in (1, 0):
+        one = cache.fork()
+        one.batch_select_indices(torch.tensor([row]))
+        one.save_pretrained(tmp_path)
+        loaded = type(cache).from_pretrained(tmp_path, mixtral.config, model=mixtral)
+        more = torch.cat([mask[[row]], torch.ones(1, answer.shape[1] - 100, dtype=torch.long)], 1)
+        call = {"attention_mask": more, **RUN}
+        plain = mixtral.generate(answer[[row]], **call)
+        assert torch.equal(mixtral.generate(answer[[row]], past_key_values=loaded, **call), plain)
+        with pytest.raises(ValueError, match="filled by another") if not row else nullcontext():
+            type(cache).from_pretrained(tmp_path, mixtral.config, model=changed)
 
 
 def test_rows_go_on_where_modules_compute_the_same(mixtral: Any, tmp_path: Path) -> None:
