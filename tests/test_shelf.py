@@ -177,7 +177,9 @@ def test_the_least_used_entries_leave_and_beginnings_of_longer_ones(
     _put(shelf, llama, _with_more(texts[0], 30))
     assert [entry.tokens for entry in shelf.entries()] == [158, 128]
     assert first.name not in {entry.name for entry in shelf.entries()}
-    with pytest.raises(ValueError, match=r"the cache takes .* GB, and the shelf holds at most"):
+    with pytest.raises(
+        ValueError, match=r"the cache takes .* MB, and the shelf holds at most 0.001 MB"
+    ):
         _put(Shelf(tmp_path / "small", max_size=1000), llama, texts[3])
     assert not list((tmp_path / "small").iterdir())
 

@@ -124,7 +124,7 @@ def run_read(options: ReadOptions) -> int:
     shelf.check_writable()
     started = time.perf_counter()
     try:
-        _read(subject, cache, ids, name)
+        _read(subject, cache, ids, name, shelf)
         seconds = time.perf_counter() - started
         entry = shelf.put(cache, ids, subject.model, name)
     except KeyboardInterrupt:
@@ -191,8 +191,10 @@ def is_stream(path: Path) -> bool:
 
 
 @torch.no_grad()
-def _read(subject: Subject, cache: RetrievalCache, ids: torch.Tensor, name: str) -> None:
-    """Read what ``cache`` lacks of ``ids [1, T]``, with a bar."""
+def _read(
+    subject: Subject, cache: RetrievalCache, ids: torch.Tensor, name: str, shelf: Shelf
+) -> None:
+    """Read what ``cache`` lacks of ``ids [1, T]``, with a bar; ValueError if it has no room."""
     start, model = cache.get_seq_length(), subject.model
     if recurs(cache):
         # Some of these models don't go on from their state.
@@ -211,6 +213,7 @@ def _read(subject: Subject, cache: RetrievalCache, ids: torch.Tensor, name: str)
             with one_pass:
                 model(chunk, **as_argument(cache), use_cache=True, logits_to_keep=1)
             shown.update(chunk.shape[1])
+            shelf.check_room(cache, ids.shape[1])
 
 
 def _keep_part(shelf: Shelf, cache: RetrievalCache, ids: torch.Tensor, subject: Subject) -> None:

@@ -22,6 +22,7 @@ import torch
 from fastapi import HTTPException
 from fastapi.responses import JSONResponse
 from jinja2 import TemplateError
+from pydantic import TypeAdapter, ValidationError
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -53,11 +54,18 @@ _MISTAKES = (
     *(ArithmeticError, AttributeError, LookupError, OSError, RecursionError),
     *(TemplateError, TypeError, ValueError),
 )
-# A request's own generation config may set these.
+# A request's own generation config may set these, to values of these types.
+_TYPES: dict[Any, str] = {
+    int: "max_new_tokens min_new_tokens top_k no_repeat_ngram_size bos_token_id pad_token_id",
+    float: "temperature repetition_penalty top_p min_p",
+    int | list[int]: "eos_token_id",
+    str | list[str]: "stop_strings",
+    str: "cache_implementation transformers_version",
+    dict[str, Any]: "cache_config",
+    bool: "do_sample",
+}
 _SETTINGS = {
-    *("max_new_tokens", "min_new_tokens", "top_k", "no_repeat_ngram_size", "bos_token_id"),
-    *("pad_token_id", "eos_token_id", "temperature", "repetition_penalty", "top_p", "min_p"),
-    *("do_sample", "stop_strings", "cache_implementation", "cache_config", "transformers_version"),
+    name: TypeAdapter(kind | None) for kind, names in _TYPES.items() for name in names.split()
 }
 
 
@@ -81,12 +89,18 @@ CLIENT: ContextVar[Client] = ContextVar("client")
 def _own_settings(body: dict[str, Any]) -> dict[str, Any]:
     """The generation config of a request; HTTPException 400 where it sets what it can't."""
     settings = _parsed(body.get("generation_config") or "{}", "generation_config")
-    for name in settings.keys() - _SETTINGS:
+    for name in settings.keys() - _SETTINGS.keys():
         raise HTTPException(
             400,
             f"generation_config has {name!r}, which is the server's: a request may set "
             f"{', '.join(sorted(_SETTINGS))}",
         )
+    for name, value in settings.items():
+        try:
+            _SETTINGS[name].validate_python(value, strict=True)
+        except ValidationError as error:
+            fault = error.errors()[0]["msg"]
+            raise HTTPException(400, f"generation_config has {name}={value!r}: {fault}") from error
     return settings
 
 
@@ -131,7 +145,8 @@ class BodyCheck:
 
             return await self.app(scope, receive_again, send)
         except (ClientDisconnect, serving._GenerationCancelled):
-            return None
+            # Nobody reads it, but transformers' own middleware asks for an answer.
+            status, reason = 499, "the client left"
         except HTTPException as error:
             status, reason = error.status_code, error.detail
         except _MISTAKES as error:
@@ -299,8 +314,9 @@ class CheckedManager(serving.GenerateManager):
                 method(model.config, **options)
         except (TypeError, ValueError) as error:
             raise HTTPException(400, str(error)) from error
-        # `generate` refuses empty ones.
-        config.sequence_bias = config.sequence_bias or None
+        # `generate` refuses empty ones, and the whole numbers of OpenAI's ``logit_bias``.
+        bias = config.sequence_bias or {}
+        config.sequence_bias = {ids: float(x) for ids, x in bias.items()} or None
         config.stop_strings = config.stop_strings or None
         if positions is not None and config.max_new_tokens is not None:
             # The last token of an answer takes no position.

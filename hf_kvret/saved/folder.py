@@ -107,14 +107,7 @@ class Replacement:
     def explained(self, error: OSError) -> OSError:
         """An error of the system with what is left of the old files, and what to do."""
         # Python's own errors say enough, and so do those behind the naming file.
-        if error.errno is None or self._counts:
-            return error
-        # OSError(number, ...) is of the class for that number, as FileExistsError.
-        return OSError(
-            error.errno,
-            f"{self.naming} could not be written ({error.strerror}), what was there before is as "
-            "it was: free space on this disk, make the folder writable, or give another place",
-        )
+        return error if self._counts else _explained(error, self.naming)
 
     def _write(self, content: bytes) -> Path:
         """Bring ``content`` to the disk, in a file whose name says that it is unfinished."""
@@ -132,6 +125,17 @@ class Replacement:
                 # A file that can't be removed waits for the next save.
                 with suppress(OSError):
                     path.unlink()
+
+
+def _explained(error: OSError, file: str | Path) -> OSError:
+    if error.errno is None:
+        return error
+    # OSError(number, ...) is of the class for that number, as FileExistsError.
+    return OSError(
+        error.errno,
+        f"{file} could not be written ({error.strerror}), what was there before is as it was: free "
+        "space on this disk, make the folder writable, or give another place",
+    )
 
 
 @contextmanager
@@ -168,13 +172,15 @@ def replacing(directory: Path, naming: str, stem: str) -> Iterator[Replacement]:
 def replace_file(path: Path, content: bytes) -> None:
     """Replace one file, whose folder is made if needed: it has the old or the new content.
 
-    OSError as of the system.
+    OSError as the system says, with what to do about it.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(f".{path.name}-{secrets.token_hex(8)}{_UNFINISHED}")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         _write_synced(new, content)
         os.replace(new, path)
+    except OSError as error:
+        raise _explained(error, path) from error
     finally:
         new.unlink(missing_ok=True)
     _sync_folder(path.parent)

@@ -44,7 +44,7 @@ from hf_kvret.shelf.entry import (
     name_of,
     read_entry,
 )
-from hf_kvret.stores.placement import CODED, UNCODED
+from hf_kvret.stores.placement import CODED, UNCODED, size_text
 
 _log = logging.getLogger(__name__)
 
@@ -103,6 +103,17 @@ class Shelf:
                 why = "others may write there, take their right away (chmod go-w)"
         if why:
             raise ValueError(f"the shelf {self.folder}: {why}, or give another folder")
+
+    def check_room(self, cache: RetrievalCache, tokens: int) -> None:
+        """ValueError where a prompt of ``tokens`` is too large, of which ``cache`` holds a part.
+
+        Its keys and values alone count, and rows that a store codes do not.
+        """
+        held = [layer.kv for layer in cache.retrieval_layers if layer.kv is not None]
+        if not any(kv.store is not None and kv.store.codes_rows for kv in held):
+            memory = cache.memory()
+            rows = memory.full_attention - memory.other_layers
+            _check_size(rows * tokens // cache.get_seq_length(), self.max_bytes)
 
     def find(
         self, input_ids: torch.Tensor, model: PreTrainedModel, method: str, **options: Any
@@ -250,11 +261,7 @@ class Shelf:
             for file in files:
                 file.chmod(0o600)
             entry = dataclasses.replace(entry, nbytes=sum(x.stat().st_size for x in files))
-            if entry.nbytes > most:
-                raise ValueError(
-                    f"the cache takes {entry.nbytes / 1e9:.2f} GB, and the shelf holds at most "
-                    f"{most / 1e9:.2f} GB: give a larger max_size, or free space on its disk"
-                )
+            _check_size(entry.nbytes, most)
             # A damaged entry may stand there, or one of another title.
             self._take_away(self.folder / name)
             try:
@@ -356,6 +363,14 @@ def _method(name: str) -> type[RetrievalCache]:
     if name not in METHODS:
         raise ValueError(f"method={name!r}: choose among {', '.join(METHODS)}")
     return METHODS[name]
+
+
+def _check_size(nbytes: int, most: int) -> None:
+    if nbytes > most:
+        raise ValueError(
+            f"the cache takes {size_text(nbytes)}, and the shelf holds at most {size_text(most)}: "
+            "give a larger max_size, or free space on its disk"
+        )
 
 
 def _one_sequence(input_ids: torch.Tensor) -> torch.Tensor:

@@ -47,8 +47,8 @@ def choose(device: torch.device, rows_bytes: int, options: RetrievalConfig) -> t
         else:
             words = "fit" if fits else "do not fit"
             reasons.append(
-                f"{store}: {_text(rows_bytes)} of rows {words} into {share:.0%} of {_text(free)} "
-                f"of free {memory}"
+                f"{store}: {size_text(rows_bytes)} of rows {words} into {share:.0%} of "
+                f"{size_text(free)} of free {memory}"
             )
         if fits:
             break
@@ -110,5 +110,6 @@ def _lines(file: Path) -> list[str]:
         return []
 
 
-def _text(size: int) -> str:
+def size_text(size: int) -> str:
+    """Bytes in GB or MB."""
     return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.3g} MB"

@@ -102,6 +102,19 @@ def test_a_document_is_read_once_and_asked_about(
     assert entry.title == "other", "one title each"
 
 
+def test_a_shelf_without_room_is_told_behind_the_first_chunk(
+    reference: Subject, shelf: Shelf, read: Any
+) -> None:
+    passes: list[int] = []
+    model: Any = reference.model
+    hook = model.lm_head.register_forward_hook(lambda *_: passes.append(1))
+    with ExitStack() as stack:
+        stack.callback(hook.remove)
+        shown = read("--max-size", "300KB", status=2).err
+    assert "the shelf holds at most 0.3 MB: give a larger max_size" in shown
+    assert len(passes) == 1 and not shelf.entries()
+
+
 @pytest.mark.parametrize("moment", ["layer", "put"])
 def test_an_interrupt_keeps_whole_chunks(
     moment: str, reference: Subject, shelf: Shelf, read: Any, capsys: Capture, monkeypatch: Patch
@@ -180,7 +193,7 @@ def test_a_signal_in_a_chunk_keeps_whole_ones(name: str, tmp_path: Path, capsys:
     # Under nohup it would be ignored.
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     with interruptible(signal.SIGHUP), pytest.raises(KeyboardInterrupt):
-        command._read(Subject(name, model, None), cache, ids, name)
+        command._read(Subject(name, model, None), cache, ids, name, shelf)
     command._keep_part(shelf, cache, ids, Subject(name, model, None))
     kept = 256 if name == "llama" else 384
     signal.signal(signal.SIGHUP, before)

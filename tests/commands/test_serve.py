@@ -1,6 +1,7 @@
 """``hf-kvret serve``: an OpenAI client against transformers' server on 127.0.0.1."""
 
 import json
+import logging
 import shutil
 import socket
 import time
@@ -272,6 +273,9 @@ OWN: list[tuple[Any, str]] = [
     ({"cache_implementation": "nonsense"}, "Choose one of"),
     ({"cache_implementation": "flat"}, "a request may name 'paris', or 'dynamic'"),
     ({"cache_implementation": "dynamic", "cache_config": {"top_k": 3}}, "may name 'paris'"),
+    ({"eos_token_id": "x"}, "eos_token_id='x': Input should be a valid integer"),
+    ({"max_new_tokens": 1.5}, "max_new_tokens=1.5: Input should be a valid integer"),
+    ({"cache_config": []}, "cache_config=[]: Input should be a valid dictionary"),
     ({"use_mtp": True}, "'use_mtp', which is the server's: a request may set"),
     ([1], "no JSON object"),
 ]
@@ -287,6 +291,7 @@ MORE: list[tuple[str, Any, str]] = [
     (CHAT, {"messages": None}, "messages is missing"),
     (CHAT, {"messages": [{"role": "user", "content": [{"text": "Hi"}]}]}, "it lacks 'type'"),
     (CHAT, {"max_tokens": "many"}, "many"),
+    (CHAT, {"logit_bias": {"50": "much"}}, "could not convert"),
     (CHAT, {"tools": 5}, "not iterable"),
     (RESPONSES, {"input": 5}, "must be a string or list"),
     ("/load_model", {"model": "other"}, "this server answers with"),
@@ -302,6 +307,13 @@ def test_a_mistake_is_answered_with_4xx_and_a_sentence(stream: bool, served: Ser
         status, text = served.post(route, body)
         assert 400 <= status < 500 and message in text, (route, body, text)
     assert served.ask("Hi"), "the server goes on"
+
+
+def test_a_bias_of_logits_is_a_whole_number(served: Served) -> None:
+    """As OpenAI's API has it; transformers asks for one with a point."""
+    status, text = served.post(CHAT, GOOD[CHAT] | {"logit_bias": {"70": 100}})
+    [choice] = json.loads(text)["choices"]
+    assert status == 200 and len(set(choice["message"]["content"])) == 1
 
 
 def _long(route: str, length: int) -> dict[str, Any]:
@@ -329,9 +341,9 @@ def test_prompts_and_answers_end_with_the_models_positions(served: Served) -> No
 @pytest.mark.factor("stream", [False, True])
 @pytest.mark.factor("passes", [1, 5])
 def test_a_client_that_leaves_ends_its_request(
-    route: str, stream: bool, passes: int, served: Served, monkeypatch: pytest.MonkeyPatch
+    route: str, stream: bool, passes: int, served: Served, monkeypatch: Any, caplog: Any
 ) -> None:
-    """Within the prompt, which has two chunks, and within the answer."""
+    """Within the prompt, which has two chunks, and the answer. It is no error of the server."""
     count, going = 0, Event()
 
     class Leaving(Event):
@@ -352,6 +364,7 @@ def test_a_client_that_leaves_ends_its_request(
     connection.sock.close()
     served.ask("Hi")
     assert count < passes + 20
+    assert not [one for one in caplog.records if one.levelno >= logging.ERROR]
 
 
 def test_a_model_without_a_template_completes_and_logs_what_it_drops(

@@ -127,7 +127,8 @@ def test_content_is_synced_before_it_gets_its_name(
     assert events == [f"it-{NEW}.safetensors", "folder", "it.json", "card.md", "folder"]
 
 
-def test_a_full_disk_leaves_the_old(tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", ["folder", "file"])
+def test_a_full_disk_leaves_the_old(tmp_path: Path, way: str) -> None:
     """The limit on file sizes stands for it: a real one, of the system."""
     save(tmp_path, OLD)
     child = os.fork()
@@ -136,6 +137,8 @@ def test_a_full_disk_leaves_the_old(tmp_path: Path) -> None:
 
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
         try:
+            if way == "file":
+                folder.replace_file(tmp_path / "card.md", b"x" * (1 << 20))
             save(tmp_path, NEW, b"x" * (1 << 20))
         except OSError as error:
             os._exit(7 if error.errno == errno.EFBIG and "free space" in str(error) else 1)

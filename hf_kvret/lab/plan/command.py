@@ -341,8 +341,8 @@ def _opening(report: Mapping[str, Any]) -> str:
     return (
         f"Memory: {machine['origin']}\n\n"
         f"{printable(report['model'])}, {report['dtype']}: weights {_gb(weights['held'])} GB; "
-        f"{_gb(machine['device'])} GB on the device, {_gb(machine['reserve'])} GB of them kept "
-        f"free for passes, {where}; top_k={report['top_k']}"
+        f"{_gb(machine['device'])} GB on the device, {_gb(machine['reserve'])} GB kept free for "
+        f"passes, {where}; top_k={report['top_k']}"
     )
 
 
@@ -365,7 +365,13 @@ def _line(report: Mapping[str, Any], row: Mapping[str, Any]) -> list[str]:
 def _notes(report: Mapping[str, Any], contexts: list[int]) -> list[str]:
     notes = []
     positions, skipped = report["positions"], report["layers_left_out"]
-    if positions is not None and max(contexts) > positions:
+    largest = max((row.get("largest_context", 0) for row in report["rows"]), default=0)
+    reserve = report["machine"]["reserve"]
+    if not largest:
+        notes.append(
+            f"Nothing fits beside the weights and {_gb(reserve)} GB for passes (--reserve)."
+        )
+    elif positions is not None and max(contexts) > positions:
         notes.append(
             f"The model was made for {positions:,} positions: more of them fit, but need a model "
             "or a RoPE scaling that knows them."

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from hf_kvret.saved.folder import replace_file
 
 # Lines whose names have room beside them.
 _MOST_INSIDE = 8
@@ -199,6 +202,7 @@ def _save_with_legend(figure: Any, path: Path, *, beside: bool = False) -> None:
 def _save(figure: Any, path: Path) -> None:
     from matplotlib import pyplot
 
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    picture = BytesIO()
+    figure.savefig(picture, format=path.suffix.removeprefix(".") or "png", dpi=150)
     pyplot.close(figure)
+    replace_file(path, picture.getvalue())

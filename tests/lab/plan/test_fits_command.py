@@ -113,6 +113,10 @@ def test_the_table_says_what_does_not_fit(capsys: pytest.CaptureFixture[str]) ->
     assert line.split("|")[7].strip() == "no"
     assert "latent: llama has no latent attention" in text
     assert "made for 131,072 positions" in text
+    assert main(["fits", *words.replace("=1MB", "=1GB").replace("1MB", "1GB").split()]) == 0
+    text = capsys.readouterr().out
+    assert "Nothing fits beside the weights and 1.00 GB for passes" in text
+    assert "positions" not in text
 
 
 def test_a_mixture_reads_the_experts_of_one_token() -> None:
