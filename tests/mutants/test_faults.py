@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-from sampled import FAULTS, ROOT
+from planted import FAULTS, ROOT
 
 
 def test_every_fault_has_one_place_and_a_name_of_its_own() -> None:
