@@ -194,7 +194,7 @@ def is_stream(path: Path) -> bool:
 def _read(
     subject: Subject, cache: RetrievalCache, ids: torch.Tensor, name: str, shelf: Shelf
 ) -> None:
-    """Read what ``cache`` lacks of ``ids [1, T]``, with a bar; ValueError if it has no room."""
+    """Read what ``cache`` lacks of ``ids [1, T]``; ValueError where ``shelf`` is too small."""
     start, model = cache.get_seq_length(), subject.model
     if recurs(cache):
         # Some of these models don't go on from their state.

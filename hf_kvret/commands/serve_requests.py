@@ -99,8 +99,9 @@ def _own_settings(body: dict[str, Any]) -> dict[str, Any]:
         try:
             _SETTINGS[name].validate_python(value, strict=True)
         except ValidationError as error:
-            fault = error.errors()[0]["msg"]
-            raise HTTPException(400, f"generation_config has {name}={value!r}: {fault}") from error
+            reason = ", or: ".join(dict.fromkeys(one["msg"] for one in error.errors()))
+            fact = f"generation_config has {name}={repr(value)[:80]}"
+            raise HTTPException(400, f"{fact}: {reason}") from error
     return settings
 
 
@@ -314,9 +315,11 @@ class CheckedManager(serving.GenerateManager):
                 method(model.config, **options)
         except (TypeError, ValueError) as error:
             raise HTTPException(400, str(error)) from error
-        # `generate` refuses empty ones, and the whole numbers of OpenAI's ``logit_bias``.
-        bias = config.sequence_bias or {}
-        config.sequence_bias = {ids: float(x) for ids, x in bias.items()} or None
+        # `generate` refuses empty ones, and the whole numbers of OpenAI's ``logit_bias``. A model's
+        # own bias is a list.
+        if isinstance(bias := config.sequence_bias, dict):
+            bias = {ids: float(value) for ids, value in bias.items()}
+        config.sequence_bias = bias or None
         config.stop_strings = config.stop_strings or None
         if positions is not None and config.max_new_tokens is not None:
             # The last token of an answer takes no position.

@@ -20,7 +20,7 @@ from hf_kvret.generate.requests import Request
 from hf_kvret.layer.layer import RetrievalLayer
 from hf_kvret.layer.snapshots import are_taken
 from hf_kvret.models.exact_chunks import Span, depends_on_length, why_whole
-from hf_kvret.models.versions import CACHE_NAMES, CHUNKS_COUNT_PAST, DummyLayer
+from hf_kvret.models.versions import CACHE_NAMES, CHUNKS_COUNT_PAST, CUTS_TOKEN_TYPES, DummyLayer
 from hf_kvret.options.config import RetrievalConfig
 from hf_kvret.shelf.entry import BLOCK
 
@@ -37,6 +37,9 @@ _STEP = 64
 
 # Arguments that can be cut to the tokens of a chunk. With any other, a call goes in one pass.
 _PLAIN = {"attention_mask", "position_ids", *CACHE_NAMES, "use_cache", "logits_to_keep"}
+
+# Of text alone, processors of models that see give these as zeros.
+_TOKEN_TYPES = {"token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"}
 
 DRAFTS = ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
 """Options that make a call draft tokens."""
@@ -106,7 +109,8 @@ def chunk_prompt(
     continue from their state. Where layers can't go back, chunks end where snapshots are taken.
 
     Raises:
-        ValueError: the caller's ``prefill_chunk_size`` cuts a prompt that has to go in one pass.
+        ValueError: the caller's ``prefill_chunk_size`` cuts a prompt of a model that ``why_whole``
+            names.
     """
     model, size = call.model, None
     option, callers = cache.options.prefill_chunk, generation_config.prefill_chunk_size
@@ -222,7 +226,8 @@ def _obstacle(
     if generation_config.output_hidden_states:
         return "output_hidden_states asks for those of the whole prompt"
     for name, value in model_kwargs.items():
-        if name not in _PLAIN and (isinstance(value, torch.Tensor) or value):
+        is_text = CUTS_TOKEN_TYPES and name in _TOKEN_TYPES and not bool(value.any())
+        if name not in _PLAIN and not is_text and (isinstance(value, torch.Tensor) or value):
             return f"{name} can't be cut"
     past, positions = cache.get_seq_length(), model_kwargs.get("position_ids")
     if positions is not None and positions.shape[-1] != past + length:

@@ -49,7 +49,7 @@ class Window(State):
     padded on the left). ``sink_slots [B, sink]`` has their token indices, -1 for none yet.
 
     Attributes:
-        padded: ``[B]``, whether a sequence begins with padding; None where none does.
+        padded: ``[B]``, whether a sequence begins with padding; None: none did, or it isn't known.
         value_in_key: Dv where values are the first numbers of keys, and not held; else 0.
         sinks_full: whether all sinks of all sequences are there.
         capture: set while a decode step is captured. Its tensors then say where the token goes and
@@ -166,15 +166,15 @@ class Window(State):
             valid = torch.ones((), dtype=torch.bool, device=block.keys.device)
             valid = valid.expand(len(self.sink_slots), len(block))
         sink_counts = (self.sink_slots >= 0).sum(dim=1, keepdim=True)
-        # The valid token that is number s of all is the first one up to which so many are.
-        numbers = torch.arange(1, self.sink + 1, device=valid.device).expand_as(self.sink_slots)
-        columns = torch.searchsorted(valid.long().cumsum(dim=1) + sink_counts, numbers.contiguous())
-        is_new = (numbers > sink_counts) & (columns < len(block))
+        # Sink s gets the first token up to which s + 1 tokens are valid.
+        ranks = torch.arange(1, self.sink + 1, device=valid.device).expand_as(self.sink_slots)
+        columns = torch.searchsorted(valid.long().cumsum(dim=1) + sink_counts, ranks.contiguous())
+        is_new = (ranks > sink_counts) & (columns < len(block))
         columns = columns.clamp(max=len(block) - 1)
         for buffer, rows in self._sides(block.keys, block.values):
-            places = columns[:, None, :, None].expand(-1, rows.shape[1], -1, rows.shape[3])
-            held = buffer[:, :, : self.sink]
-            held.copy_(rows.gather(2, places).where(is_new[:, None, :, None], held))
+            indices = columns[:, None, :, None].expand(-1, rows.shape[1], -1, rows.shape[3])
+            sinks = buffer[:, :, : self.sink]
+            sinks.copy_(rows.gather(2, indices).where(is_new[:, None, :, None], sinks))
         self.sink_slots = torch.where(is_new, columns + block.start, self.sink_slots)
         # A block without padding and at least that long fills all sinks: no need to synchronize.
         whole = block.valid is None and len(block) >= self.sink

@@ -32,6 +32,9 @@ CACHE_NAMES = ("cache", "past_key_values")
 CHUNKS_COUNT_PAST = RELEASE >= (5, 21)
 """Whether ``prefill_chunk_size`` counts tokens already cached, and cuts positions of any shape."""
 
+CUTS_TOKEN_TYPES = RELEASE >= (5, 24)
+"""Whether ``prefill_chunk_size`` cuts ``token_type_ids``, too."""
+
 LAYERS_KNOW_DTYPE = RELEASE < (5, 24)
 """Whether a cache layer of keys and values has an attribute ``dtype``."""
 

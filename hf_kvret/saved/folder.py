@@ -106,7 +106,7 @@ class Replacement:
 
     def explained(self, error: OSError) -> OSError:
         """An error of the system with what is left of the old files, and what to do."""
-        # Python's own errors say enough, and so do those behind the naming file.
+        # Errors behind the naming file say enough.
         return error if self._counts else _explained(error, self.naming)
 
     def _write(self, content: bytes) -> Path:
@@ -128,6 +128,8 @@ class Replacement:
 
 
 def _explained(error: OSError, file: str | Path) -> OSError:
+    """An error of the system, while ``file`` was written, with what to do."""
+    # Python's own errors say enough.
     if error.errno is None:
         return error
     # OSError(number, ...) is of the class for that number, as FileExistsError.
@@ -182,7 +184,9 @@ def replace_file(path: Path, content: bytes) -> None:
     except OSError as error:
         raise _explained(error, path) from error
     finally:
-        new.unlink(missing_ok=True)
+        # It is gone already, or its folder could not be made.
+        with suppress(OSError):
+            new.unlink()
     _sync_folder(path.parent)
 
 

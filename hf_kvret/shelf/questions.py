@@ -175,13 +175,13 @@ def answer_options(
         # An argument of the call is the only thing that the model's defaults give way to.
         arguments |= {name: getattr(plain, name) for name in dropped}
         _log.warning("left out of the model's generation_config: %s", ", ".join(dropped))
-    kept, lengths = set(usual), ("max_length", "max_new_tokens")
+    names, lengths = set(usual), ("max_length", "max_new_tokens")
     if own is not None:
-        kept = {"past_key_values", "max_new_tokens"}
+        names &= {"past_key_values", "max_new_tokens"}
     # Whoever names a length means no other one.
     if any(options.get(name) or getattr(own, name, None) for name in lengths):
-        kept.discard("max_new_tokens")
-    return {**arguments, **{name: usual[name] for name in kept & usual.keys()}, **options}
+        names.discard("max_new_tokens")
+    return {**arguments, **{name: usual[name] for name in names}, **options}
 
 
 def positions(model: PreTrainedModel) -> tuple[int, bool]:

@@ -105,12 +105,11 @@ class Shelf:
             raise ValueError(f"the shelf {self.folder}: {why}, or give another folder")
 
     def check_room(self, cache: RetrievalCache, tokens: int) -> None:
-        """ValueError where a prompt of ``tokens`` is too large, of which ``cache`` holds a part.
+        """ValueError where the shelf has no room for ``tokens``; ``cache`` holds some of them.
 
-        Its keys and values alone count, and rows that a store codes do not.
+        Their keys and values alone count. Coded rows are not checked.
         """
-        held = [layer.kv for layer in cache.retrieval_layers if layer.kv is not None]
-        if not any(kv.store is not None and kv.store.codes_rows for kv in held):
+        if cache.options.row_bits == UNCODED:
             memory = cache.memory()
             rows = memory.full_attention - memory.other_layers
             _check_size(rows * tokens // cache.get_seq_length(), self.max_bytes)

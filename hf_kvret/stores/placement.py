@@ -90,22 +90,24 @@ def _left_by_groups() -> Iterator[int]:
     """What each limited control group of this process leaves it (Linux cgroups, both versions)."""
     for line in _lines(ROOT / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
-        names = {"": ("max", "current"), "memory": ("limit_in_bytes", "usage_in_bytes")}
-        if controllers in names:
-            root = ROOT / "sys/fs/cgroup" / controllers
-            group = root / path.lstrip("/")
-            # A container sees its own group as the root, whatever path the host knows it by.
-            for folder in {root, group, *group.parents}:
-                limit, used = (_lines(folder / f"memory.{name}") for name in names[controllers])
-                if limit and used and limit[0].isdecimal():
-                    stat = dict(line.split() for line in _lines(folder / "memory.stat"))
-                    cached = stat.get("total_inactive_file", stat.get("inactive_file", 0))
-                    yield max(0, int(limit[0]) - int(used[0]) + int(cached))
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        names = ("limit_in_bytes", "usage_in_bytes") if controllers else ("max", "current")
+        root = ROOT / "sys/fs/cgroup" / controllers
+        group = root / path.lstrip("/")
+        # A container sees its own group as the root, whatever path the host knows it by.
+        for folder in {root, group, *group.parents}:
+            limit, usage = (_lines(folder / f"memory.{name}") for name in names)
+            if limit and usage and limit[0].isdecimal():
+                stat = dict(line.split() for line in _lines(folder / "memory.stat"))
+                kinds = ("active_file", "inactive_file")
+                cache = sum(int(stat.get(f"total_{kind}", stat.get(kind, 0))) for kind in kinds)
+                yield max(0, int(limit[0]) - int(usage[0]) + cache)
 
 
 def _lines(file: Path) -> list[str]:
     try:
-        return file.read_text().splitlines()
+        return file.read_text(errors="replace").splitlines()
     except OSError:
         return []
 

@@ -102,7 +102,7 @@ def test_a_document_is_read_once_and_asked_about(
     assert entry.title == "other", "one title each"
 
 
-def test_a_shelf_without_room_is_told_behind_the_first_chunk(
+def test_a_shelf_without_room_is_found_behind_the_first_chunk(
     reference: Subject, shelf: Shelf, read: Any
 ) -> None:
     passes: list[int] = []
@@ -113,6 +113,9 @@ def test_a_shelf_without_room_is_told_behind_the_first_chunk(
         shown = read("--max-size", "300KB", status=2).err
     assert "the shelf holds at most 0.3 MB: give a larger max_size" in shown
     assert len(passes) == 1 and not shelf.entries()
+    # Codes of 4 bits take an eighth of these rows, with or without a store so far.
+    cache = _cache(model, torch.arange(3, 203)[None], store="higgs", dense_below=900)
+    Shelf(shelf.folder, cache.memory().full_attention).check_room(cache, 400)
 
 
 @pytest.mark.parametrize("moment", ["layer", "put"])

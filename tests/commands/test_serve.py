@@ -273,7 +273,7 @@ OWN: list[tuple[Any, str]] = [
     ({"cache_implementation": "nonsense"}, "Choose one of"),
     ({"cache_implementation": "flat"}, "a request may name 'paris', or 'dynamic'"),
     ({"cache_implementation": "dynamic", "cache_config": {"top_k": 3}}, "may name 'paris'"),
-    ({"eos_token_id": "x"}, "eos_token_id='x': Input should be a valid integer"),
+    ({"eos_token_id": "x"}, "eos_token_id='x': Input should be a valid integer, or: Input should"),
     ({"max_new_tokens": 1.5}, "max_new_tokens=1.5: Input should be a valid integer"),
     ({"cache_config": []}, "cache_config=[]: Input should be a valid dictionary"),
     ({"use_mtp": True}, "'use_mtp', which is the server's: a request may set"),

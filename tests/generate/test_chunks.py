@@ -11,7 +11,7 @@ from transformers import GenerationConfig, LlamaConfig, PreTrainedConfig, PreTra
 
 from hf_kvret import FlatKVCache, registered_methods
 from hf_kvret.generate import chunks
-from hf_kvret.models.versions import CHUNKS_COUNT_PAST
+from hf_kvret.models.versions import CHUNKS_COUNT_PAST, CUTS_TOKEN_TYPES
 from hf_kvret.stores.placement import free_bytes
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
 from hf_kvret.testing.conformance import LOGIT_TOLERANCE
@@ -160,7 +160,7 @@ def test_embeddings_go_in_one_pass(llama: PreTrainedModel) -> None:
 
 
 @pytest.mark.parametrize("size", [25, 5])
-def test_what_a_caller_cant_cut_goes_in_one_pass(
+def test_a_callers_chunks_do_not_cut_what_cant_be_cut(
     llama: PreTrainedModel, caplog: pytest.LogCaptureFixture, size: int
 ) -> None:
     cache = FlatKVCache(llama.config, **COVERING_OPTIONS)
@@ -171,6 +171,17 @@ def test_what_a_caller_cant_cut_goes_in_one_pass(
         )
     assert lengths[0] == 60 and out.hidden_states[0][0].shape[1] == 60
     assert f"prefill_chunk_size={size}: the prompt goes in one pass, as output_hid" in caplog.text
+
+
+@pytest.mark.parametrize("seen", [False, True])
+def test_token_types_of_text_alone_are_cut(llama: PreTrainedModel, seen: bool) -> None:
+    """Processors of models that see give them with every prompt."""
+    types = torch.zeros(1, 60, dtype=torch.long)
+    types[0, 7] = seen
+    call = {"mm_token_type_ids": types, "attention_mask": torch.ones_like(types)}
+    cache = FlatKVCache(llama.config, **COVERING_OPTIONS)
+    obstacle = chunks._obstacle(cache, GenerationConfig(), call, 60)
+    assert (obstacle is None) == (CUTS_TOKEN_TYPES and not seen)
 
 
 def test_a_draft_model_is_not_told_to_cut_its_prompts(llama: PreTrainedModel) -> None:

@@ -127,8 +127,14 @@ def test_content_is_synced_before_it_gets_its_name(
     assert events == [f"it-{NEW}.safetensors", "folder", "it.json", "card.md", "folder"]
 
 
-@pytest.mark.parametrize("way", ["folder", "file"])
-def test_a_full_disk_leaves_the_old(tmp_path: Path, way: str) -> None:
+def test_a_file_in_place_of_a_folder_is_explained(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match=r"could not be written .* give another place"):
+        folder.replace_file(tmp_path / "file" / "card.md", b"x")
+
+
+@pytest.mark.parametrize("kind", ["folder", "file"])
+def test_a_full_disk_leaves_the_old(tmp_path: Path, kind: str) -> None:
     """The limit on file sizes stands for it: a real one, of the system."""
     save(tmp_path, OLD)
     child = os.fork()
@@ -137,7 +143,7 @@ def test_a_full_disk_leaves_the_old(tmp_path: Path, way: str) -> None:
 
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
         try:
-            if way == "file":
+            if kind == "file":
                 folder.replace_file(tmp_path / "card.md", b"x" * (1 << 20))
             save(tmp_path, NEW, b"x" * (1 << 20))
         except OSError as error:

@@ -96,9 +96,9 @@ def test_rows_of_another_computation_are_not_taken(
 def test_a_row_says_whether_it_begins_with_padding(
     mixtral: Any, tmp_path: Path, dense_below: int
 ) -> None:
-    """Also with an id that no configuration names as padding, and where all cold tokens are it."""
+    """Also where all cold tokens are padding, and no configuration names its id."""
     ids, mask = prompt(2, 100), torch.ones(2, 100, dtype=torch.long)
-    mask[1, :90] = 0
+    mask[1, :97] = 0
     options = {**COVERING_OPTIONS, "dense_below": dense_below}
     cache = hf_kvret.FlatKVCache(mixtral.config, **options)
     answer = mixtral.generate(ids, attention_mask=mask, past_key_values=cache, **RUN)

@@ -98,7 +98,13 @@ def test_where_free_memory_is_unknown_rows_go_to_the_device(
     [
         ("0::/", "", "max", "current", "inactive_file"),
         ("0::/slurm/job", "slurm", "max", "current", "inactive_file"),
-        ("4:memory:/ab", "memory", "limit_in_bytes", "usage_in_bytes", "total_inactive_file"),
+        (
+            "4:cpu,memory:/ab",
+            "cpu,memory",
+            "limit_in_bytes",
+            "usage_in_bytes",
+            "total_inactive_file",
+        ),
     ],
 )
 def test_the_limit_of_a_container_counts(
@@ -110,7 +116,7 @@ def test_the_limit_of_a_container_counts(
     (tmp_path / "proc" / "self" / "cgroup").write_text(f"3:cpuset:/\n{line}\n")
     folder = tmp_path / "sys" / "fs" / "cgroup" / group
     folder.mkdir(parents=True)
-    (folder / "memory.stat").write_text(f"anon 1\ninactive_file 5000\n{cached} 5000\n")
+    (folder / "memory.stat").write_text(f"anon 1\nactive_file 3000\n{cached} 2000\n")
     (folder / f"memory.{used}").write_text("65000\n")
     left = {"100000": 40_000, "60001": 1, "50000": 0, "max": 10_240_000, f"{2**63}": 10_240_000}
     for written, bytes_left in left.items():

@@ -365,12 +365,9 @@ def _line(report: Mapping[str, Any], row: Mapping[str, Any]) -> list[str]:
 def _notes(report: Mapping[str, Any], contexts: list[int]) -> list[str]:
     notes = []
     positions, skipped = report["positions"], report["layers_left_out"]
-    largest = max((row.get("largest_context", 0) for row in report["rows"]), default=0)
-    reserve = report["machine"]["reserve"]
-    if not largest:
-        notes.append(
-            f"Nothing fits beside the weights and {_gb(reserve)} GB for passes (--reserve)."
-        )
+    if not any(row.get("fits") or row.get("largest_context") for row in report["rows"]):
+        reserve = _gb(report["machine"]["reserve"])
+        notes.append(f"Nothing fits beside the weights and {reserve} GB for passes (--reserve).")
     elif positions is not None and max(contexts) > positions:
         notes.append(
             f"The model was made for {positions:,} positions: more of them fit, but need a model "

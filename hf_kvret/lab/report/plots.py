@@ -202,7 +202,7 @@ def _save_with_legend(figure: Any, path: Path, *, beside: bool = False) -> None:
 def _save(figure: Any, path: Path) -> None:
     from matplotlib import pyplot
 
-    picture = BytesIO()
-    figure.savefig(picture, format=path.suffix.removeprefix(".") or "png", dpi=150)
+    picture, path = BytesIO(), path if path.suffix else path.with_suffix(".png")
+    figure.savefig(picture, format=path.suffix.removeprefix("."), dpi=150)
     pyplot.close(figure)
     replace_file(path, picture.getvalue())

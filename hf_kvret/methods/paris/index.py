@@ -104,7 +104,7 @@ class ParisConfig(RetrievalConfig):
     )
     group_reduce: str = option("max", OneOf("max", "mean"))
     center: bool = option(True, FLAG)
-    seed: int = option(0, integer(0, below=2**63))
+    seed: int = option(0, integer(-(2**63), below=2**63))
 
     @property
     def even_len(self) -> int:
