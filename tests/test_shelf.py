@@ -182,6 +182,8 @@ def test_the_least_used_entries_leave_and_beginnings_of_longer_ones(
     ):
         _put(Shelf(tmp_path / "small", max_size=1000), llama, texts[3])
     assert not list((tmp_path / "small").iterdir())
+    with pytest.raises(TypeError, match="title=5: pass a text"):
+        _put(shelf, llama, texts[0], title=5)  # type: ignore[arg-type]
 
 
 def test_files_are_their_owners_alone_and_those_of_others_are_left_out(

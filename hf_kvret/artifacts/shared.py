@@ -27,6 +27,8 @@ Value = TypeVar("Value")
 Options = TypeVar("Options")
 
 _values: WeakKeyDictionary[CalibrationArtifact, dict[Hashable, Any]] = WeakKeyDictionary()
+# By folder and method, the file that was read, and its time.
+_stamps: dict[tuple[str, str], tuple[str, int] | None] = {}
 
 
 @dataclass(frozen=True)
@@ -106,8 +108,10 @@ def shared_artifact(artifact: str, revision: str | None, method: str) -> Calibra
         OSError, ValueError: as ``CalibrationArtifact.from_pretrained``.
     """
     file = (Path(artifact).expanduser() / DESCRIPTION).absolute()
-    # A folder that was rewritten has another time, and is another artifact.
-    stamp = (str(file), file.stat().st_mtime_ns) if file.is_file() else None
+    # A folder that was rewritten has another time, and is another artifact. One that has gone is
+    # not needed by the caches that have read it.
+    found = (str(file), file.stat().st_mtime_ns) if file.is_file() else None
+    stamp = _stamps[artifact, method] = found or _stamps.get((artifact, method))
     return _read_once(artifact, revision, method, stamp)
 
 

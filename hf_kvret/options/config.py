@@ -76,8 +76,8 @@ class RetrievalConfig:
 
     Attributes:
         top_k: the budget: cold tokens that a query attends to, per KV head. A count, or a share of
-            the cold tokens as ``0.04``. ``None``: 256 below 8K cold tokens, 512 below 16K, 1024
-            below 32K, 2048 from there on (LRQK, appendix D).
+            the cold tokens as ``0.04``, in a batch those of the longest text. ``None``: 256 below
+            8K cold tokens, 512 below 16K, 1024 below 32K, 2048 from there on (LRQK, appendix D).
         sink: first valid tokens of each sequence. They are always attended.
         recent: newest tokens. They are always attended, and a flush leaves them in the window.
         flush: tokens that gather beyond ``recent`` before they move to the store together.

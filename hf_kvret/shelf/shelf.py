@@ -220,7 +220,7 @@ class Shelf:
             cache: that has read the prompt.
             input_ids: ``[1, T]``, what to put.
             model: that filled the cache.
-            title: a name to load it by. Entries that begin this one leave whatever their title.
+            title: a name to load it by. Entries without one that begin this one leave.
 
         Raises:
             RuntimeError: in the middle of a forward pass, or the cache holds more than the prompt
@@ -231,6 +231,8 @@ class Shelf:
             OSError: the disk is full, for instance; nothing is on the shelf then.
         """
         cache.stack.check_pass()
+        if not isinstance(title, str):
+            raise TypeError(f"title={title!r}: pass a text")
         ids = _one_sequence(input_ids)
         _check_model(model)
         _check_tokens(cache, ids, model)

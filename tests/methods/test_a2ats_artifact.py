@@ -127,6 +127,9 @@ def test_a_folder_that_was_rewritten_is_read_anew(llama: PreTrainedModel, artifa
         _fill(llama, cache)
         quantizers.append(cache.retrieval_layers[0].kv.index._quantizer)
     assert not torch.equal(quantizers[0].words, quantizers[1].words)
+    # A cache that has read it does not need it any more.
+    artifact.rename(artifact.with_name("moved"))
+    cache.check_model(llama)
 
 
 def test_the_published_options() -> None:

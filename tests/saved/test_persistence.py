@@ -18,6 +18,7 @@ from hf_kvret import (
     attach,
     registered_methods,
 )
+from hf_kvret.saved import persistence
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
 from hf_kvret.testing.conformance import ALL_MODELS
 
@@ -55,6 +56,26 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory, model = tmp_path_factory.mktemp("saved"), MODELS["llama"].build()
     _prefill(model, FlatKVCache(model.config, **COVERING_OPTIONS)).save_pretrained(directory)
     return directory
+
+
+def test_a_load_while_another_save_replaces_the_files_gives_the_new_cache(
+    llama: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    older, newer = (FlatKVCache(llama.config, **COVERING_OPTIONS) for _ in range(2))
+    _prefill(llama, older).save_pretrained(tmp_path)
+    llama.generate(torch.arange(3, 60)[None], past_key_values=newer, max_new_tokens=1)
+    read, calls = persistence.read_description, []
+
+    def read_and_save(directory: Path) -> Any:
+        content = read(directory)
+        if not calls:
+            calls.append(1)
+            newer.save_pretrained(directory)
+        return content
+
+    monkeypatch.setattr(persistence, "read_description", read_and_save)
+    loaded = FlatKVCache.from_pretrained(tmp_path, llama.config)
+    assert loaded.get_seq_length() == newer.get_seq_length() != older.get_seq_length()
 
 
 @pytest.fixture
