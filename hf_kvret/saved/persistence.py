@@ -104,35 +104,22 @@ def load(
             "the model is split over processes, and a saved cache has all heads: read the prompt "
             "in each process"
         )
-    cache: FilledCache | None = None
-    while cache is None:
-        digest = digest_of(directory)
-        try:
-            cache = _loaded(cls, directory, config, device, changes, mapped)
-        except (OSError, RuntimeError):
-            # A save to this folder may have removed files that were still to be read.
-            if digest_of(directory) == digest:
-                raise
-    if model is not None and cache.identity is not None:
-        cache.check_model(model, f"the cache in {directory}")
-    return cache
-
-
-def _loaded(
-    cls: type[FilledCache],
-    directory: Path,
-    config: PreTrainedConfig,
-    device: torch.device,
-    changes: dict[str, Any],
-    mapped: bool | str,
-) -> FilledCache:
+    digest = digest_of(directory)
     content = read_description(directory)
     paths = [directory / name for name in content["files"]]
-    with torch.device("cpu"):
-        cache = _empty_cache(cls, directory, content, config, changes)
-        is_mapped = _is_mapped(mapped, paths, CPU if cache.options.store == DISK else device)
-        tensors = SavedTensors(paths, content["tensors"], is_mapped, device.type == "cpu")
-        _fill(cache, directory, content, tensors, device)
+    try:
+        with torch.device("cpu"):
+            cache = _empty_cache(cls, directory, content, config, changes)
+            is_mapped = _is_mapped(mapped, paths, CPU if cache.options.store == DISK else device)
+            tensors = SavedTensors(paths, content["tensors"], is_mapped, device.type == "cpu")
+            _fill(cache, directory, content, tensors, device)
+    except (OSError, RuntimeError):
+        # A save to this folder may have removed files that were still to be read.
+        if digest_of(directory) == digest:
+            raise
+        return load(cls, directory, config, device, model, changes, mapped)
+    if model is not None and cache.identity is not None:
+        cache.check_model(model, f"the cache in {directory}")
     return cache
 
 
