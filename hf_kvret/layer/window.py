@@ -175,7 +175,7 @@ class Window(State):
             indices = columns[:, None, :, None].expand(-1, rows.shape[1], -1, rows.shape[3])
             sinks = buffer[:, :, : self.sink]
             sinks.copy_(rows.gather(2, indices).where(is_new[:, None, :, None], sinks))
-        self.sink_slots = torch.where(is_new, columns + block.start, self.sink_slots)
+        self.sink_slots.copy_(torch.where(is_new, columns + block.start, self.sink_slots))
         # A block without padding and at least that long fills all sinks: no need to synchronize.
         whole = block.valid is None and len(block) >= self.sink
         self.sinks_full = whole or bool((self.sink_slots >= 0).all())
