@@ -27,7 +27,7 @@ Value = TypeVar("Value")
 Options = TypeVar("Options")
 
 _values: WeakKeyDictionary[CalibrationArtifact, dict[Hashable, Any]] = WeakKeyDictionary()
-# By folder and method, the file that was read, and its time.
+# Each folder and method has the file that was read last, and its time.
 _stamps: dict[tuple[str, str], tuple[str, int] | None] = {}
 
 

@@ -213,7 +213,8 @@ def _read(
             with one_pass:
                 model(chunk, **as_argument(cache), use_cache=True, logits_to_keep=1)
             shown.update(chunk.shape[1])
-            shelf.check_room(cache, ids.shape[1])
+            if chunk is chunks[0]:
+                shelf.check_room(cache, ids.shape[1])
 
 
 def _keep_part(shelf: Shelf, cache: RetrievalCache, ids: torch.Tensor, subject: Subject) -> None:

@@ -55,18 +55,17 @@ _MISTAKES = (
     *(TemplateError, TypeError, ValueError),
 )
 # A request's own generation config may set these, to values of these types.
-_TYPES: dict[Any, str] = {
-    int: "max_new_tokens min_new_tokens top_k no_repeat_ngram_size bos_token_id pad_token_id",
-    float: "temperature repetition_penalty top_p min_p",
-    int | list[int]: "eos_token_id",
-    str | list[str]: "stop_strings",
-    str: "cache_implementation transformers_version",
-    dict[str, Any]: "cache_config",
-    bool: "do_sample",
+_TYPES: dict[str, Any] = {
+    **dict.fromkeys(("max_new_tokens", "min_new_tokens", "top_k", "no_repeat_ngram_size"), int),
+    **dict.fromkeys(("bos_token_id", "pad_token_id"), int),
+    "eos_token_id": int | list[int],
+    **dict.fromkeys(("temperature", "repetition_penalty", "top_p", "min_p"), float),
+    "do_sample": bool,
+    "stop_strings": str | list[str],
+    **dict.fromkeys(("cache_implementation", "transformers_version"), str),
+    "cache_config": dict[str, Any],
 }
-_SETTINGS = {
-    name: TypeAdapter(kind | None) for kind, names in _TYPES.items() for name in names.split()
-}
+_SETTINGS = {name: TypeAdapter(kind | None) for name, kind in _TYPES.items()}
 
 
 @dataclass

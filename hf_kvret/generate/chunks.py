@@ -38,7 +38,7 @@ _STEP = 64
 # Arguments that can be cut to the tokens of a chunk. With any other, a call goes in one pass.
 _PLAIN = {"attention_mask", "position_ids", *CACHE_NAMES, "use_cache", "logits_to_keep"}
 
-# Of text alone, processors of models that see give these as zeros.
+# Processors of models that see give these with every prompt: zeros where it is text alone.
 _TOKEN_TYPES = {"token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"}
 
 DRAFTS = ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")

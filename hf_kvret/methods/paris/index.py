@@ -167,7 +167,7 @@ class ParisIndex(CapturableIndex, Index):
     _means: torch.Tensor | None = tensor(dims="B H b D", **_CENTERED)
     _block_len: int = number(_BLOCK)
     _mean_len: int = number(0)
-    # A key of each stride, [B, Hkv, *, D] fp32.
+    # Each stride of tokens has a key here, [B, Hkv, *, D] fp32.
     _samples: torch.Tensor | None = tensor(dims="B H e D", **_CENTERED)
     # Sums of squares of a prompt's newest queries; what queries are multiplied by.
     _energy: torch.Tensor | None = tensor(dims="B g D", **_CENTERED)
