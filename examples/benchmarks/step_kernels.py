@@ -167,8 +167,8 @@ def _ctkvr(shape: StepShape) -> None:
     from hf_kvret_kernels.relevance.triton import best_ids
 
     lead = shape.batch, shape.heads
-    queries = torch.empty(*lead, 1, shape.group, shape.head_dim, dtype=_HALF, device=_META)
-    centroids = queries.new_empty(*lead, CENTROIDS, shape.group, shape.head_dim)
+    queries = torch.empty(*lead, 1, shape.group, shape.head_dim, device=_META)
+    centroids = queries.new_empty(*lead, CENTROIDS, *queries.shape[3:], dtype=_HALF)
     norms = torch.empty(*lead, CENTROIDS, shape.group, device=_META)
     triton.similarity(queries, centroids, norms, largest=False)
     low = torch.empty(*lead, CENTROIDS, LIST_LEN, dtype=torch.int16, device=_META)

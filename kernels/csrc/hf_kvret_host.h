@@ -13,7 +13,7 @@
 #define HFK_API extern "C" __attribute__((visibility("default")))
 
 // Raised with every change of hfk_request or of a function's meaning; the caller compares.
-#define HFK_VERSION 23
+#define HFK_VERSION 24
 
 // HFK_INT8 is for the rows of hfk_proxy alone.
 enum hfk_dtype { HFK_FLOAT32 = 0, HFK_FLOAT16 = 1, HFK_BFLOAT16 = 2, HFK_INT8 = 3 };
@@ -307,7 +307,7 @@ struct hfk_codebook {
 // Centroids of one age: past queries of a group, each with a list of tokens.
 struct hfk_generation {
     const void *queries;    // [batch, id_heads, *, group, key_dim], of the step's dtype
-    const float *inverse;   // [batch, id_heads, *, group]: 1 over their lengths
+    const float *inverse;   // [batch, id_heads, *, group]: 1 over their lengths in the metric
     const int64_t *slots;   // [batch, *]: negative where there is no centroid
     const uint16_t *low;    // [batch, id_heads, *, width]: the low 16 bits of a token plus 1; 0: none
     const uint8_t *high;    // the 8 bits above; null: none has any
@@ -327,6 +327,10 @@ struct hfk_generation {
 // group's heads, and the best of their tokens by exact scores; of equal ones the lowest.
 struct hfk_lists {
     struct hfk_generation generations[2];
+    const float *metric;    // [batch, id_heads, key_dim, key_dim], symmetric: of inner products;
+                            // null: the dot product
+    int64_t metric_batch;   // elements
+    int64_t metric_head;
     int64_t width;
     int64_t nprobe;
     int64_t pending;        // newest tokens that are recalled with every list

@@ -19,9 +19,11 @@ class ListSearch : public Search {
           nprobe_(std::min(lists_.nprobe, centroids_)),
           list_len_(lists_.width + lists_.following * std::min(lists_.width, lists_.following)),
           most_(std::min(step.tokens, nprobe_ * list_len_ + lists_.pending)),
-          centroid_stride_(row_stride(centroids_)), stride_(row_stride(most_)) {
+          dim_stride_(row_stride(request_.key_dim)), centroid_stride_(row_stride(centroids_)),
+          stride_(row_stride(most_)) {
         Cutter cutter;
-        queries_ = cutter.take<float>(heads_ * request_.key_dim);
+        query_ = cutter.take<float>(request_.key_dim);
+        units_ = cutter.take<float>(heads_ * dim_stride_);
         alive_ = cutter.take<uint8_t>(centroids_);
         cosines_ = cutter.take<float>(heads_ * centroid_stride_);
         similarity_ = cutter.take<float>(centroids_ + kSlack);
@@ -45,7 +47,7 @@ class ListSearch : public Search {
         int64_t *count = at<int64_t>(work, count_);
         switch (stage) {
         case kPrepare:
-            normalize(selection, at<float>(work, queries_));
+            make_units(selection, work, scratch);
             find_alive(selection, at<uint8_t>(work, alive_));
             break;
         case kCompare:
@@ -75,20 +77,35 @@ class ListSearch : public Search {
   private:
     enum { kPrepare, kCompare, kRecall, kScore };
 
-    // The group's queries, of length 1, in fp32.
-    void normalize(const Selection &selection, float *to) const {
+    // The group's queries in fp32, times the metric and over their lengths in it.
+    void make_units(const Selection &selection, char *work, float *scratch) const {
         const int64_t dim = request_.key_dim;
-        for (int64_t g = 0; g < heads_; ++g, to += dim) {
+        float *query = at<float>(work, query_), *unit = at<float>(work, units_);
+        ProxyScores images{};
+        images.heads = 1, images.queries[0] = query;
+        images.dtype = HFK_FLOAT32, images.rank = dim, images.row_bytes = dim * sizeof(float);
+        images.last = dim, images.stride = dim_stride_, images.scratch = scratch;
+        if (lists_.metric != nullptr) {
+            images.rows = lists_.metric + selection.batch * lists_.metric_batch +
+                          selection.head * lists_.metric_head;
+        }
+        for (int64_t g = 0; g < heads_; ++g, unit += dim_stride_) {
             const int64_t head =
                 selection.batch * request_.query_heads + selection.head * heads_ + g;
             const int64_t first = (head * request_.queries + selection.query) * dim;
-            float squares = 0.0f;
             for (int64_t d = 0; d < dim; ++d) {
-                to[d] = number_at(request_.query, request_.dtype, first + d);
-                squares += to[d] * to[d];
+                query[d] = number_at(request_.query, request_.dtype, first + d);
             }
-            const float length = std::max(std::sqrt(squares), 1e-12f);
-            for (int64_t d = 0; d < dim; ++d) to[d] /= length;
+            images.out = unit;
+            if (images.rows == nullptr) {
+                std::copy(query, query + dim, unit);
+            } else {
+                kernel_.proxy_scores(images);
+            }
+            float square = 0.0f;
+            for (int64_t d = 0; d < dim; ++d) square += query[d] * unit[d];
+            const float length = std::sqrt(std::max(square, 1e-24f));
+            for (int64_t d = 0; d < dim; ++d) unit[d] /= length;
         }
     }
 
@@ -115,7 +132,7 @@ class ListSearch : public Search {
             if (products.first < products.last) {
                 products.valid = at<uint8_t>(work, alive_) + start;
                 for (int64_t g = 0; g < heads_; ++g) {
-                    products.queries[0] = at<float>(work, queries_) + g * dim;
+                    products.queries[0] = at<float>(work, units_) + g * dim_stride_;
                     products.rows = static_cast<const char *>(part.queries) +
                                     (selection.batch * part.query_batch +
                                      selection.head * part.query_head + g * dim) * size;
@@ -201,8 +218,9 @@ class ListSearch : public Search {
     const Kernel &kernel_;
     // Query heads of a group; centroids, and how many are recalled; tokens that one names, and
     // candidates, at most; strides of heads.
-    const int64_t heads_, centroids_, nprobe_, list_len_, most_, centroid_stride_, stride_;
-    int64_t queries_, alive_, cosines_, similarity_, nearest_, marks_, count_, candidates_, scores_,
+    const int64_t heads_, centroids_, nprobe_, list_len_, most_, dim_stride_, centroid_stride_,
+        stride_;
+    int64_t query_, units_, alive_, cosines_, similarity_, nearest_, marks_, count_, candidates_, scores_,
         relevance_, bytes_;
 };
 

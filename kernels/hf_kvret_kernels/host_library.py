@@ -21,7 +21,7 @@ FILE_NAME = "libhf_kvret_host.so"
 PATH_VARIABLE = "HF_KVRET_HOST_LIBRARY"
 # Names the instruction set to use where a call asks for none, one of PATHS.
 ISA_VARIABLE = "HF_KVRET_CPU_PATH"
-VERSION = 23
+VERSION = 24
 
 # Instruction sets that the library has code for, best first, with its numbers for them.
 PATHS = {"avx512_bf16": 3, "avx512": 2, "avx2": 1, "neon": 4, "portable": 0}

@@ -16,6 +16,14 @@ class ListCase : public SearchCase {
         lists_.pending = random.one_in(2) ? 0 : random.pick(0, step.tokens);
         lists_.following = random.one_in(2) ? 0 : random.pick(1, 5);
         lists_.largest = random.one_in(2);
+        if (random.one_in(2)) {
+            const int64_t size = r.key_dim * r.key_dim;
+            const Strides of_metric(random, r.id_heads, 1, size);
+            metric_ = Numbers(of_metric.size(r.batch, r.id_heads, 1, size), HFK_FLOAT32);
+            metric_.fill(random);
+            lists_.metric = metric_.floats();
+            lists_.metric_batch = of_metric.outer, lists_.metric_head = of_metric.row;
+        }
         int64_t count = 0;
         for (int g = 0; g < 2; ++g) {
             generations_.emplace_back(random, step, lists_.width, g == 1 && random.one_in(2));
@@ -139,6 +147,7 @@ class ListCase : public SearchCase {
     }
 
     std::vector<Generation> generations_;
+    Numbers metric_;
     hfk_lists lists_{};
     bool recalls_all_;
 };

@@ -30,6 +30,26 @@ def test_similarity_is_the_mean_or_the_largest_cosine_of_the_group(
     torch.testing.assert_close(result.double(), expected, atol=1e-6, rtol=0)
 
 
+def test_with_the_covariance_of_keys_similarity_is_the_correlation_of_scores(place: Place) -> None:
+    """A number that all keys share, however large, says nothing."""
+    query, centroids = draw(2, 2, 3, 2, 20, seed=1), draw(2, 2, 5, 2, 20, seed=2)
+    keys = draw(2, 2, 60, 20, seed=3)
+    keys[..., :4] *= 5
+    query[..., 7] = centroids[..., 7] = 300.0
+    keys[..., 7] = 11.0
+    metric = torch.func.vmap(torch.func.vmap(lambda rows: torch.cov(rows.T)))(keys)
+    inverse = centroid.inverse_lengths(centroids, metric)
+    result = run_at(place, centroid.similarity, query, centroids, inverse, metric)
+    scores = [
+        torch.einsum("bhqgd,bhnd->bhqgn", x.double(), keys.double()) for x in (query, centroids)
+    ]
+    apart = [x - x.mean(-1, keepdim=True) for x in scores]
+    expected = torch.nn.functional.cosine_similarity(
+        apart[0].unsqueeze(3), apart[1].unsqueeze(2), dim=-1
+    ).mean(-1)
+    torch.testing.assert_close(result.double(), expected, atol=1e-5, rtol=0)
+
+
 @pytest.mark.factor("with_high", [False, True])
 @pytest.mark.factor("rho", [37, 1100])
 def test_lists_are_unpacked_as_they_were_packed(place: Place, rho: int, with_high: bool) -> None:

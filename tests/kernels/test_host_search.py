@@ -101,11 +101,18 @@ def test_a_code_beyond_the_codebook_is_refused(path: str, code: int) -> None:
         _found(shape, CodebookSearch(table, codes))
 
 
-def _generation(shape: Shape, count: int, width: int, seed: int, wide: bool) -> Generation:
+def _generation(
+    shape: Shape,
+    count: int,
+    width: int,
+    seed: int,
+    wide: bool,
+    metric: torch.Tensor | None = None,
+) -> Generation:
     """Random centroids with lists of random tokens, some of them none."""
     form = (shape.batch, shape.heads, count + 3, shape.group, shape.dim)
     queries = draw(*form, seed=seed, dtype=shape.dtype)[:, :, :count]
-    inverse = torch.linalg.vector_norm(queries.float(), dim=-1).reciprocal()
+    inverse = centroid.inverse_lengths(queries, metric)
     slots = torch.arange(count).repeat(shape.batch, 1)
     slots[:, ::7] = -1
     lists = torch.randint(
@@ -124,7 +131,12 @@ def _expected_relevance(
     scores, lists = [], []
     for part in search.generations:
         similarity = centroid.similarity(
-            bundles, part.queries, part.inverse, largest=search.largest, backend="naive"
+            bundles,
+            part.queries,
+            part.inverse,
+            search.metric,
+            largest=search.largest,
+            backend="naive",
         )
         scores.append(similarity.masked_fill((part.slots < 0)[:, None, None], -math.inf))
         every = torch.arange(part.low.shape[2]).expand(batch, heads, 1, -1).contiguous()
@@ -154,9 +166,11 @@ def _expected_relevance(
 @pytest.mark.factor("following", [0, 3])
 @pytest.mark.factor("fresh", [0, 9])
 @pytest.mark.factor("wide", [False, True])
+@pytest.mark.factor("scored", [False, True])
 @pytest.mark.factor("name", list(LIST_SHAPES))
 def test_the_best_of_the_nearest_lists_are_chosen(
     name: str,
+    scored: bool,
     wide: bool,
     fresh: int,
     following: int,
@@ -165,10 +179,15 @@ def test_the_best_of_the_nearest_lists_are_chosen(
     path: str,
 ) -> None:
     shape = LIST_SHAPES[name]
-    generations = [_generation(shape, 40, 15, 21, wide)]
+    metric = None
+    if scored:
+        keys = draw(shape.batch, shape.heads, 3 * shape.dim, shape.dim, seed=25)
+        keys[..., 0] *= 30
+        metric = keys.mT @ keys
+    generations = [_generation(shape, 40, 15, 21, wide, metric)]
     if fresh:
-        generations.append(_generation(shape, fresh, 15, 23, wide))
-    search = ListSearch(tuple(generations), 4, min(6, shape.n), following, largest)
+        generations.append(_generation(shape, fresh, 15, 23, wide, metric))
+    search = ListSearch(tuple(generations), 4, min(6, shape.n), following, largest, metric)
     check_best(_found(shape, search, softcap), _expected_relevance(shape, search, softcap))
 
 

@@ -101,12 +101,38 @@ def test_the_rerank_takes_the_best_of_what_was_recalled(
     assert slot_sets(ids) == slot_sets(best)
 
 
+@pytest.mark.parametrize("metric", ["scores", "queries"])
+@pytest.mark.parametrize("size", [1.0, 1e30], ids=["plain", "infinite products"])
+def test_a_centroid_is_near_that_scores_keys_alike(metric: str, size: float) -> None:
+    """Not one that is alike in numbers which no key tells apart, however large.
+
+    Nothing is told by padding, nor by keys whose products are not finite.
+    """
+    queries, keys = _prompt(300)
+    queries[..., 8:] *= 1.5
+    keys[..., 8:] = 20.0
+    valid = ragged(2, 300)
+    hidden = ~valid[:, None, :, None]
+    keys = (size * keys).masked_fill(hidden, float("nan"))
+    run = _fill(_options(metric=metric, nprobe=1), queries, keys, valid, budget=15)
+    centroids = run.index._file.queue.generations()[0].queries
+    other = normal(5, 2, HEADS, 1, GROUP, DIM)
+    # What a centroid asks for, beside other noise.
+    wanted = torch.cat([centroids[:, :, -1:, :, :8], 1.5 * other[..., 8:]], dim=-1)
+    query = wanted.transpose(2, 3).flatten(1, 2)
+    same = centroids[:, :, -1].flatten(1, 2).unsqueeze(2)
+    is_same = slot_sets(_lists(run, query, 1).flatten(3)) == slot_sets(
+        _lists(run, same, 1).flatten(3)
+    )
+    assert is_same is (metric == "scores" and size == 1)
+
+
 def test_the_numbers_of_the_paper() -> None:
     paper = CTkvrConfig.preset("paper")
     assert [paper.centroids_for(n) for n in (3, 800, 32_768, 131_072)] == [1, 50, 2048, 2048]
     assert [paper.list_len(131_072, b) for b in (512, 1024)] == [1280, 2560]
     assert (paper.nprobe, paper.update, paper.choice) == (4, 1, "last")
-    assert (paper.similarity, paper.following) == ("max", 0)
+    assert (paper.metric, paper.similarity, paper.following) == ("queries", "max", 0)
     assert (paper.pending, paper.questions, paper.update_lists) == (0, False, "recalled")
 
 

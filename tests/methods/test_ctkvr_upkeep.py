@@ -167,8 +167,9 @@ def test_bytes_and_stats_are_of_what_is_held() -> None:
     run.ask(_query(3))
     # Room for 64 more, 96 in all: query, norm and 25 ids of 2 bytes a head, and its slot.
     row = HEADS * (DIM * 4 + 4 + 25 * 2) + 8
-    assert run.index.nbytes() == 2 * row * 96
-    assert run.index.cost(100, 10).nbytes == 2 * HEADS * (25 * DIM * 4 + 4 * 25 * 2)
+    metric = 2 * HEADS * DIM * DIM * 4
+    assert run.index.nbytes() == 2 * row * 96 + metric
+    assert run.index.cost(100, 10).nbytes == metric + 2 * HEADS * (25 * DIM * 4 + 4 * 25 * 2)
     stats = run.index.stats()
     assert (stats["centroids"], stats["keys_scored"]) == (25, 2 * HEADS * PROMPT)
     run.index.crop(0)

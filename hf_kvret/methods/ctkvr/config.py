@@ -22,6 +22,9 @@ class CTkvrConfig(RetrievalConfig):
             half spread over the others. ``"last"``: the last ones.
         list_ratio: length of a centroid's list, as a multiple of the budget.
         nprobe: centroids whose lists a query recalls, C'.
+        metric: what a head's query and centroid are compared by. ``"scores"``: what they score
+            over the cold keys, whose correlation is taken. ``"queries"``: their own cosine, which
+            numbers decide that all queries share or that no key answers.
         similarity: of a query and a centroid, the ``"mean"`` or the ``"max"`` of their heads'
             cosines. The largest may be that of a head whose queries are all alike.
         following: tokens recalled behind each of a list's best, and how many of these there are.
@@ -43,6 +46,7 @@ class CTkvrConfig(RetrievalConfig):
             "dense_below": 0,
             "tokens_per_centroid": 16,
             "choice": "last",
+            "metric": "queries",
             "similarity": "max",
             "following": 0,
             "update": 1,
@@ -58,6 +62,7 @@ class CTkvrConfig(RetrievalConfig):
     choice: str = option("mixed", OneOf("mixed", "last"))
     list_ratio: float = option(2.5, real(note="one list fills a budget", least=1, below=math.inf))
     nprobe: int = option(4, integer(1))
+    metric: str = option("scores", OneOf("scores", "queries"))
     similarity: str = option("mean", OneOf("mean", "max"))
     following: int = option(16, integer(0, most=256))
     update: int = option(8, integer(0))

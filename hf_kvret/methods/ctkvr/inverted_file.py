@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import pad
 
 from hf_kvret.contracts.index import ColdTokens
-from hf_kvret.contracts.state import State, number, part
+from hf_kvret.contracts.state import State, number, part, tensor
 from hf_kvret.contracts.token_buffer import TokenBuffer, tokens
 from hf_kvret.methods.ctkvr.config import CTkvrConfig
 from hf_kvret_kernels import centroid
@@ -26,6 +26,8 @@ _ELEMENTS = 1 << 18
 # chunks are smaller, to fit into its cache.
 _CHUNK_LEN = 1 << 14
 _CHUNK_ELEMENTS = 1 << 18
+# Keys that tell the metric of a head, and what is added to its variances.
+_SAMPLE, _LEAST_VARIANCE = 4096, 0.1
 # Lists shorter than this share of their target length are rebuilt.
 _SHORT = 0.8
 
@@ -96,8 +98,14 @@ class InvertedLists(State):
             ids |= self._high.rows[:, :, span].int().bitwise_left_shift_(16)
         return ids.sub_(1)
 
-    def append(self, new: Centroids, chunks: Iterable[torch.Tensor], tokens: int) -> None:
-        """Add ``new`` centroids with lists.
+    def append(
+        self,
+        new: Centroids,
+        chunks: Iterable[torch.Tensor],
+        tokens: int,
+        metric: torch.Tensor | None = None,
+    ) -> None:
+        """Add ``new`` centroids with lists, which are of length 1 in ``metric [B, H, D, D]``.
 
         ``chunks`` are their lists ``[B, H, *, <= rho]`` int32 in order, each packed before the next
         one is asked for. All ids are below ``tokens``.
@@ -107,8 +115,7 @@ class InvertedLists(State):
         self._pack(chunks, queries, len(self._high) > 0 or tokens > _NARROW)
         self._queries.append(queries)
         self._slots.append(new.slots[:, None])
-        norms = torch.linalg.vector_norm(queries, dim=-1, dtype=torch.float32)
-        self._inverse.append(norms.clamp_(min=1e-30).reciprocal_())
+        self._inverse.append(centroid.inverse_lengths(queries, metric))
 
     def widen(self, tokens: int) -> None:
         """Make room for slots below ``tokens``."""
@@ -117,12 +124,15 @@ class InvertedLists(State):
             zeros = torch.zeros_like(self._low.rows, dtype=torch.uint8)
             self._high.append(zeros)
 
-    def similarity(self, query: torch.Tensor, largest: bool, drop_count: int = 0) -> torch.Tensor:
+    def similarity(
+        self, query: torch.Tensor, metric: torch.Tensor | None, largest: bool, drop_count: int = 0
+    ) -> torch.Tensor:
         """``[B, H, Q, m]`` fp32 of ``query [B, H, Q, G, D]``.
 
         -inf for the oldest ``drop_count``.
         """
-        result = centroid.similarity(query, self.queries, self._inverse.rows, largest=largest)
+        inverse = self._inverse.rows
+        result = centroid.similarity(query, self.queries, inverse, metric, largest=largest)
         mask = (self.slots < 0)[:, None, None]
         if drop_count:
             mask = mask | (torch.arange(len(self), device=query.device) < drop_count)
@@ -186,16 +196,20 @@ class CentroidQueue(State):
     Attributes:
         room: most live centroids; beyond it each new one drops the oldest.
         drop_count: number of dropped centroids of the base.
+        metric: ``[B, H, D, D]`` fp32 as of ``centroid.similarity``, or None.
     """
 
     room: int = number(0, key="counts")
     drop_count: int = number(0, key="counts")
+    metric: torch.Tensor | None = tensor(
+        optional=True, shared=True, dims="B H D D", dtype=torch.float32
+    )
     _base: InvertedLists = part()
     _fresh: InvertedLists = part(may_be_empty=True)
 
-    def __init__(self, room: int, width: int) -> None:
+    def __init__(self, room: int, width: int, metric: torch.Tensor | None = None) -> None:
         """``width``: slots of a list."""
-        self.room = room
+        self.room, self.metric = room, metric
         self._base, self._fresh = InvertedLists(width), InvertedLists(width)
 
     def __len__(self) -> int:
@@ -216,7 +230,7 @@ class CentroidQueue(State):
         target = self._fresh if len(self._base) else self._base
         for lists in (self._base, self._fresh):
             lists.widen(tokens)
-        target.append(new, chunks, tokens)
+        target.append(new, chunks, tokens, self.metric)
         self.drop_count += max(0, len(self) - self.room)
         if self.drop_count >= len(self._base):
             self.drop_count -= len(self._base)
@@ -236,10 +250,11 @@ class CentroidQueue(State):
         The nearest first, then what follows their best tokens, which may be behind the last one.
         -1 for lists that there are not. ``query [B, H, Q, G, D]``.
         """
-        largest, following = options.similarity == "max", options.following
-        scores = self._base.similarity(query, largest, self.drop_count)
+        compared = query, self.metric, options.similarity == "max"
+        scores = self._base.similarity(*compared, self.drop_count)
         if len(self._fresh):
-            scores = torch.cat([scores, self._fresh.similarity(query, largest)], dim=-1)
+            scores = torch.cat([scores, self._fresh.similarity(*compared)], dim=-1)
+        following = options.following
         nearest = scores.topk(min(options.nprobe, scores.shape[-1]), dim=-1)
         lists = self._take(nearest.indices)
         lists = lists.masked_fill((nearest.values == float("-inf")).unsqueeze(-1), -1)
@@ -260,14 +275,21 @@ class CentroidQueue(State):
         generations = [self._base.generation(self.drop_count)]
         if len(self._fresh):
             generations.append(self._fresh.generation())
-        largest = options.similarity == "max"
-        return ListSearch(tuple(generations), options.nprobe, pending, options.following, largest)
+        return ListSearch(
+            tuple(generations),
+            options.nprobe,
+            pending,
+            options.following,
+            options.similarity == "max",
+            self.metric,
+        )
 
     def recall_nbytes(self, nprobe: int) -> int:
-        """Bytes that one recall of one query reads: all centroids, and the lists of some."""
+        """Bytes that one recall of one query reads: the metric, all centroids and some lists."""
+        metric = 0 if self.metric is None else self.metric.nbytes
         rows = len(self._base.queries) * self.heads
         lists = rows * min(nprobe, len(self)) * self._base.list_nbytes()
-        return self._base.queries[:, :, :1].nbytes * len(self) + lists
+        return metric + self._base.queries[:, :, :1].nbytes * len(self) + lists
 
     def loaded(self) -> None:
         self._fresh.width = self._base.width
@@ -305,7 +327,8 @@ class InvertedFile(State):
         centroids = centroids.padding_first()
         width = self.options.list_len(len(cold), cold.budget)
         chunks = self._lists(cold, centroids, width)
-        queue = CentroidQueue(self.options.centroids_for(len(cold)), width)
+        metric = _metric(cold, centroids.queries) if self.options.metric == "scores" else None
+        queue = CentroidQueue(self.options.centroids_for(len(cold)), width, metric)
         queue.push(centroids, chunks, len(cold))
         self.queue = queue
         self.listed_len = len(cold)
@@ -352,6 +375,27 @@ class InvertedFile(State):
         self.list_builds += 1
         self.keys_scored += centroids.queries[:, :, 0, 0, 0].numel() * len(cold)
         return _best_keys(cold, centroids, width)
+
+
+def _metric(cold: ColdTokens, like: torch.Tensor) -> torch.Tensor:
+    """``[B, H, D, D]`` fp32: the covariance of the cold keys, of a mean variance of 1.
+
+    What is added to each variance keeps differences that no key answers. Of more than ``_SAMPLE``
+    keys some count, spread evenly. The identity where keys are not finite. For queries ``like [B,
+    H, *, *, D]``.
+    """
+    device, heads = like.device, like.shape[1]
+    slots = torch.arange(0, len(cold), -(-len(cold) // _SAMPLE), device=cold.valid.device)
+    counted = cold.valid[:, None, slots, None].to(device)
+    ids = slots.int().expand(len(like), heads, 1, -1).contiguous()
+    keys = cold.store.gather(ids)[0][:, :, 0].to(device).float().masked_fill_(~counted, 0.0)
+    mean = keys.sum(2, keepdim=True) / counted.sum(2, keepdim=True).clamp(min=1)
+    apart = (keys - mean) * counted
+    products = apart.mT @ apart
+    variance = products.diagonal(dim1=2, dim2=3).mean(-1)[..., None, None]
+    identity = torch.eye(like.shape[-1], device=device)
+    metric = products / variance.clamp(min=1e-30) + _LEAST_VARIANCE * identity
+    return torch.where(metric.isfinite().flatten(2).all(2)[..., None, None], metric, identity)
 
 
 def _best_keys(cold: ColdTokens, centroids: Centroids, width: int) -> Iterator[torch.Tensor]:

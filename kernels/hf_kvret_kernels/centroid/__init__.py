@@ -103,19 +103,22 @@ def top_keys(queries: torch.Tensor, chunks: KeyChunks, count: int, **options: An
 def similarity(
     query: torch.Tensor,
     centroids: torch.Tensor,
-    inverse_norms: torch.Tensor,
+    inverse_lengths: torch.Tensor,
+    metric: torch.Tensor | None = None,
     *,
     largest: bool = False,
     backend: str = "auto",
 ) -> torch.Tensor:
     """``[B, H, Q, C]`` fp32: the mean of the group's cosines.
 
-    Each query head is compared with the same head of the bundle.
+    Each query head is compared with the same head of the bundle. Where the metric is the covariance
+    of keys, a cosine is the correlation of what both score over these keys.
 
     Args:
         query: ``[B, H, Q, G, D]`` fp32, bf16 or fp16.
         centroids: ``[B, H, C, G, D]`` of any of these dtypes.
-        inverse_norms: ``[B, H, C, G]`` fp32, 1 over the length of each of their vectors.
+        inverse_lengths: ``[B, H, C, G]`` fp32 of that name, with the same metric.
+        metric: ``[B, H, D, D]`` fp32, symmetric, of the inner product; None: the dot product.
         largest: the largest in place of the mean (algorithm 2, line 2).
         backend: ``"auto"``, ``"naive"`` or ``"triton"``.
 
@@ -126,8 +129,26 @@ def similarity(
     check_tensor("query", query, (None,) * 5, FLOATS)
     bundles, device = (*query.shape[:2], None, *query.shape[3:]), query.device
     check_tensor("centroids", centroids, bundles, FLOATS, device)
-    check_tensor("inverse_norms", inverse_norms, centroids.shape[:4], (torch.float32,), device)
-    return run(__name__, "similarity", backend, query, centroids, inverse_norms, largest)
+    check_tensor("inverse_lengths", inverse_lengths, centroids.shape[:4], (torch.float32,), device)
+    _check_metric(metric, query)
+    images, inverse = _image(query, metric)
+    units = images * inverse.unsqueeze(-1)
+    return run(__name__, "similarity", backend, units, centroids, inverse_lengths, largest)
+
+
+def inverse_lengths(queries: torch.Tensor, metric: torch.Tensor | None) -> torch.Tensor:
+    """``[B, H, C, G]`` fp32: 1 over the lengths of ``queries [B, H, C, G, D]`` in a metric.
+
+    Args:
+        queries: fp32, bf16 or fp16.
+        metric: as of ``similarity``.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit.
+    """
+    check_tensor("queries", queries, (None,) * 5, FLOATS)
+    _check_metric(metric, queries)
+    return _image(queries, metric)[1]
 
 
 def take_lists(
@@ -176,6 +197,22 @@ def unite(ids: torch.Tensor, valid: torch.Tensor, *, backend: str = "auto") -> t
     if not valid.shape[1]:
         raise ValueError("valid covers no token: there must be one at least")
     return run(__name__, "unite", backend, ids, valid)
+
+
+def _check_metric(metric: torch.Tensor | None, queries: torch.Tensor) -> None:
+    if metric is not None:
+        dim = queries.shape[-1]
+        shape = (*queries.shape[:2], dim, dim)
+        check_tensor("metric", metric, shape, (torch.float32,), queries.device)
+
+
+def _image(queries: torch.Tensor, metric: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries in fp32 times their metric, and 1 over their lengths in it."""
+    queries = queries.float()
+    images = queries
+    if metric is not None:
+        images = (queries.flatten(2, 3) @ metric).view(queries.shape)
+    return images, (queries * images).sum(-1).clamp_(min=1e-24).rsqrt_()
 
 
 def _check_chunk(

@@ -239,9 +239,9 @@ _IDS = 1024
 
 
 def similarity(
-    query: torch.Tensor, centroids: torch.Tensor, inverse_norms: torch.Tensor, largest: bool
+    query: torch.Tensor, centroids: torch.Tensor, inverse_lengths: torch.Tensor, largest: bool
 ) -> torch.Tensor:
-    """See ``hf_kvret_kernels.centroid.similarity``."""
+    """See ``hf_kvret_kernels.centroid.similarity``; queries are of length 1."""
     B, H, Q, G, _ = query.shape
     C = centroids.shape[2]
     cosines = torch.empty(B, H, Q, C, dtype=torch.float32, device=query.device)
@@ -250,16 +250,14 @@ def similarity(
     query = query.contiguous()
     if centroids.stride(4) != 1:
         centroids = centroids.contiguous()
-    query_norms = torch.linalg.vector_norm(query, dim=-1, dtype=torch.float32)
     blocks = triton.cdiv(C, _CENTROIDS)
     _similarity_kernel[(B * H * blocks,)](
         query,
         centroids,
-        query_norms,
-        inverse_norms,
+        inverse_lengths,
         cosines,
         *centroids.stride()[:4],
-        *inverse_norms.stride(),
+        *inverse_lengths.stride(),
         H,
         Q,
         C,
@@ -324,7 +322,7 @@ def unite(ids: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
 
 @triton.jit(do_not_specialize=["queries", "length", "blocks"])
 def _similarity_kernel(
-    query_ptr, centroids_ptr, norms_ptr, inverse_ptr, cosines_ptr,
+    query_ptr, centroids_ptr, inverse_ptr, cosines_ptr,
     stride_b, stride_h, stride_c, stride_g, inverse_stride_b, inverse_stride_h, inverse_stride_c,
     inverse_stride_g,
     heads, queries, length, blocks,
@@ -355,13 +353,12 @@ def _similarity_kernel(
                 BLOCK_C,
                 DOT_DTYPE,
             )
-            norms = tl.maximum(tl.load(norms_ptr + row, mask=query_mask, other=1.0), 1e-12)
             inverse = tl.load(
                 inverse_ptr + indices * inverse_stride_c + g * inverse_stride_g,
                 mask=inside,
                 other=0.0,
             )
-            cosines = dots / norms[:, None] * inverse[None, :]
+            cosines = dots * inverse[None, :]
             result = tl.maximum(result, cosines) if LARGEST else result + cosines / G
         target = (index * queries + query_index)[:, None] * length + indices[None, :]
         tl.store(cosines_ptr + target, result, mask=query_mask[:, None] & inside[None, :])

@@ -235,7 +235,7 @@ class Generation(NamedTuple):
 
     Attributes:
         queries: ``[B, Hkv, m, G, Dk]`` of the query's dtype.
-        inverse: ``[B, Hkv, m, G]`` fp32, 1 over the length of each of these vectors.
+        inverse: ``[B, Hkv, m, G]`` fp32, 1 over their lengths in the metric.
         slots: ``[B, m]`` int64, -1 for centroids that are none.
         low: ``[B, Hkv, m, width]`` int16, see ``centroid.take_lists``.
         high: the same, uint8, or None.
@@ -260,20 +260,21 @@ class ListSearch:
         nprobe: how many lists a query recalls.
         pending: newest tokens that are recalled with them, at most as many as there are.
         following: tokens recalled behind each of a list's first so many.
-        largest: as of ``centroid.similarity``.
+        largest, metric: as of ``centroid.similarity``.
     """
 
     kind: ClassVar[int] = 5
     token_count: ClassVar[None] = None
     heads: ClassVar[None] = None
     _GENERATION: ClassVar[struct.Struct] = struct.Struct("@5P10q")
-    _STRUCT: ClassVar[struct.Struct] = struct.Struct("@5q")
+    _STRUCT: ClassVar[struct.Struct] = struct.Struct("@P7q")
 
     generations: tuple[Generation, ...]
     nprobe: int
     pending: int
     following: int = 0
     largest: bool = False
+    metric: torch.Tensor | None = None
 
     @property
     def packed(self) -> bytes:
@@ -281,9 +282,13 @@ class ListSearch:
         parts = [self._pack_generation(part) for part in self.generations]
         none = bytes(self._GENERATION.size)
         width = self.generations[0].low.shape[3]
-        return b"".join([*parts, *[none] * (2 - len(parts))]) + self._STRUCT.pack(
-            width, self.nprobe, self.pending, self.following, self.largest
-        )
+        options = width, self.nprobe, self.pending, self.following, self.largest
+        metric, place = self.metric, [0, 0, 0]
+        if metric is not None:
+            self.metric = metric = metric.contiguous()
+            place = [metric.data_ptr(), *metric.stride()[:2]]
+        numbers = self._STRUCT.pack(*place, *options)
+        return b"".join([*parts, *[none] * (2 - len(parts)), numbers])
 
     def _pack_generation(self, part: Generation) -> bytes:
         queries, inverse, slots, low, high = part
