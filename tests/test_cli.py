@@ -58,8 +58,9 @@ def test_help_is_written_for_users_and_tells_every_default(words: tuple[str, ...
         assert shown.count("default: ") <= 1, action.option_strings
         if action.default is not None:
             word = IN_A_WORD.get(action.option_strings[0])
-            default = f"(default: {shown_default(action.default)})"
-            assert default in shown or (word and f"default: {word}" in shown), shown
+            typed = shown_default(action.default)
+            assert f"(default: {typed})" in shown or (word and f"default: {word}" in shown), shown
+            assert callable(action.type) is False or action.type(typed) == action.default, shown
 
 
 @pytest.mark.parametrize("words", [("demo",), ("bench", "decode")])

@@ -30,6 +30,7 @@ from hf_kvret.registry import registered_methods
 from hf_kvret.saved.description import verify_cache
 from hf_kvret.saved.identity import printable
 from hf_kvret.shelf import Shelf, ask, document_ids
+from hf_kvret.shelf.entry import BLOCK
 from hf_kvret.shelf.questions import positions
 from hf_kvret.shelf.shelf import can_crop
 from hf_kvret.stores.placement import CODED
@@ -111,6 +112,11 @@ def run_read(options: ReadOptions) -> int:
     check_device(options.device)
     subject = load_subject(options.model, DTYPES[options.dtype], options.device)
     ids = document_ids(subject.need_tokenizer("read"), text).to(subject.device)
+    if ids.shape[1] < BLOCK:
+        raise ValueError(
+            f"{options.document} has {ids.shape[1]} tokens, and a shelf holds {BLOCK} and more: "
+            "put the text into the question"
+        )
     _check_positions(subject, ids.shape[1])
     name = options.name or ("stdin" if is_stream(options.document) else options.document.stem)
     wanted = ids, subject.model, choice.method

@@ -49,6 +49,16 @@ _ROUTES = {
     "/v1/responses": "input",
     "/load_model": "model",
 }
+# Fields that transformers' server passes over, and the value that asks for nothing.
+_PASSED_OVER: dict[str, Any] = {
+    **dict.fromkeys(("n", "best_of"), 1),
+    **dict.fromkeys(("logprobs", "top_logprobs", "presence_penalty", "echo", "background"), 0),
+    **dict.fromkeys(("audio", "functions", "function_call", "previous_response_id")),
+    "modalities": ["text"],
+    "tool_choice": "auto",
+    "response_format": {"type": "text"},
+    "text": {"format": {"type": "text"}},
+}
 # A body can raise these before the model reads: by a type, by a chat template, by a picture.
 _MISTAKES = (
     *(ArithmeticError, AttributeError, LookupError, OSError, RecursionError),
@@ -161,7 +171,7 @@ class BodyCheck:
         await JSONResponse({"detail": reason}, status)(scope, receive, send)
 
     def _check(self, path: str, body: bytes) -> None:
-        """HTTPException for a route that uses no cache of ours, or another model."""
+        """HTTPException for a route that uses no cache of ours, another model, or other answers."""
         if path not in _ROUTES:
             raise HTTPException(404, f"this server answers {', '.join(_ROUTES)} alone")
         values = _parsed(body, "the body")
@@ -169,6 +179,9 @@ class BodyCheck:
             raise HTTPException(400, f"{_ROUTES[path]} is missing")
         if values.get("model") not in (None, self.model):
             raise HTTPException(400, f"this server answers with {self.model} alone")
+        for name, neutral in _PASSED_OVER.items():
+            if values.get(name) not in (None, neutral):
+                raise HTTPException(400, f"{name} is not served here: leave it out")
 
 
 @dataclass(frozen=True)

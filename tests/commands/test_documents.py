@@ -428,3 +428,5 @@ def test_only_text_is_read(tmp_path: Path, program: Any) -> None:
     with pytest.raises(ValueError, match="is no plain text: save it as text"):
         document_text(tmp_path / "a.html")
     assert "no file" in program("read", tmp_path / "none.txt", status=2).err
+    (tmp_path / "a.txt").write_text("Hi")
+    assert "a shelf holds 64 and more" in program("read", tmp_path / "a.txt", status=2).err

@@ -30,8 +30,9 @@ def read_text(path: Path) -> str:
     if path.suffix == ".json":
         try:
             content = "\n\n".join(_strings(json.loads(content)))
-        except (json.JSONDecodeError, RecursionError) as error:
-            raise ValueError(f"{path} is not JSON: {error}") from error
+            content.encode()
+        except (json.JSONDecodeError, RecursionError, UnicodeEncodeError) as error:
+            raise ValueError(f"{path} is not JSON of text: {error}") from error
     if not content.strip():
         raise ValueError(f"{path} has no text in it")
     return content

@@ -71,13 +71,13 @@ def lengths(text: str) -> tuple[int, ...]:
     """Comma-separated counts from 1, each with an optional K (1,024) or M."""
     counts = []
     for word in map(str.strip, text.split(",")):
-        digits, unit = word.lower(), 1
-        if digits and digits[-1] in _UNITS:
-            digits, unit = digits[:-1], _UNITS[digits[-1]]
-        if not digits.isdecimal() or int(digits) < 1:
+        try:
+            counts.append(_count(word))
+        except ValueError:
+            counts.append(0)
+        if counts[-1] < 1:
             message = f"{word!r} is no whole number from 1: write 4096 or 4K"
             raise argparse.ArgumentTypeError(message)
-        counts.append(int(digits) * unit)
     if len(set(counts)) < len(counts):
         raise argparse.ArgumentTypeError(f"the same number twice in {text!r}: name each once")
     return tuple(counts)
@@ -96,15 +96,20 @@ def length_or_none(text: str) -> int:
     return 0 if text.strip() == "0" else length(text)
 
 
+def _count(text: str) -> int:
+    unit = _UNITS.get(text[-1:].lower())
+    return int(text) if unit is None else int(text[:-1]) * unit
+
+
 def names(text: str) -> list[str]:
     """Comma-separated names, blanks dropped."""
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def whole_number(least: int, most: int | None = None) -> Callable[[str], int]:
-    """Whole numbers from ``least``, to ``most`` where given."""
+    """Whole numbers from ``least``, to ``most`` where given, each with an optional K or M."""
     what = f"whole number from {least}" + ("" if most is None else f" to {most}")
-    return _checked(int, lambda x: x >= least and (most is None or x <= most), what)
+    return _checked(_count, lambda x: x >= least and (most is None or x <= most), what)
 
 
 def number(above: float, most: float = math.inf) -> Callable[[str], float]:

@@ -71,9 +71,10 @@ def test_texts_are_read_from_plain_files_and_json(tmp_path: Path) -> None:
     assert read_text(listed) == "one\n\ntwo"
     with pytest.raises(ValueError, match="has no text"):
         read_text(empty)
-    listed.write_text("{")
-    with pytest.raises(ValueError, match="is not JSON"):
-        read_text(listed)
+    for wrong in ("{", r'"half of a pair: \ud800"'):
+        listed.write_text(wrong)
+        with pytest.raises(ValueError, match="is not JSON of text"):
+            read_text(listed)
     plain.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ValueError, match="not UTF-8"):
         read_text(plain)
