@@ -578,7 +578,9 @@ def _top_keys(shape: KernelShape, draw: Draw) -> Any:
 
 def _similarity(shape: KernelShape, draw: Draw) -> Any:
     query, centroids = _bundles(shape, draw, shape.queries), _bundles(shape, draw)
-    return partial(centroid.similarity, query, centroids, centroids.float().norm(dim=-1) ** -1)
+    return partial(
+        centroid.similarity, centroid.units(query)[0], centroids, centroid.units(centroids)[1]
+    )
 
 
 def _bundles(shape: KernelShape, draw: Draw, count: int | None = None) -> torch.Tensor:

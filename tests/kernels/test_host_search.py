@@ -112,7 +112,7 @@ def _generation(
     """Random centroids with lists of random tokens, some of them none."""
     form = (shape.batch, shape.heads, count + 3, shape.group, shape.dim)
     queries = draw(*form, seed=seed, dtype=shape.dtype)[:, :, :count]
-    inverse = centroid.inverse_lengths(queries, metric)
+    inverse = centroid.units(queries, metric)[1]
     slots = torch.arange(count).repeat(shape.batch, 1)
     slots[:, ::7] = -1
     lists = torch.randint(
@@ -130,13 +130,9 @@ def _expected_relevance(
     bundles = shape.query().unflatten(1, (heads, shape.group)).transpose(2, 3)
     scores, lists = [], []
     for part in search.generations:
+        units, _ = centroid.units(bundles, search.metric)
         similarity = centroid.similarity(
-            bundles,
-            part.queries,
-            part.inverse,
-            search.metric,
-            largest=search.largest,
-            backend="naive",
+            units, part.queries, part.inverse, largest=search.largest, backend="naive"
         )
         scores.append(similarity.masked_fill((part.slots < 0)[:, None, None], -math.inf))
         every = torch.arange(part.low.shape[2]).expand(batch, heads, 1, -1).contiguous()

@@ -77,6 +77,7 @@ def of_codebooks_and_centroids() -> Iterator[Refusal]:
 
     query, norms = torch.zeros(2, 2, 7, 2, 16), torch.zeros(2, 2, 7, 2)
     cosines = partial(centroid.similarity, query)
+    yield r"metric is .*: pass fp32 \[2, 2, 16, 16\]", partial(centroid.units, query, norms)
     yield r"centroids is .* \[2, 2, any, 2, 16\]", partial(cosines, query[:, :1], norms[:, :1])
     yield r"pass fp32 \[2, 2, 7, 2\]", partial(cosines, query, norms.double())
     low, index = torch.zeros(2, 2, 5, 3, dtype=torch.int16), torch.zeros(2, 2, 1, 4).long()

@@ -115,7 +115,7 @@ class InvertedLists(State):
         self._pack(chunks, queries, len(self._high) > 0 or tokens > _NARROW)
         self._queries.append(queries)
         self._slots.append(new.slots[:, None])
-        self._inverse.append(centroid.inverse_lengths(queries, metric))
+        self._inverse.append(centroid.units(queries, metric)[1])
 
     def widen(self, tokens: int) -> None:
         """Make room for slots below ``tokens``."""
@@ -124,18 +124,15 @@ class InvertedLists(State):
             zeros = torch.zeros_like(self._low.rows, dtype=torch.uint8)
             self._high.append(zeros)
 
-    def similarity(
-        self, query: torch.Tensor, metric: torch.Tensor | None, largest: bool, drop_count: int = 0
-    ) -> torch.Tensor:
-        """``[B, H, Q, m]`` fp32 of ``query [B, H, Q, G, D]``.
+    def similarity(self, units: torch.Tensor, largest: bool, drop_count: int = 0) -> torch.Tensor:
+        """``[B, H, Q, m]`` fp32 of ``units [B, H, Q, G, D]`` of a query.
 
         -inf for the oldest ``drop_count``.
         """
-        inverse = self._inverse.rows
-        result = centroid.similarity(query, self.queries, inverse, metric, largest=largest)
+        result = centroid.similarity(units, self.queries, self._inverse.rows, largest=largest)
         mask = (self.slots < 0)[:, None, None]
         if drop_count:
-            mask = mask | (torch.arange(len(self), device=query.device) < drop_count)
+            mask = mask | (torch.arange(len(self), device=units.device) < drop_count)
         return result.masked_fill(mask, float("-inf"))
 
     def take(self, index: torch.Tensor) -> torch.Tensor:
@@ -196,7 +193,7 @@ class CentroidQueue(State):
     Attributes:
         room: most live centroids; beyond it each new one drops the oldest.
         drop_count: number of dropped centroids of the base.
-        metric: ``[B, H, D, D]`` fp32 as of ``centroid.similarity``, or None.
+        metric: as of ``centroid.units``.
     """
 
     room: int = number(0, key="counts")
@@ -250,11 +247,11 @@ class CentroidQueue(State):
         The nearest first, then what follows their best tokens, which may be behind the last one.
         -1 for lists that there are not. ``query [B, H, Q, G, D]``.
         """
-        compared = query, self.metric, options.similarity == "max"
-        scores = self._base.similarity(*compared, self.drop_count)
+        largest, following = options.similarity == "max", options.following
+        units, _ = centroid.units(query, self.metric)
+        scores = self._base.similarity(units, largest, self.drop_count)
         if len(self._fresh):
-            scores = torch.cat([scores, self._fresh.similarity(*compared)], dim=-1)
-        following = options.following
+            scores = torch.cat([scores, self._fresh.similarity(units, largest)], dim=-1)
         nearest = scores.topk(min(options.nprobe, scores.shape[-1]), dim=-1)
         lists = self._take(nearest.indices)
         lists = lists.masked_fill((nearest.values == float("-inf")).unsqueeze(-1), -1)

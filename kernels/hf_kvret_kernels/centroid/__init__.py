@@ -1,8 +1,9 @@
 """CTkvr's operations: past queries as centroids, each with a list of its best keys.
 
 A centroid is a bundle: the G query heads of a KV head at one position. ``key_lists`` makes lists,
-``similarity`` finds the centroids near a query, ``take_lists`` unpacks theirs, ``unite`` leaves out
-repeats. On CUDA tensors nothing waits for the host and no shape depends on data.
+``similarity`` finds the centroids near the ``units`` of a query, ``take_lists`` unpacks theirs,
+``unite`` leaves out repeats. On CUDA tensors nothing waits for the host and no shape depends on
+data.
 
 Paper: CTkvr, algorithms 1 and 2. Dimensions: B batch, H KV heads, G query heads of one, C
 centroids, Q queries at once, D head dim, n tokens, M ids, rho ids of a list.
@@ -28,7 +29,7 @@ from hf_kvret_kernels._dispatch import (
 from hf_kvret_kernels.centroid import naive
 from hf_kvret_kernels.centroid.naive import KeyChunks
 
-__all__ = ["KeyChunks", "key_lists", "similarity", "take_lists", "top_keys", "unite"]
+__all__ = ["KeyChunks", "key_lists", "similarity", "take_lists", "top_keys", "unite", "units"]
 
 
 def key_lists(
@@ -100,25 +101,50 @@ def top_keys(queries: torch.Tensor, chunks: KeyChunks, count: int, **options: An
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
 
+def units(
+    queries: torch.Tensor, metric: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries for ``similarity``, in fp32, and 1 over their lengths ``[B, H, C, G]``.
+
+    The inner product with the first of a query and any other is that in the metric, over the
+    query's length in it. Where the metric is the covariance of keys, a cosine is the correlation of
+    what two queries score over these keys.
+
+    Args:
+        queries: ``[B, H, C, G, D]`` fp32, bf16 or fp16.
+        metric: ``[B, H, D, D]`` fp32, symmetric; None: the dot product.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit.
+    """
+    check_no_grad(queries=queries)
+    check_tensor("queries", queries, (None,) * 5, FLOATS)
+    queries = images = queries.float()
+    if metric is not None:
+        form = (*queries.shape[:2], queries.shape[-1], queries.shape[-1])
+        check_tensor("metric", metric, form, (torch.float32,), queries.device)
+        images = (queries.flatten(2, 3) @ metric).view(queries.shape)
+    inverse = (queries * images).sum(-1).clamp_(min=1e-24).rsqrt_()
+    return images * inverse.unsqueeze(-1), inverse
+
+
 def similarity(
     query: torch.Tensor,
     centroids: torch.Tensor,
     inverse_lengths: torch.Tensor,
-    metric: torch.Tensor | None = None,
     *,
     largest: bool = False,
     backend: str = "auto",
 ) -> torch.Tensor:
     """``[B, H, Q, C]`` fp32: the mean of the group's cosines.
 
-    Each query head is compared with the same head of the bundle. Where the metric is the covariance
-    of keys, a cosine is the correlation of what both score over these keys.
+    Each query head is compared with the same head of the bundle. Triton rounds a query to the dtype
+    of the centroids.
 
     Args:
-        query: ``[B, H, Q, G, D]`` fp32, bf16 or fp16.
-        centroids: ``[B, H, C, G, D]`` of any of these dtypes.
-        inverse_lengths: ``[B, H, C, G]`` fp32 of that name, with the same metric.
-        metric: ``[B, H, D, D]`` fp32, symmetric, of the inner product; None: the dot product.
+        query: ``[B, H, Q, G, D]`` fp32, ``units`` of a query.
+        centroids: ``[B, H, C, G, D]`` fp32, bf16 or fp16.
+        inverse_lengths: ``[B, H, C, G]`` fp32, of ``units`` of them.
         largest: the largest in place of the mean (algorithm 2, line 2).
         backend: ``"auto"``, ``"naive"`` or ``"triton"``.
 
@@ -126,29 +152,11 @@ def similarity(
         ValueError: shapes, dtypes or devices that do not fit.
     """
     check_no_grad(query=query, centroids=centroids)
-    check_tensor("query", query, (None,) * 5, FLOATS)
+    check_tensor("query", query, (None,) * 5, (torch.float32,))
     bundles, device = (*query.shape[:2], None, *query.shape[3:]), query.device
     check_tensor("centroids", centroids, bundles, FLOATS, device)
     check_tensor("inverse_lengths", inverse_lengths, centroids.shape[:4], (torch.float32,), device)
-    _check_metric(metric, query)
-    images, inverse = _image(query, metric)
-    units = images * inverse.unsqueeze(-1)
-    return run(__name__, "similarity", backend, units, centroids, inverse_lengths, largest)
-
-
-def inverse_lengths(queries: torch.Tensor, metric: torch.Tensor | None) -> torch.Tensor:
-    """``[B, H, C, G]`` fp32: 1 over the lengths of ``queries [B, H, C, G, D]`` in a metric.
-
-    Args:
-        queries: fp32, bf16 or fp16.
-        metric: as of ``similarity``.
-
-    Raises:
-        ValueError: shapes, dtypes or devices that do not fit.
-    """
-    check_tensor("queries", queries, (None,) * 5, FLOATS)
-    _check_metric(metric, queries)
-    return _image(queries, metric)[1]
+    return run(__name__, "similarity", backend, query, centroids, inverse_lengths, largest)
 
 
 def take_lists(
@@ -197,22 +205,6 @@ def unite(ids: torch.Tensor, valid: torch.Tensor, *, backend: str = "auto") -> t
     if not valid.shape[1]:
         raise ValueError("valid covers no token: there must be one at least")
     return run(__name__, "unite", backend, ids, valid)
-
-
-def _check_metric(metric: torch.Tensor | None, queries: torch.Tensor) -> None:
-    if metric is not None:
-        dim = queries.shape[-1]
-        shape = (*queries.shape[:2], dim, dim)
-        check_tensor("metric", metric, shape, (torch.float32,), queries.device)
-
-
-def _image(queries: torch.Tensor, metric: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Queries in fp32 times their metric, and 1 over their lengths in it."""
-    queries = queries.float()
-    images = queries
-    if metric is not None:
-        images = (queries.flatten(2, 3) @ metric).view(queries.shape)
-    return images, (queries * images).sum(-1).clamp_(min=1e-24).rsqrt_()
 
 
 def _check_chunk(

@@ -172,7 +172,7 @@ def _short(chunks: Iterable[tuple[int, torch.Tensor]]) -> Iterator[tuple[int, to
 def similarity(
     query: torch.Tensor, centroids: torch.Tensor, inverse_lengths: torch.Tensor, largest: bool
 ) -> torch.Tensor:
-    """See ``hf_kvret_kernels.centroid.similarity``; queries are of length 1."""
+    """See ``hf_kvret_kernels.centroid.similarity``."""
     dots = torch.matmul(query.float().transpose(2, 3), centroids.float().permute(0, 1, 3, 4, 2))
     cosines = dots * inverse_lengths.transpose(2, 3).unsqueeze(3)
     return cosines.amax(2) if largest else cosines.mean(2)

@@ -241,13 +241,14 @@ _IDS = 1024
 def similarity(
     query: torch.Tensor, centroids: torch.Tensor, inverse_lengths: torch.Tensor, largest: bool
 ) -> torch.Tensor:
-    """See ``hf_kvret_kernels.centroid.similarity``; queries are of length 1."""
+    """See ``hf_kvret_kernels.centroid.similarity``."""
     B, H, Q, G, _ = query.shape
     C = centroids.shape[2]
     cosines = torch.empty(B, H, Q, C, dtype=torch.float32, device=query.device)
     if cosines.numel() == 0:
         return cosines
-    query = query.contiguous()
+    # In their own dtype, products take half of the registers.
+    query = query.to(centroids.dtype).contiguous()
     if centroids.stride(4) != 1:
         centroids = centroids.contiguous()
     blocks = triton.cdiv(C, _CENTROIDS)

@@ -260,7 +260,7 @@ class ListSearch:
         nprobe: how many lists a query recalls.
         pending: newest tokens that are recalled with them, at most as many as there are.
         following: tokens recalled behind each of a list's first so many.
-        largest, metric: as of ``centroid.similarity``.
+        largest, metric: as of ``centroid.similarity`` and ``units``.
     """
 
     kind: ClassVar[int] = 5
