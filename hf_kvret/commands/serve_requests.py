@@ -53,11 +53,9 @@ _ROUTES = {
 _PASSED_OVER: dict[str, Any] = {
     **dict.fromkeys(("n", "best_of"), 1),
     **dict.fromkeys(("logprobs", "top_logprobs", "presence_penalty", "echo", "background"), 0),
-    **dict.fromkeys(("audio", "functions", "function_call", "previous_response_id")),
-    "modalities": ["text"],
+    **dict.fromkeys(("audio", "previous_response_id", "conversation")),
     "tool_choice": "auto",
     "response_format": {"type": "text"},
-    "text": {"format": {"type": "text"}},
 }
 # A body can raise these before the model reads: by a type, by a chat template, by a picture.
 _MISTAKES = (
@@ -180,6 +178,8 @@ class BodyCheck:
         if values.get("model") not in (None, self.model):
             raise HTTPException(400, f"this server answers with {self.model} alone")
         for name, neutral in _PASSED_OVER.items():
+            if name == "tool_choice" and not values.get("tools"):
+                continue
             if values.get(name) not in (None, neutral):
                 raise HTTPException(400, f"{name} is not served here: leave it out")
 

@@ -104,9 +104,9 @@ def test_the_rerank_takes_the_best_of_what_was_recalled(
 @pytest.mark.parametrize("metric", ["scores", "queries"])
 @pytest.mark.parametrize("size", [1.0, 1e30], ids=["plain", "infinite products"])
 def test_a_centroid_is_near_that_scores_keys_alike(metric: str, size: float) -> None:
-    """Not one that is alike in numbers which no key tells apart, however large.
+    """Not one that is alike in numbers in which all keys are alike.
 
-    Nothing is told by padding, nor by keys whose products are not finite.
+    Padding counts for nothing. The plain cosine is taken where products of keys are not finite.
     """
     queries, keys = _prompt(300)
     queries[..., 8:] *= 1.5
@@ -125,6 +125,17 @@ def test_a_centroid_is_near_that_scores_keys_alike(metric: str, size: float) -> 
         _lists(run, same, 1).flatten(3)
     )
     assert is_same is (metric == "scores" and size == 1)
+
+
+def test_padding_takes_no_place_among_the_keys_of_a_metric(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inverted_file, "_SAMPLE", 64)
+    keys, padding = normal(1, 1, HEADS, 200, DIM), torch.full((1, HEADS, 900, DIM), float("nan"))
+    valid = (torch.arange(1100) >= 900)[None]
+    metrics = []
+    for rows, mask in ((keys, valid[:, 900:]), (torch.cat([padding, keys], dim=2), valid)):
+        cold = cold_tokens(mask, DIM**-0.5, 10, store=store_of(rows))
+        metrics.append(inverted_file._metric(cold, keys[:, :, :, None]))
+    assert metrics[0].dtype == torch.float32 and torch.equal(*metrics)
 
 
 def test_the_numbers_of_the_paper() -> None:

@@ -97,6 +97,8 @@ def length_or_none(text: str) -> int:
 
 
 def _count(text: str) -> int:
+    """A whole number, as 4096 or 4K; ValueError for anything else."""
+    text = text.strip()
     unit = _UNITS.get(text[-1:].lower())
     return int(text) if unit is None else int(text[:-1]) * unit
 

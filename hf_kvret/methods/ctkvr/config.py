@@ -23,8 +23,8 @@ class CTkvrConfig(RetrievalConfig):
         list_ratio: length of a centroid's list, as a multiple of the budget.
         nprobe: centroids whose lists a query recalls, C'.
         metric: what a head's query and centroid are compared by. ``"scores"``: what they score
-            over the cold keys, whose correlation is taken. ``"queries"``: their own cosine, which
-            numbers decide that all queries share or that no key answers.
+            over the cold keys, whose correlation is taken. ``"queries"``: their own cosine.
+            Numbers that all queries share, or in which all keys are alike, may decide it.
         similarity: of a query and a centroid, the ``"mean"`` or the ``"max"`` of their heads'
             cosines. The largest may be that of a head whose queries are all alike.
         following: tokens recalled behind each of a list's best, and how many of these there are.

@@ -26,7 +26,7 @@ _ELEMENTS = 1 << 18
 # chunks are smaller, to fit into its cache.
 _CHUNK_LEN = 1 << 14
 _CHUNK_ELEMENTS = 1 << 18
-# Keys that tell the metric of a head, and what is added to its variances.
+# Keys that a metric is made of, and the share of the mean variance added to each.
 _SAMPLE, _LEAST_VARIANCE = 4096, 0.1
 # Lists shorter than this share of their target length are rebuilt.
 _SHORT = 0.8
@@ -105,7 +105,7 @@ class InvertedLists(State):
         tokens: int,
         metric: torch.Tensor | None = None,
     ) -> None:
-        """Add ``new`` centroids with lists, which are of length 1 in ``metric [B, H, D, D]``.
+        """Add ``new`` centroids with lists; their lengths are in ``metric [B, H, D, D]``.
 
         ``chunks`` are their lists ``[B, H, *, <= rho]`` int32 in order, each packed before the next
         one is asked for. All ids are below ``tokens``.
@@ -377,20 +377,24 @@ class InvertedFile(State):
 def _metric(cold: ColdTokens, like: torch.Tensor) -> torch.Tensor:
     """``[B, H, D, D]`` fp32: the covariance of the cold keys, of a mean variance of 1.
 
-    What is added to each variance keeps differences that no key answers. Of more than ``_SAMPLE``
-    keys some count, spread evenly. The identity where keys are not finite. For queries ``like [B,
-    H, *, *, D]``.
+    A share of it is added to each variance, so that differences count in which all keys are alike.
+    At most ``_SAMPLE`` keys of a sequence are read, spread evenly over the valid ones. The identity
+    where keys are not finite. For queries ``like [B, H, *, *, D]``.
     """
     device, heads = like.device, like.shape[1]
-    slots = torch.arange(0, len(cold), -(-len(cold) // _SAMPLE), device=cold.valid.device)
-    counted = cold.valid[:, None, slots, None].to(device)
-    ids = slots.int().expand(len(like), heads, 1, -1).contiguous()
+    # The valid slots of each sequence first, in order.
+    slots = cold.valid.int().argsort(dim=1, descending=True, stable=True)
+    counts = cold.valid.sum(1, keepdim=True)
+    size = min(_SAMPLE, len(cold))
+    index = torch.arange(size, device=slots.device) * counts.clamp(min=size) // size
+    counted = (index < counts)[:, None, :, None].to(device)
+    ids = slots.gather(1, index).int()[:, None, None].expand(-1, heads, -1, -1).contiguous()
     keys = cold.store.gather(ids)[0][:, :, 0].to(device).float().masked_fill_(~counted, 0.0)
     mean = keys.sum(2, keepdim=True) / counted.sum(2, keepdim=True).clamp(min=1)
-    apart = (keys - mean) * counted
-    products = apart.mT @ apart
+    centered = (keys - mean) * counted
+    products = centered.mT @ centered
     variance = products.diagonal(dim1=2, dim2=3).mean(-1)[..., None, None]
-    identity = torch.eye(like.shape[-1], device=device)
+    identity = torch.eye(like.shape[-1], dtype=torch.float32, device=device)
     metric = products / variance.clamp(min=1e-30) + _LEAST_VARIANCE * identity
     return torch.where(metric.isfinite().flatten(2).all(2)[..., None, None], metric, identity)
 

@@ -247,7 +247,7 @@ def similarity(
     cosines = torch.empty(B, H, Q, C, dtype=torch.float32, device=query.device)
     if cosines.numel() == 0:
         return cosines
-    # In their own dtype, products take half of the registers.
+    # Products of fp32 with half numbers take twice the registers.
     query = query.to(centroids.dtype).contiguous()
     if centroids.stride(4) != 1:
         centroids = centroids.contiguous()
