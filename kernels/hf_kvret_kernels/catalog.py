@@ -598,8 +598,8 @@ SEARCH_OPS = (
     # Lists of the best keys for past queries. Keys at the end of a list are nearly as good as
     # those behind it.
     KernelOp("centroid.top_keys", _top_keys, not_shared, 1e-2),
-    # Cosines of a step's query and all centroids, the largest of a group.
-    KernelOp("centroid.similarity", _similarity, distance, SCORE_ERROR),
+    # Mean cosines of a step's query and all centroids; Triton rounds the query.
+    KernelOp("centroid.similarity", _similarity, distance, ATTENTION_ERRORS),
 )
 
 
