@@ -220,8 +220,8 @@ class ListSearch : public Search {
     // candidates, at most; strides of heads.
     const int64_t heads_, centroids_, nprobe_, list_len_, most_, dim_stride_, centroid_stride_,
         stride_;
-    int64_t query_, units_, alive_, cosines_, similarity_, nearest_, marks_, count_, candidates_, scores_,
-        relevance_, bytes_;
+    int64_t query_, units_, alive_, cosines_, similarity_, nearest_, marks_, count_, candidates_,
+        scores_, relevance_, bytes_;
 };
 
 bool is_good(const hfk_lists &lists, const hfk_step &step) {

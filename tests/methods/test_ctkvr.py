@@ -117,7 +117,7 @@ def test_a_centroid_is_near_that_scores_keys_alike(metric: str, size: float) -> 
     run = _fill(_options(metric=metric, nprobe=1), queries, keys, valid, budget=15)
     centroids = run.index._file.queue.generations()[0].queries
     other = normal(5, 2, HEADS, 1, GROUP, DIM)
-    # What a centroid asks for, beside other noise.
+    # The query asks for what a centroid does, and has other noise.
     wanted = torch.cat([centroids[:, :, -1:, :, :8], 1.5 * other[..., 8:]], dim=-1)
     query = wanted.transpose(2, 3).flatten(1, 2)
     same = centroids[:, :, -1].flatten(1, 2).unsqueeze(2)
