@@ -48,8 +48,8 @@ def new_cache(
     """
     check_model(call.model)
     options = generation_config.cache_config or {}
-    if not isinstance(options, dict):
-        raise TypeError(f"cache_config must be a dict of options, got {type(options).__name__}")
+    if not isinstance(options, dict) or not all(isinstance(name, str) for name in options):
+        raise TypeError(f"cache_config must be a dict of options by name, got {options!r}")
     options = dict(options)
     step, place = options.pop(STEP, None), options.pop(SHELF, None)
     if place is None:

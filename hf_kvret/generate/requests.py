@@ -117,9 +117,18 @@ def set_in(config: GenerationConfig | None, name: str) -> Any:
 
 
 def retrieves(call: Request) -> bool:
-    """Whether ``call`` asks for a retrieval cache, as far as its own arguments and names tell."""
+    """Whether ``call`` asks for a retrieval cache, as far as its own arguments and names tell.
+
+    Raises:
+        TypeError: a name or a class stands where a cache should.
+    """
     cache = cache_argument(call.arguments)
     if cache is not None:
+        if isinstance(cache, str | type):
+            raise TypeError(
+                f"{cache!r} is no cache: name a method by cache_implementation='paris', or pass a "
+                "cache, as ParisKVCache(model.config)"
+            )
         return isinstance(cache, RetrievalCache)
     names = [call.arguments.get("cache_implementation"), call.configured("cache_implementation")]
     names += [getattr(call.model.generation_config, "cache_implementation", None)]

@@ -176,6 +176,9 @@ REFUSALS: list[tuple[Callable[[Any, Any], dict[str, Any]], str]] = [
         lambda m, f: {"past_key_values": FlatKVCache(MODELS["smollm3"].config())},
         "past_key_values was made for a model of 3 layers, LlamaForCausalLM has 2",
     ),
+    (lambda m, f: {"past_key_values": "paris"}, "'paris' is no cache: name a method by cache_impl"),
+    (lambda m, f: {"cache": ParisKVCache}, "ParisKVCache'> is no cache: .* or pass a cache, as "),
+    (lambda m, f: {**PARIS, "cache_config": {4: 4}}, "a dict of options by name, got {4: 4}"),
 ]
 
 
@@ -188,7 +191,7 @@ def test_a_call_that_can_not_be_served_is_refused_and_changes_nothing(
     arguments = {"inputs": prompt(1, 20), **given(model, cache)}
     if {"input_ids", "inputs_embeds", "bos_token_id"} & arguments.keys():
         del arguments["inputs"]
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises((TypeError, ValueError), match=words):
         model.generate(**RUN, **arguments)
     assert cache.get_seq_length() == 43 and model.config._attn_implementation == base
 
