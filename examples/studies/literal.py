@@ -15,8 +15,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache as once
-from functools import cached_property
+from functools import cache as once, cached_property
 from pathlib import Path
 from statistics import fmean
 from tempfile import mkdtemp

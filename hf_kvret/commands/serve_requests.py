@@ -27,8 +27,7 @@ from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from transformers import GenerationConfig
-from transformers.cli.serving import model_manager, server
-from transformers.cli.serving import utils as serving
+from transformers.cli.serving import model_manager, server, utils as serving
 
 from hf_kvret.cache import RetrievalCache
 from hf_kvret.generate.from_shelf import SHELF, STEP, USUAL_STEP

@@ -6,27 +6,14 @@ from collections.abc import Callable
 
 import torch
 
-from hf_kvret.contracts.store import FirstRows, Store
+from hf_kvret.contracts.store import FirstRows, Store as Store
 from hf_kvret.options.config import RetrievalConfig
-from hf_kvret.stores.cpu import CpuStore, DiskStore
+from hf_kvret.stores.cpu import CpuStore as CpuStore, DiskStore as DiskStore
 from hf_kvret.stores.memory import DeviceMemory, HostMemory, PageMemory, check_folder
-from hf_kvret.stores.paged import PagedStore
+from hf_kvret.stores.paged import PagedStore as PagedStore
 from hf_kvret.stores.placement import UNCODED, choose
-from hf_kvret.stores.quantized import QuantizedStore
-from hf_kvret.stores.resident import ResidentStore
-
-__all__ = [
-    "STORES",
-    "CpuStore",
-    "DiskStore",
-    "PagedStore",
-    "QuantizedStore",
-    "ResidentStore",
-    "Store",
-    "StoreChoice",
-    "store_names",
-]
-
+from hf_kvret.stores.quantized import QuantizedStore as QuantizedStore
+from hf_kvret.stores.resident import ResidentStore as ResidentStore
 
 # Makers of an empty store for queries on a device, by name.
 STORES: dict[str, Callable[[torch.device, RetrievalConfig], Store]] = {

@@ -11,8 +11,7 @@ first place, which is counted here: blocks and counts together name the tokens t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from collections.abc import Sequence as Items
+from collections.abc import Callable, Iterable, Sequence as Items
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any

@@ -13,8 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_kvret
 from hf_kvret import FlatKVCache
-from hf_kvret.attention import attention
-from hf_kvret.attention import base as base_attention
+from hf_kvret.attention import attention, base as base_attention
 from hf_kvret.testing import COVERING_OPTIONS, MODELS
 from hf_kvret.testing.scenario import ragged
 

@@ -49,8 +49,7 @@ def _more_calls() -> Iterator[partial]:
     from hf_kvret_kernels.paged import PagedRows
     from hf_kvret_kernels.paged_triton import gather_rows
     from hf_kvret_kernels.paris import triton_encode
-    from hf_kvret_kernels.proxy import ROW_DTYPES, Projection, ProxyCall
-    from hf_kvret_kernels.proxy import triton as proxy
+    from hf_kvret_kernels.proxy import ROW_DTYPES, Projection, ProxyCall, triton as proxy
     from hf_kvret_kernels.relevance import triton as relevance
 
     valid = torch.ones(1, 501, dtype=torch.bool)

@@ -90,8 +90,7 @@ def _operations() -> Iterator[tuple[str, int, Any, list[Callable[[], object]]]]:
     """Name, tokens more, windows, and calls with ever more tokens."""
     from hf_kvret_kernels._dispatch import DenseCall, Window
     from hf_kvret_kernels.merge import Partials
-    from hf_kvret_kernels.paris import ParisCodes, SearchCall
-    from hf_kvret_kernels.paris import triton as paris
+    from hf_kvret_kernels.paris import ParisCodes, SearchCall, triton as paris
     from hf_kvret_kernels.relevance import triton as relevance
     from hf_kvret_kernels.step_attention import triton as step
     from hf_kvret_kernels.top_k import triton as top_k

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from hf_kvret_kernels import centroid, codebook, host_step, proxy
-from hf_kvret_kernels import host_library as library
+from hf_kvret_kernels import centroid, codebook, host_library as library, host_step, proxy
 from hf_kvret_kernels.host_step import (
     CodebookSearch,
     FlatSearch,
@@ -27,8 +26,7 @@ from hf_kvret_kernels.ids import WrongIdError
 from hf_kvret_kernels.paged import HostRows, PagedRows
 from hf_kvret_kernels.paris import naive
 from hf_kvret_kernels.paris.codes import SearchCall, points_of_product
-from hf_kvret_kernels.relevance import group_relevance
-from hf_kvret_kernels.relevance import naive as naive_relevance
+from hf_kvret_kernels.relevance import group_relevance, naive as naive_relevance
 
 from .draws import best_places, draw, generator, library_threads
 from .host_steps import (

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_kvret_kernels import host_library as library
-from hf_kvret_kernels import host_step
+from hf_kvret_kernels import host_library as library, host_step
 from hf_kvret_kernels.host_step import (
     FlatSearch,
     GivenIds,

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_kvret_kernels import host_library as library
-from hf_kvret_kernels import prompt_attention as package
+from hf_kvret_kernels import host_library as library, prompt_attention as package
 from hf_kvret_kernels._dispatch import DenseCall, prefer
 from hf_kvret_kernels.prompt_attention import prompt_attention
 

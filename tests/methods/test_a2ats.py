@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from hf_kvret import TokenBlock
-from hf_kvret.methods.a2ats import A2ATSIndex
-from hf_kvret.methods.a2ats import learned as learned_module
+from hf_kvret.methods.a2ats import A2ATSIndex, learned as learned_module
 
 from ..cold import cold_tokens
 from .codebooks import (

@@ -13,8 +13,7 @@ import torch
 from hf_kvret.contracts.index import Scoring
 from hf_kvret.contracts.store import FirstRows
 from hf_kvret.layer.layer_kv import LayerKV
-from hf_kvret.methods.h2o import H2OConfig, H2OIndex
-from hf_kvret.methods.h2o import index as h2o
+from hf_kvret.methods.h2o import H2OConfig, H2OIndex, index as h2o
 from hf_kvret.stores.memory import DeviceMemory
 
 from .codebooks import normal

@@ -17,14 +17,12 @@ from hf_kvret.lab.evaluate.measurement import Measurement, Row
 from hf_kvret.lab.evaluate.reader import check_positions
 from hf_kvret.lab.evaluate.subject import Subject, load_subject
 from hf_kvret.lab.evaluate.texts import describe_file, read_text, token_ids
-from hf_kvret.lab.program import arguments
-from hf_kvret.lab.program import options as common
+from hf_kvret.lab.program import arguments, options as common
 from hf_kvret.lab.program.arguments import DTYPES, check_device, names, several
 from hf_kvret.lab.program.options import option
 from hf_kvret.lab.program.progress import tqdm
 from hf_kvret.lab.report.results import Cell, Results, check_file
-from hf_kvret.lab.tune import selection
-from hf_kvret.lab.tune import variants as trials
+from hf_kvret.lab.tune import selection, variants as trials
 from hf_kvret.lab.tune.selection import FULL
 
 

@@ -20,17 +20,7 @@ from hf_kvret_kernels._dispatch import (
     check_valid,
     run,
 )
-from hf_kvret_kernels.codebook.naive import half_norms
-
-__all__ = [
-    "MOST_CODEWORDS",
-    "MOST_DIM",
-    "encode",
-    "half_norms",
-    "lookup",
-    "lookup_scores",
-    "score_table",
-]
+from hf_kvret_kernels.codebook.naive import half_norms as half_norms
 
 # Ids are int16.
 MOST_CODEWORDS = 1 << 15

@@ -32,8 +32,7 @@ from hf_kvret_kernels._triton_shared import (
     score_factors,
     split_plan,
 )
-from hf_kvret_kernels.proxy import MOST_RANK, ProxyCall
-from hf_kvret_kernels.proxy import triton as proxy
+from hf_kvret_kernels.proxy import MOST_RANK, ProxyCall, triton as proxy
 from hf_kvret_kernels.relevance.triton import write_best_shares
 
 # Numbers of a tile of 16 bits, most tokens or codewords of one; in fp32, columns multiplied

@@ -16,36 +16,19 @@ from dataclasses import dataclass
 import torch
 
 from hf_kvret_kernels import host_library
-from hf_kvret_kernels.host_library import why_not
+from hf_kvret_kernels.host_library import why_not as why_not
 from hf_kvret_kernels.host_step.searches import (
-    CodebookSearch,
-    FlatSearch,
-    Generation,
-    GivenIds,
-    HostSearch,
-    ListSearch,
-    ParisSearch,
-    ProxySearch,
+    CodebookSearch as CodebookSearch,
+    FlatSearch as FlatSearch,
+    Generation as Generation,
+    GivenIds as GivenIds,
+    HostSearch as HostSearch,
+    ListSearch as ListSearch,
+    ParisSearch as ParisSearch,
+    ProxySearch as ProxySearch,
 )
 from hf_kvret_kernels.mean_tokens import MeanToken
 from hf_kvret_kernels.paged import HostRows, WithoutAddresses
-
-__all__ = [
-    "CodebookSearch",
-    "FlatSearch",
-    "Generation",
-    "GivenIds",
-    "HostCold",
-    "HostSearch",
-    "HostWindow",
-    "ListSearch",
-    "PackedStep",
-    "ParisSearch",
-    "ProxySearch",
-    "library",
-    "run_step",
-    "why_not",
-]
 
 # hfk_step of csrc/hf_kvret_host.h: hfk_request as of ``host_library.pack_request``; window; valid,
 # its stride and the cold tokens; addresses of search, rest, sinks, the count of chosen tokens, the

@@ -12,45 +12,25 @@ S = P / m subspaces, C candidates.
 """
 
 from hf_kvret_kernels.paris.codes import (
-    MAX_HEAD_DIM,
-    ParisCodes,
-    SearchCall,
-    code_weights,
-    has_similarities,
-    rotated_dim,
+    MAX_HEAD_DIM as MAX_HEAD_DIM,
+    ParisCodes as ParisCodes,
+    SearchCall as SearchCall,
+    code_weights as code_weights,
+    has_similarities as has_similarities,
+    rotated_dim as rotated_dim,
 )
 from hf_kvret_kernels.paris.encoding import (
-    decode,
-    encode,
-    magnitude_levels,
-    random_signs,
-    scaled_signs,
+    decode as decode,
+    encode as encode,
+    magnitude_levels as magnitude_levels,
+    random_signs as random_signs,
+    scaled_signs as scaled_signs,
 )
-from hf_kvret_kernels.paris.naive import rotate
+from hf_kvret_kernels.paris.naive import rotate as rotate
 from hf_kvret_kernels.paris.selection import (
-    count_centroids,
-    search,
-    search_unchecked,
-    share_units,
-    tier_shares,
+    count_centroids as count_centroids,
+    search as search,
+    search_unchecked as search_unchecked,
+    share_units as share_units,
+    tier_shares as tier_shares,
 )
-
-__all__ = [
-    "MAX_HEAD_DIM",
-    "ParisCodes",
-    "SearchCall",
-    "code_weights",
-    "count_centroids",
-    "decode",
-    "encode",
-    "has_similarities",
-    "magnitude_levels",
-    "random_signs",
-    "rotate",
-    "rotated_dim",
-    "scaled_signs",
-    "search",
-    "search_unchecked",
-    "share_units",
-    "tier_shares",
-]

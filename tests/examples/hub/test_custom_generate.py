@@ -9,8 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
-from transformers import dynamic_module_utils as modules
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedModel,
+    dynamic_module_utils as modules,
+)
 
 import hf_kvret
 from hf_kvret.lab.evaluate.bundled import REFERENCE_MODEL
