@@ -241,7 +241,7 @@ class Literal(Ablation):
     windows: int = not_here(1)
     parts: tuple[str, ...] = parts_option(VARIANTS)
     new_tokens: int = count_option(64, "after a context, that A2ATS is measured on")
-    step: int = count_option(32, "tokens a forward pass of the part stream")
+    step: int = count_option(8, "tokens a forward pass of the part stream")
     calibration_text: Path = text_option("learn from this")
     calibration_tokens: int = option(16_384, "the last tenth is held out", kind=length)
     calibration_length: int = option(2048, "most tokens of a sequence", kind=length)
