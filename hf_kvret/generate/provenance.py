@@ -147,17 +147,18 @@ def _begin(
         # A pass inside of another one, which records the ids.
         return
     record.owner, record.start = module, start
-    record.pending.append((start, None))
     # Steps of one token with the same module are not compared, nor is the pass behind their drafts:
     # that would cost more than to record them.
     verifies = cache.retrieval_layers[0].round is not None
     is_step = start > 0 and tokens is not None and (tokens.shape[1] == 1 or verifies)
-    if is_step and record.checked_owner() is module:
-        return
-    is_known = cache.last_identity is not None and newest_identity(module) is cache.last_identity
-    if not (is_known and (is_step or call_using(cache))):
-        cache.check_model(module)
-    record.checked_owner = weakref.ref(module)
+    if not (is_step and record.checked_owner() is module):
+        is_known = newest_identity(module) is cache.last_identity is not None
+        if not (is_known and (is_step or call_using(cache))):
+            cache.check_model(module)
+        record.checked_owner = weakref.ref(module)
+    # Known at once: a pass that breaks off behind the last layer leaves its rows, and no `_end`.
+    ids = None if tokens is None or tokens.is_floating_point() else tokens
+    record.pending.append((start, ids if ids is None else ids.to(torch.int32, copy=True)))
 
 
 def _after_pass(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
@@ -170,7 +171,7 @@ def _after_pass(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 def _end(
     module: Any, cache: RetrievalCache, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
 ) -> None:
-    """Record the inputs of a pass, unless it failed or is a part of another."""
+    """Record the other inputs of a pass, unless it failed or is a part of another."""
     record = cache.tokens
     if record.owner is not module:
         return
@@ -182,11 +183,12 @@ def _end(
     if output is not None and is_point and cache.retrieval_layers[0].round is None:
         foreign = foreign_layers_of(cache.layers)
         cache.snapshots.take(end, foreign, cache.options.snapshots)
-    # Where counts differ, the model adds tokens of its own.
-    if output is None or tokens is None or tokens.shape[1] != end - start:
+    if output is None or tokens is None:
         return
-    if not tokens.is_floating_point():
-        record.pending.append((start, tokens.to(torch.int32, copy=True)))
+    if tokens.shape[1] != end - start:
+        # The model adds tokens of its own.
+        record.pending.append((start, None))
+        return
     if len(record.pending) > _MOST_PENDING:
         record.write_pending()
     # `generate` recorded all of them at once.

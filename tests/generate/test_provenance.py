@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -173,6 +174,25 @@ def test_a_failed_pass_records_nothing(llama: Any) -> None:
             llama(torch.full((1, 5), 10**6), past_key_values=cache)
         llama(ids[:, 20:], past_key_values=cache)
     assert held_ids(cache) == ids.tolist()
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
+@pytest.mark.parametrize(("common", "tokens"), [(40, 50), (40, 1), (0, 50)])
+def test_rows_of_a_pass_that_breaks_behind_the_last_layer_are_known(
+    llama: Any, monkeypatch: pytest.MonkeyPatch, error: type, common: int, tokens: int
+) -> None:
+    cache, ids = new_cache(llama), prompt(1, 50 + tokens)
+    cache.options = cache.options.replace(on_divergence="crop")
+    if tokens == 1:
+        llama.generate(ids[:, :50], past_key_values=cache, max_new_tokens=1)
+    with monkeypatch.context() as patched, pytest.raises(error):
+        patched.setattr(llama.lm_head, "forward", Mock(side_effect=error))
+        llama.generate(ids, past_key_values=cache, **RUN)
+    assert held_ids(cache) == ids.tolist()
+    other = torch.cat([ids[:, :common], prompt(1, 80, salt=2)], dim=1)
+    expected = llama.generate(other, **RUN)
+    assert torch.equal(llama.generate(other, past_key_values=cache, **RUN), expected)
+    assert cache.went_back == ids.shape[1] - common
 
 
 @pytest.mark.parametrize(("go_on", "masked"), [(as_it_is, True), (forked, False), (saved, True)])
