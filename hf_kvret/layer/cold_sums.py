@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Self
 
 import torch
 
 from hf_kvret.contracts.block import TokenBlock
 from hf_kvret.contracts.index import ColdTokens
 from hf_kvret.contracts.state import State, Tensors, number, tensor, transient
+from hf_kvret.layer.window import Window
 from hf_kvret_kernels.mean_tokens import MeanToken
 
 # Rows that are added up in fp32 before fp64, and rows that are read from a store at once.
@@ -44,6 +46,17 @@ class ColdSums(State):
         self._key = slice(key_dim)
         start = 0 if value_in_key else key_dim
         self._value = slice(start, start + value_dim)
+
+    @classmethod
+    def of(cls, window: Window) -> Self:
+        """Empty sums of tokens like those in ``window``."""
+        dims = window.keys.shape[-1], window.values.shape[-1]
+        return cls(*dims, bool(window.value_in_key))
+
+    def has_all_of(self, shown: torch.Tensor) -> bool:
+        """Whether as many tokens count as are ``shown [B, n]`` before ``end``; reads the device."""
+        counts = self._counts
+        return counts is None or torch.equal(counts[:, 0], shown[:, : self.end].sum(1))
 
     def add(self, block: TokenBlock, sink_slots: torch.Tensor | None = None) -> None:
         """Add the tokens from slot ``end`` on that are valid, and not in ``sink_slots [B, s]``."""

@@ -296,6 +296,9 @@ class RetrievalLayer(CacheLayerMixin):
         past = window.start + window.length - (0 if self.pending_attention else new)
         if self.pending_attention:
             self.past_len = past
+        if past and new > 1 and call.scoring.valid is not None and self.round is None:
+            # What stood behind an answer that ended early is padding from now on.
+            kv.recount(call.scoring.valid)
         exact = self.config.lossless and not kv.drafts
         # A step may be what makes the first tokens cold.
         exact = exact and (kv.cold_len > 0 or kv.step_flushes())

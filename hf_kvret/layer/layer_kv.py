@@ -373,10 +373,16 @@ class LayerKV(State):
     def _mean_token(self, cold: ColdTokens) -> MeanToken:
         """The mean of all of ``cold``."""
         if self.sums is None:
-            self.sums = self._new_sums()
+            self.sums = ColdSums.of(self.window)
         window = self.window
         self.sums.catch_up(cold, window.keys.shape[1], window.value_in_key)
         return self.sums.mean()
+
+    def recount(self, valid: torch.Tensor) -> None:
+        """Make sums anew where they count other tokens than ``valid`` shows; waits for a device."""
+        if self.sums is not None and not self.sums.has_all_of(self.retrievable(valid)):
+            self.sums = None
+            self._forget_cold()
 
     def search_cost(self) -> SearchCost:
         """Cost of one search; without an index, of reading the store, its rows not counted."""
@@ -490,7 +496,7 @@ class LayerKV(State):
         # Sums of coded rows are made from what the store reads back.
         plain = self.store is not None and not self.store.codes_rows
         if plain and self.config.rest is not None:
-            self.sums = self._new_sums()
+            self.sums = ColdSums.of(self.window)
         absent = (("index.", self.index), ("moments.", self.sums))
         unread = tuple(prefix for prefix, own in absent if own is None)
         parts = {name: x for name, x in state.items() if not name.startswith(unread)}
@@ -514,12 +520,6 @@ class LayerKV(State):
         sizes |= {"N": start, "T": start + recent}
         return Schema(keys.dtype, sizes if query_heads is None else {**sizes, "Q": query_heads})
 
-    def _new_sums(self) -> ColdSums:
-        """Empty sums of tokens like these."""
-        window = self.window
-        dims = window.keys.shape[-1], window.values.shape[-1]
-        return ColdSums(*dims, bool(window.value_in_key))
-
     def _cool(self, block: TokenBlock) -> None:
         """Move a block into store and index, its first valid tokens also into free sinks."""
         if self.store is None:
@@ -536,7 +536,7 @@ class LayerKV(State):
         self.store.append(block)
         if self.config.rest is not None and not self.store.codes_rows:
             if self.sums is None:
-                self.sums = self._new_sums()
+                self.sums = ColdSums.of(self.window)
             # Else the store's rows are read again.
             if self.sums.end == block.start:
                 self.sums.add(block, self.window.sink_slots if takes_sinks else None)

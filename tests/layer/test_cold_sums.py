@@ -225,6 +225,21 @@ def test_what_a_crop_drops_is_taken_off(store: str) -> None:
     assert driver.kv.sums.end == 0 < driver.kv.cold_len
 
 
+@pytest.mark.parametrize("question", [3, 60])
+def test_a_later_mask_takes_tokens_out_of_the_mean(question: int) -> None:
+    """As of an answer that ended early, behind which ``generate`` puts padding."""
+    driver = Driver(rest="mean")
+    driver.forward(90, padded=11)
+    for _ in range(40):
+        driver.forward(1)
+    driver.mask[0, 95:110] = False
+    driver.forward(question)
+    check(driver, driver.forward(1))
+    assert driver.kv.sums.has_all_of(driver.kv.retrievable(driver.mask))
+    driver.crop(question + 10)
+    check(driver, driver.forward(1))
+
+
 def test_infinite_sums_are_not_saved_and_other_shapes_are_refused(driver: Driver) -> None:
     state = driver.layer.state_dict()
     state["moments.sums"] = state["moments.sums"][:, :1]
