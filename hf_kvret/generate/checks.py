@@ -292,6 +292,8 @@ def keep_cache(model: Any, input_ids: torch.Tensor, arguments: dict[str, Any]) -
         call.pass_start = cache.get_seq_length()
     if cache is None or cache_argument(arguments) is not None:
         return
+    if call.steps is not None:
+        call.steps.close()
     if cache.get_seq_length():
         if input_ids.shape[1] <= cache.get_seq_length():
             return

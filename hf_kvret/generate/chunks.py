@@ -165,13 +165,15 @@ def _sizes(length: int, chunk: int, cache: RetrievalCache) -> list[int]:
     """Sizes of chunks of ``length`` new tokens, which end where snapshots are to be taken.
 
     The last one is as short as it can be and be exact: the next turn may differ from there on. In a
-    prompt that hardly has a block it is the last token.
+    prompt that hardly has a block it is the last token, where nothing is cold yet.
     """
-    end, past = cache.options.max_draft + 1, cache.get_seq_length()
+    options, past = cache.options, cache.get_seq_length()
+    end = options.max_draft + 1
     body = length - end
     if body < end or past + body < BLOCK:
-        return [length - 1, 1] if not past and length > BLOCK else [length]
-    size = fit_chunk(body, min(chunk, cache.options.snapshot_every), cache.options.max_draft)
+        is_dense = length < max(options.dense_len, options.recent + options.flush)
+        return [length - 1, 1] if not past and length > BLOCK and is_dense else [length]
+    size = fit_chunk(body, min(chunk, options.snapshot_every), options.max_draft)
     starts = range(0, body, size or body)
     return [*(min(size or body, body - start) for start in starts), end]
 

@@ -16,6 +16,7 @@ from hf_kvret.generate.model_state import add_hooks
 from hf_kvret.generate.requests import Request, call_using, check_free
 from hf_kvret.layer.hybrid import foreign_layers_of
 from hf_kvret.models.compiled import not_compiled
+from hf_kvret.models.exact_chunks import why_whole
 from hf_kvret.models.versions import CACHE_NAMES, cache_argument, cache_name_of, name_cache
 from hf_kvret.saved.identity import newest_identity
 from hf_kvret.saved.token_record import EMBEDDINGS, UNKNOWN, InputDigest, ids_of_pictures
@@ -87,7 +88,9 @@ def kept_len(call: Request, cache: RetrievalCache) -> int | None:
         assert held is not None, "some of them differ"
         unknown = (held[:, :same] == UNKNOWN).any(dim=0).nonzero()
         same = int(unknown[0]) if len(unknown) else same
-    return min(ids.shape[1] - 1, same)
+    kept = min(ids.shape[1] - 1, same)
+    # Rows of a prompt that is read in both directions have seen what would be dropped.
+    return 0 if kept < cache_len and why_whole(call.model.config) else kept
 
 
 def go_back(call: Request, cache: RetrievalCache) -> None:
@@ -102,8 +105,8 @@ def go_back(call: Request, cache: RetrievalCache) -> None:
     cache.go_back(length)
     if not cache.get_seq_length():
         _log.warning(
-            "the prompt shares no token with the %d of past_key_values, or no snapshot lies far "
-            "enough back: all of it is read (on_divergence='crop')",
+            "the cache can't keep what the prompt shares with its %d tokens, if anything: all of "
+            "it is read (on_divergence='crop')",
             cache_len,
         )
 

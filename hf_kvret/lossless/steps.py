@@ -105,10 +105,14 @@ class LosslessSteps:
 
         Raises:
             RuntimeError: the cache was changed since the last step.
-            ValueError: ``return_dict=False``.
+            ValueError: ``return_dict=False``, or what would be of a whole round: ``labels``,
+                ``output_router_logits``.
         """
         if inputs.get("return_dict") is False:
             raise ValueError("return_dict=False: leave it out, logits are read by their name")
+        for name in ("labels", "output_router_logits"):
+            if inputs.get(name) is not None and inputs[name] is not False:
+                raise ValueError(f"{name} would count all tokens of a round: leave it out")
         ids, is_ours = inputs.get("input_ids"), cache_argument(inputs) is self._cache
         # A round begins with one token of one sequence.
         if not is_ours or not isinstance(ids, torch.Tensor) or ids.shape != (1, 1):

@@ -92,13 +92,16 @@ def phi(kind: str = "phi3") -> PreTrainedModel:
     return TinyModel(kind, config, (0, 1)).build()
 
 
+@pytest.mark.parametrize("options", [{}, {"lossless": True}])
 @pytest.mark.parametrize(
     ("kind", "prompt_len"), [("phimoe", LIMIT - 20), ("phi3", LIMIT - 1), ("phi3", LIMIT)]
 )
-def test_a_text_that_is_read_anew_at_a_limit_stays_in_the_cache(kind: str, prompt_len: int) -> None:
+def test_a_text_that_is_read_anew_at_a_limit_stays_in_the_cache(
+    kind: str, prompt_len: int, options: dict[str, Any]
+) -> None:
     ids = prompt(1, prompt_len)
     expected = phi(kind).generate(ids, max_new_tokens=24, **TRUTH)
-    named = {"cache_implementation": "flat", "cache_config": COVERING_OPTIONS}
+    named = {"cache_implementation": "flat", "cache_config": {**COVERING_OPTIONS, **options}}
     result = phi(kind).generate(
         ids, max_new_tokens=24, return_dict_in_generate=True, **named, **GREEDY
     )

@@ -149,6 +149,20 @@ def test_auto_cuts_recurrent_layers_at_snapshots_alone(
     assert lengths == expected
 
 
+@pytest.mark.parametrize(("dense_below", "expected"), [(0, [150]), (151, [149, 1])])
+def test_the_last_token_of_a_short_prompt_comes_alone_where_it_is_exact(
+    dense_below: int, expected: list[int]
+) -> None:
+    model, ids = MODELS["gemma2"].build(), prompt(1, 150)
+    options = {"top_k": 1, "recent": 8, "flush": 4, "max_draft": 100, "dense_below": dense_below}
+    call: dict[str, Any] = {**LOGITS, **GREEDY, "max_new_tokens": 1}
+    full = model.generate(ids, **call)
+    with passes_of(model) as lengths:
+        ours = model.generate(ids, cache_implementation="flat", cache_config=options, **call)
+    assert lengths == expected
+    _same(ours, full)
+
+
 def test_embeddings_go_in_one_pass(llama: PreTrainedModel) -> None:
     ids = prompt(1, 60)
     embeds = llama.get_input_embeddings()(ids)

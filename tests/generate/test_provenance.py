@@ -12,10 +12,11 @@ import hf_kvret
 from hf_kvret import RetrievalCache
 from hf_kvret.generate import provenance
 from hf_kvret.saved.token_record import UNKNOWN
-from hf_kvret.testing import MODELS
+from hf_kvret.testing import COVERING_OPTIONS, MODELS
 from hf_kvret.testing.modes import MODES
 from hf_kvret.testing.scenario import prompt, ragged
 
+from ..model_types.small import small_model
 from ..pictures import ask, next_turn, picture_model, picture_prompt, with_types
 from .filled_caches import RUN, as_it_is, forked, held_ids, new_cache, saved
 
@@ -174,6 +175,18 @@ def test_a_failed_pass_records_nothing(llama: Any) -> None:
             llama(torch.full((1, 5), 10**6), past_key_values=cache)
         llama(ids[:, 20:], past_key_values=cache)
     assert held_ids(cache) == ids.tolist()
+
+
+def test_rows_that_saw_later_tokens_do_not_outlive_them() -> None:
+    model, ids = small_model("paligemma"), prompt(1, 150)
+    cache = hf_kvret.FlatKVCache(model.config, **COVERING_OPTIONS, on_divergence="crop")
+    answer = model.generate(ids, past_key_values=cache, **RUN)
+    other = torch.cat([ids[:, :60], prompt(1, 100, salt=1)], dim=1)
+    logits = {"output_logits": True, "return_dict_in_generate": True}
+    want = model.generate(other, **RUN, **logits).logits[0]
+    got = model.generate(other, past_key_values=cache, **RUN, **logits).logits[0]
+    torch.testing.assert_close(got, want, atol=1e-3, rtol=0)
+    assert cache.went_back == answer.shape[1] - 1
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])

@@ -181,10 +181,13 @@ def test_other_caches_are_refused(model: Any, cache_of: Any, error: Any, words: 
         LosslessSteps(model, cache_of(model))
 
 
-def test_an_output_without_names_is_refused(model: Any) -> None:
+@pytest.mark.parametrize(
+    ("name", "value"), [("return_dict", False), ("labels", 0), ("output_router_logits", True)]
+)
+def test_what_is_not_of_one_token_is_refused(model: Any, name: str, value: Any) -> None:
     cache, token = _filled(model)
-    with LosslessSteps(model, cache) as step, pytest.raises(ValueError, match="return_dict=False"):
-        step(input_ids=token, return_dict=False, **as_argument(cache))
+    with LosslessSteps(model, cache) as step, pytest.raises(ValueError, match=f"{name}.*leave"):
+        step(input_ids=token, **{name: token if name == "labels" else value}, **as_argument(cache))
 
 
 def _states(cache: Any) -> list[torch.Tensor]:
