@@ -27,7 +27,7 @@ from hf_kvret_kernels.host_library import paths, why_not
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status. See ``run_program`` about mistakes and Ctrl-C."""
-    return run_program(make_parser(), arguments, _resume_hint)
+    return run_program(make_parser, arguments, _resume_hint)
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -188,6 +188,7 @@ CALIBRATE = "hf_kvret.lab.calibrate.command.run_calibrate"
     [
         ("eval niah --json OUT/a.json", MEASURE, GOES_ON),
         ("eval niah", MEASURE, NOTHING),
+        ("eval niah", "hf_kvret.cli.make_parser", ""),
         ("calibrate a2ats --model needle --out OUT", CALIBRATE, ""),
     ],
 )

@@ -227,11 +227,10 @@ def _keep_part(shelf: Shelf, cache: RetrievalCache, ids: torch.Tensor, subject: 
     """Put what was read before an interrupt, without the pass that broke off."""
     try:
         cache.crop(0)
-        # A pass that broke off behind the last layer recorded no tokens.
-        known = cache.input_ids
-        unknown = 0 if known is None else int((known < 0).sum())
-        cache.crop(-unknown)
-        entry = shelf.put(cache, ids[:, : cache.get_seq_length()], subject.model)
+        length = cache.get_seq_length()
+        if length < BLOCK:
+            raise ValueError(f"{length} tokens were read, and a shelf holds {BLOCK} and more")
+        entry = shelf.put(cache, ids[:, :length], subject.model)
     except (OSError, RuntimeError, ValueError) as error:
         print(f"\nnothing was kept, the same command begins again: {error}", file=sys.stderr)
     else:

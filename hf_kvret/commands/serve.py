@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 from transformers.utils.import_utils import is_accelerate_available, is_serve_available
 
+from hf_kvret.contracts.signals import SIGNALS_WAIT
 from hf_kvret.lab.evaluate.caches import choose_cache
 from hf_kvret.lab.program.arguments import whole_number
 from hf_kvret.lab.program.options import add_options, option, read_options
@@ -122,5 +124,7 @@ def run_serve(arguments: Sequence[str], options: ServeOptions) -> int:
             app(args=words, prog_name="hf-kvret serve MODEL")
         except SystemExit as end:
             # It ends so whatever happens, also with help and wrong options.
+            if end.code == 128 + signal.SIGINT:
+                raise KeyboardInterrupt(SIGNALS_WAIT.last or signal.SIGINT) from None
             return int(end.code or 0)
     return 0

@@ -17,10 +17,12 @@ class _Wait(threading.local):
     Attributes:
         depth: contexts that this thread is in; handlers run in the main thread.
         waiting: number of the signal that waits for the end; 0: none.
+        last: number of the last signal; 0: none.
     """
 
     depth = 0
     waiting = 0
+    last = 0
 
     def __enter__(self) -> None:
         self.depth += 1
@@ -37,6 +39,7 @@ class _Wait(threading.local):
 
     def interrupt(self, number: int, frame: FrameType | None) -> None:
         """A handler: raises KeyboardInterrupt, behind the change at hand. The second one: now."""
+        self.last = number
         if self.depth and not self.waiting:
             self.waiting = number
         else:

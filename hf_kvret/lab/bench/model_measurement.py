@@ -180,6 +180,8 @@ class ModelMeasurement(CacheMeasurement):
             filling.make_stand_ins(
                 self.subject.model, self.choices.values(), Path(folder), self.seed
             )
+            for choice in self.choices.values():
+                choice.check(self.subject.model)
             # It is measured before caches take the memory.
             _ = self.bandwidth
             for _, of_size in groupby(cells, lambda cell: (cell["context"], cell["batch"])):

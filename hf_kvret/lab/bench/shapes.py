@@ -148,7 +148,10 @@ def load_shape(name: str) -> Shape:
             f"{name}: neither a known shape ({', '.join(SHAPES)}) nor a folder or hub id "
             "(owner/name) with config.json"
         )
-    config = AutoConfig.from_pretrained(name).get_text_config(decoder=True)
+    try:
+        config = AutoConfig.from_pretrained(name).get_text_config(decoder=True)
+    except ValueError as error:
+        raise ValueError(f"--shape {name}: no configuration of a model ({error})") from error
     check_config(config)
     return Shape(name, config)
 

@@ -68,6 +68,8 @@ class Outputs:
             if self.json.is_file():
                 read_results(self.json, name)
         if self.plot is not None:
+            if self.json is not None and self.json.resolve() == self.plot.resolve():
+                raise ValueError(f"--json and --plot are both {self.plot}: give each its own file")
             check_picture(self.plot)
             require_matplotlib()
 
@@ -326,4 +328,4 @@ def run_script(cls: type[Measurement], arguments: Sequence[str] | None = None) -
     words = sys.argv[1:] if arguments is None else arguments
     if "--smallest" in words:
         arguments = [*cls.smallest.split(), *words]
-    return run_program(script_parser(cls), arguments, kept_results)
+    return run_program(partial(script_parser, cls), arguments, kept_results)

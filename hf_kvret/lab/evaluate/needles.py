@@ -78,7 +78,15 @@ class NeedleLanguage:
         return self.first_noise + rng.choice(len(ranks), size=size, p=weights / weights.sum())
 
     def pairs(self, rng: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Distinct keys ``[count, 2]`` and values ``[count, value_len]``, int64."""
+        """Distinct keys ``[count, 2]`` and values ``[count, value_len]``, int64.
+
+        ValueError for more than there are keys.
+        """
+        if count > self.most_needles:
+            raise ValueError(
+                f"{count:,} needles have no keys of their own, of which there are "
+                f"{self.most_needles:,}: take fewer (--distractors, --turns)"
+            )
         codes = rng.choice(self.most_needles, size=count, replace=False)
         digits = [codes % self.n_keys, codes // self.n_keys]
         values = rng.integers(self.n_values, size=(count, self.value_len))

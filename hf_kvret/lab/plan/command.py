@@ -20,6 +20,7 @@ from hf_kvret.lab.plan.prediction import CacheBytes, Predictor, skipped_layers
 from hf_kvret.lab.program.arguments import DTYPES, byte_count, known_names, lengths, names
 from hf_kvret.lab.program.options import budget_option, count_option, dtype_option, option
 from hf_kvret.lab.program.program import add_command
+from hf_kvret.lab.program.progress import tqdm
 from hf_kvret.lab.report.tables import markdown_table
 from hf_kvret.models.compatibility import is_latent
 from hf_kvret.saved.identity import printable
@@ -288,7 +289,8 @@ def _rows(
         except (ValueError, OSError) as error:
             predictors[name] = str(error)
     batch = options.batch
-    for context, (name, predictor) in itertools.product(options.context, predictors.items()):
+    pairs = list(itertools.product(options.context, predictors.items()))
+    for context, (name, predictor) in tqdm(pairs, leave=False, unit="row", delay=1):
         row = {"cache": name, "context": context}
         if isinstance(predictor, str):
             yield row | {"refused": predictor}

@@ -144,8 +144,15 @@ def _checked(
 
 
 def several(parse: Callable[[str], _Value]) -> Callable[[str], tuple[_Value, ...]]:
-    """Comma-separated values of one type."""
-    return lambda text: tuple(parse(word.strip()) for word in text.split(","))
+    """Comma-separated values of one type, no one twice."""
+
+    def read(text: str) -> tuple[_Value, ...]:
+        values = tuple(parse(word.strip()) for word in text.split(","))
+        if len(set(values)) < len(values):
+            raise argparse.ArgumentTypeError(f"the same twice in {text!r}: name each once")
+        return values
+
+    return read
 
 
 def one_or_both(one: str, other: str) -> Callable[[str], tuple[str, ...]]:

@@ -6,6 +6,7 @@ import argparse
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -115,7 +116,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def run_program(
-    parser: argparse.ArgumentParser,
+    make_parser: Callable[[], argparse.ArgumentParser],
     arguments: Sequence[str] | None,
     kept: Callable[[argparse.Namespace], str],
 ) -> int:
@@ -125,24 +126,28 @@ def run_program(
     Callers who pass ``arguments`` get the KeyboardInterrupt, which may be meant for them.
 
     Args:
-        parser: sets ``run``, a function of what was parsed.
+        make_parser: its result sets ``run``, a function of what was parsed.
         arguments: None for those of the command line.
         kept: what an interrupted command leaves, as the end of a sentence.
     """
-    options = parser.parse_args(arguments)
+    name, hint = Path(sys.argv[0]).name, ""
     try:
-        with interruptible(*_SIGNALS), only_our_bars():
-            return options.run(options)
+        with interruptible(*_SIGNALS):
+            parser = make_parser()
+            name, options = parser.prog, parser.parse_args(arguments)
+            hint = kept(options)
+            with only_our_bars():
+                return options.run(options)
     except KeyboardInterrupt as interrupt:
         if arguments is not None:
             raise
         # A progress bar may have left the cursor in the middle of a line.
-        print(f"\n{parser.prog}: interrupted{kept(options)}", file=sys.stderr)
+        print(f"\n{name}: interrupted{hint}", file=sys.stderr)
         # As in shells.
         return 128 + (interrupt.args[0] if interrupt.args else signal.SIGINT)
     except (*_MISTAKES, CLIENT_ERROR) as error:
         reason = printable(" ".join(str(error).split())) or type(error).__name__
-        print(f"{parser.prog}: error: {reason}", file=sys.stderr)
+        print(f"{name}: error: {reason}", file=sys.stderr)
         return 2
 
 

@@ -135,6 +135,8 @@ def read_results(path: Path, name: str | None = None) -> dict[str, Any]:
         raise FileNotFoundError(f"no file {path}")
     content, fault = read_object(path, "cells")
     content = plain(content)
+    if content.get("format") == FORMAT and not _is_whole(content):
+        content, fault = {}, "a part of it is missing, or of another kind"
     if content.get("format") != FORMAT:
         raise ValueError(
             f"{path} is no result file that this version of hf-kvret reads "
@@ -145,6 +147,16 @@ def read_results(path: Path, name: str | None = None) -> dict[str, Any]:
             f"{path} holds results of {content['name']!r}, not of {name!r}: give another --json"
         )
     return content
+
+
+def _is_whole(content: dict[str, Any]) -> bool:
+    """Whether all parts of a result file are there; a row has one value or more."""
+    kinds = {"name": str, "setup": dict, "environments": list, "cells": list}
+    return all(isinstance(content.get(name), kind) for name, kind in kinds.items()) and all(
+        isinstance(one, dict)
+        and all(isinstance(one.get(part), dict) and one[part] for part in ("cell", "result"))
+        for one in content["cells"]
+    )
 
 
 def plain(value: Any) -> Any:

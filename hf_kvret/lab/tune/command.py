@@ -24,6 +24,7 @@ from hf_kvret.lab.program.progress import tqdm
 from hf_kvret.lab.report.results import Cell, Results, check_file
 from hf_kvret.lab.tune import selection, variants as trials
 from hf_kvret.lab.tune.selection import FULL
+from hf_kvret.saved.folder import read_object
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +105,8 @@ class Tune(Measurement):
         for text in methods:
             trials.check_method(text, self.model)
         budgets = self.top_k or trials.ladder(self.context)
+        if not budgets:
+            raise ValueError(f"--context {self.context}: give a longer context, or --top-k")
         return trials.make_variants(methods, budgets, self.context)
 
     def check(self) -> None:
@@ -112,6 +115,8 @@ class Tune(Measurement):
         describe_file("--text", self.text)
         if self.out is not None:
             check_file("--out", self.out)
+            if self.out.exists() and not read_object(self.out, "cache_config")[0]:
+                raise ValueError(f"--out {self.out} holds something else: give another file")
         _ = self.variants
 
     def setup(self) -> dict[str, Any]:

@@ -251,7 +251,9 @@ def _line(one: Measured, full: Measured, is_choice: bool) -> list[str]:
 
 
 def _remarks(results: Results, variants: Sequence[Measured], best: Sequence[Measured]) -> str:
-    stopped = sum(len(one.rows) < results.setup["windows"] for one in variants)
+    _, running = standing(results, [one.name for one in variants])
+    late = [one for one in variants if len(one.rows) < results.setup["windows"]]
+    stopped = sum(one.name not in running for one in late)
     missing = {cell["cache"] for cell, row in results if "out_of_memory" in row}
     text = f"± is a standard error. {len(best)} of {len(variants)} variants are shown"
     if len(variants) > len(best):

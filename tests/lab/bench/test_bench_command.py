@@ -200,11 +200,14 @@ def test_steps_that_take_too_long_are_fewer() -> None:
         ("decode --layers 3", "1 to 2 to build"),
         ("decode --context 1K --caches flat", "flat attends to everything below 2000"),
         ("decode --shape llama-3.1-70b --caches full", "weights take"),
+        ("prefill --shape tiny --context 512 --caches full,latent", "latent"),
+        ("decode --shape FOLDER", "--shape .*: no configuration of a model"),
     ],
 )
-def test_mistakes_are_refused(words: str, message: str, program: Any) -> None:
-    error = program("bench", *words.split(), "--device", "cpu", status=2).err
-    assert re.search(message, error.splitlines()[-1])
+def test_mistakes_are_refused(words: str, message: str, program: Any, tmp_path: Path) -> None:
+    words = words.replace("FOLDER", str(tmp_path))
+    out, error = program("bench", *words.split(), "--device", "cpu", status=2)
+    assert re.search(message, error.splitlines()[-1]) and not out
 
 
 def test_a_captured_step_is_no_way_to_read_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """Documents with needles: exact lengths and depths, sentence ends, both languages."""
 
+import argparse
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from hf_kvret.lab.evaluate.needles import (
 )
 from hf_kvret.lab.evaluate.subject import Subject
 from hf_kvret.lab.evaluate.texts import encode
+from hf_kvret.lab.program.arguments import percent, several
 
 LANGUAGE = NeedleLanguage()
 TEXT = 'The first is short. Pi is 3.14 or so! Is it? Yes, "it is." And here it ends'
@@ -124,3 +126,10 @@ def test_noise_follows_zipf() -> None:
     counts = np.bincount(noise)
     # The second word is 2 ** 1.1 = 2.14 times rarer than the first; 1% sampling error.
     assert counts[0] / counts[1] == pytest.approx(2.14, rel=0.05)
+
+
+def test_more_needles_than_keys_are_refused_with_the_options_that_ask_for_them() -> None:
+    with pytest.raises(ValueError, match=r"16,385 needles .* 16,384: take fewer \(--distractors"):
+        LANGUAGE.pairs(np.random.default_rng(0), 16_385)
+    with pytest.raises(argparse.ArgumentTypeError, match="the same twice in '0,50,0.0': name each"):
+        several(percent)("0,50,0.0")

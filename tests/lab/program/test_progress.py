@@ -42,7 +42,7 @@ def test_a_program_shows_its_own_bars_and_none_of_transformers(
 
     parser = Parser()
     parser.set_defaults(run=work)
-    assert run_program(parser, [], lambda options: "") == 0
+    assert run_program(lambda: parser, [], lambda options: "") == 0
     shown, lines = capsys.readouterr()[::-1]
     assert "theirs" not in shown and "never" not in shown and lines == 2 * "a line\n"
     assert [f"{name}: 100%" in shown for name in ("ours", "again")] == [enabled] * 2

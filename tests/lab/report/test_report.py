@@ -55,7 +55,13 @@ def test_another_setup_task_or_file_is_refused_and_nothing_is_lost(tmp_path: Pat
     with pytest.raises(FileNotFoundError, match="no file"):
         read_results(tmp_path / "none.json")
     kinds = {"{": "line 1 column 2", "[1]": "no JSON object with a cells"}
-    for content, words in (kinds | {'{"format": 2, "cells": []}': "another format"}).items():
+    kinds |= {'{"format": 2, "cells": []}': "another format"}
+    whole = {"name": "eval x", "format": 1, "setup": {}, "environments": [], "cells": []}
+    parts = {"setup": [1], "environments": 5, "name": None, "cells": [{"cell": {"a": 1}}]}
+    parts |= {"cells ": ["x"]}
+    broken = [{**whole, name.strip(): part} for name, part in parts.items()]
+    kinds |= {json.dumps(one): "a part of it is missing, or of another kind" for one in broken}
+    for content, words in kinds.items():
         file.write_text(content)
         with pytest.raises(ValueError, match=f"no result file that this version .*{words}"):
             Results("eval x", {}, file)

@@ -166,6 +166,7 @@ def test_finalists_are_known_when_the_last_window_is_over() -> None:
     rows = {(name, 0): row(share, number) for number, (name, share) in enumerate(shares.items())}
     assert finalists(_results(rows, 5)) == []
     assert standing(_results(rows, 4), list(shares)) == (1, ["near", "other", "high"])
+    assert ". 1 were measured on fewer tokens" in tuning_text(_results(rows, 4))
     for name in ("near", "other", "high"):
         assert finalists(_results(rows, 4)) == []
         rows[name, 1] = row(95, 1)

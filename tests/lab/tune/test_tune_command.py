@@ -180,6 +180,9 @@ def test_a_cache_that_does_not_fit_is_left_out(
         ("--methods a2ats", "write a2ats:artifact=FOLDER"),
         ("--out FOLDER", "is a folder: give a file in it"),
         ("--out FOLDER/a --json FOLDER/a", "a: give each its own file"),
+        ("--plot FOLDER/a.png --json FOLDER/a.png", "a.png: give each its own file"),
+        ("--out TEXT", "holds something else: give another file"),
+        ("--context 16", "--context 16: give a longer context, or --top-k"),
         ("--model needle", "leave --text out"),
     ],
 )
@@ -187,7 +190,7 @@ def test_mistakes_are_one_line_each(
     words: str, message: str, tmp_path: Path, tiny_model_dir: Path, tiny_text: Path, program: Any
 ) -> None:
     place = ["--model", tiny_model_dir, "--text", tiny_text]
-    more = words.replace("FOLDER", str(tmp_path)).split()
+    more = words.replace("FOLDER", str(tmp_path)).replace("TEXT", str(tiny_text)).split()
     error = program("tune", *place, *more, status=2).err.splitlines()[-1]
     assert message in error and "error: " in error
 
