@@ -334,6 +334,18 @@ def test_the_bytes_of_the_readme_are_those_of_fits(capsys: pytest.CaptureFixture
     ]
 
 
+@pytest.mark.slow
+def test_the_table_of_choose_is_that_of_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = {cells[0]: cells for cells in table(DOCS / "choose.md", "cache", "index", "store")}
+    words = "fits llama-3.1-8b --context 128K --device-memory 24GB --host-memory 64GB --caches"
+    names = ("full", "paris:store=host", "lrqk:store=host", "ctkvr:store=host")
+    assert main([*words.split(), ",".join(names)]) == 0
+    lines = [line.strip("| ").split("|") for line in capsys.readouterr().out.splitlines()]
+    made = [[cell.strip() for cell in line] for line in lines if line[0].strip() in names]
+    # The page leaves out columns 2 and 9: the window, and what a step reads.
+    assert [[*cells[:1], *cells[2:8], cells[9]] for cells in made] == [rows[x] for x in names]
+
+
 def promises() -> list[tuple[str, str]]:
     """Promises and what is named beside them."""
     lines = [
