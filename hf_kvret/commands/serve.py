@@ -119,6 +119,7 @@ def run_serve(arguments: Sequence[str], options: ServeOptions) -> int:
     app = typer.Typer(add_completion=False)
     app.command()(Serve)
     cache = ServedCache(choice.method, chosen, place)
+    SIGNALS_WAIT.last = 0
     with answering_with(cache, options.max_prompt):
         try:
             app(args=words, prog_name="hf-kvret serve MODEL")

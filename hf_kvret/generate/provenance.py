@@ -24,7 +24,7 @@ from hf_kvret_model_patches.decoders import decoder_of
 
 _log = logging.getLogger(__name__)
 
-# Most pending entries, two for a pass, before all of them are written.
+# Most pending entries, one for nearly every pass, before all of them are written.
 _MOST_PENDING = 256
 
 
@@ -89,7 +89,7 @@ def kept_len(call: Request, cache: RetrievalCache) -> int | None:
         unknown = (held[:, :same] == UNKNOWN).any(dim=0).nonzero()
         same = int(unknown[0]) if len(unknown) else same
     kept = min(ids.shape[1] - 1, same)
-    # Rows of a prompt that is read in both directions have seen what would be dropped.
+    # What would be dropped may count in what stays: see `why_whole`.
     return 0 if kept < cache_len and why_whole(call.model.config) else kept
 
 
@@ -146,22 +146,27 @@ def _begin(
         name_cache(kwargs, name)
     start, record = cache.get_seq_length(), cache.tokens
     tokens = _tokens(args, kwargs)
-    if record.owner not in (None, module) and record.start == start:
-        # A pass inside of another one, which records the ids.
+    is_inner = record.owner not in (None, module) and record.start == start
+    if is_inner and _may_be_of(record.given, tokens):
+        # A pass inside of another one, which has recorded the ids.
         return
-    record.owner, record.start = module, start
+    record.owner, record.start, record.given = module, start, tokens
     # Steps of one token with the same module are not compared, nor is the pass behind their drafts:
     # that would cost more than to record them.
     verifies = cache.retrieval_layers[0].round is not None
     is_step = start > 0 and tokens is not None and (tokens.shape[1] == 1 or verifies)
     if not (is_step and record.checked_owner() is module):
-        is_known = newest_identity(module) is cache.last_identity is not None
+        last = cache.last_identity
+        is_known = last is not None and newest_identity(module) is last
         if not (is_known and (is_step or call_using(cache))):
             cache.check_model(module)
         record.checked_owner = weakref.ref(module)
-    # Known at once: a pass that breaks off behind the last layer leaves its rows, and no `_end`.
-    ids = None if tokens is None or tokens.is_floating_point() else tokens
-    record.pending.append((start, ids if ids is None else ids.to(torch.int32, copy=True)))
+    # Ids are recorded at once: a pass that breaks off behind the last layer leaves its rows. Layers
+    # refuse another number of sequences.
+    kv, ids = cache.retrieval_layers[0].kv, None
+    if tokens is not None and (not start or kv is None or kv.batch_size == len(tokens)):
+        ids = None if tokens.is_floating_point() else tokens.to(torch.int32, copy=True)
+    record.pending.append((start, ids))
 
 
 def _after_pass(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
@@ -178,7 +183,7 @@ def _end(
     record = cache.tokens
     if record.owner is not module:
         return
-    record.owner = None
+    record.owner = record.given = None
     start, end, tokens = record.start, cache.get_seq_length(), _tokens(args, kwargs)
     call = None if end - start == 1 else call_using(cache)
     is_point = end - start > cache.options.max_draft if call is None else end in call.points
@@ -198,6 +203,14 @@ def _end(
     inputs = _other_inputs(kwargs) if end - start > 1 and call is None else {}
     if inputs:
         record.passes.append(InputDigest.of(inputs, start, end, start))
+
+
+def _may_be_of(given: torch.Tensor | None, tokens: torch.Tensor | None) -> bool:
+    """Whether a running pass of ``given`` may be what ``tokens`` come from, as its embeddings."""
+    if given is tokens or given is None or tokens is None:
+        return True
+    kinds = [(one.dtype, one.device, one.ndim, len(one)) for one in (given, tokens)]
+    return kinds[0] != kinds[1] or torch.equal(given, tokens)
 
 
 def _tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:

@@ -53,8 +53,11 @@ class ColdSums(State):
         dims = window.keys.shape[-1], window.values.shape[-1]
         return cls(*dims, bool(window.value_in_key))
 
-    def has_all_of(self, shown: torch.Tensor) -> bool:
-        """Whether as many tokens count as are ``shown [B, n]`` before ``end``; reads the device."""
+    def counts_as_many_as(self, shown: torch.Tensor) -> bool:
+        """Whether as many tokens count as are ``shown [B, n]`` before ``end``; reads the device.
+
+        Not whether they are the same ones.
+        """
         counts = self._counts
         return counts is None or torch.equal(counts[:, 0], shown[:, : self.end].sum(1))
 

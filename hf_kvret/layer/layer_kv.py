@@ -380,7 +380,7 @@ class LayerKV(State):
 
     def recount(self, valid: torch.Tensor) -> None:
         """Make sums anew where they count other tokens than ``valid`` shows; waits for a device."""
-        if self.sums is not None and not self.sums.has_all_of(self.retrievable(valid)):
+        if self.sums is not None and not self.sums.counts_as_many_as(self.retrievable(valid)):
             self.sums = None
             self._forget_cold()
 

@@ -71,6 +71,7 @@ class TokenRecord(State):
         checked_owner: gives the module that last began a pass, after it was compared with what
             filled the cache; or None.
         start: index of the first token of that pass.
+        given: its ids or embeddings; None between passes.
     """
 
     # `[B, 1, n]`, as buffers have heads.
@@ -82,6 +83,7 @@ class TokenRecord(State):
         self.owner: Any = None
         self.checked_owner: Callable[[], Any] = _nobody
         self.start = 0
+        self.given: torch.Tensor | None = None
 
     def __len__(self) -> int:
         self.write_pending()
@@ -90,7 +92,7 @@ class TokenRecord(State):
     def __getstate__(self) -> dict[str, Any]:
         """Without modules, which are of this process alone."""
         self.write_pending()
-        return {**vars(self), "owner": None, "checked_owner": _nobody}
+        return {**vars(self), "owner": None, "given": None, "checked_owner": _nobody}
 
     def reset(self) -> None:
         super().reset()

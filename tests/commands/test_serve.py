@@ -3,6 +3,7 @@
 import json
 import logging
 import shutil
+import signal
 import socket
 import time
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from hf_kvret import RetrievalCache
 from hf_kvret.commands.serve import ServeOptions, run_serve
+from hf_kvret.contracts.signals import interruptible
 from hf_kvret.shelf import Shelf
 from hf_kvret.testing import MODELS
 from hf_kvret.testing.scenario import prompt
@@ -399,3 +401,19 @@ def test_a_model_without_a_template_completes_and_logs_what_it_drops(
 def test_serve_refuses_bad_options(arguments: list[str], method: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         run_serve(arguments, ServeOptions(method))
+
+
+def test_a_signal_that_ends_the_server_ends_the_program(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def end(*_: Any, **__: Any) -> None:
+        """As typer does: whatever the signal, its status is that of Ctrl-C."""
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        except KeyboardInterrupt:
+            raise SystemExit(130) from None
+
+    monkeypatch.setattr("typer.Typer.__call__", end)
+    with interruptible(signal.SIGTERM), pytest.raises(KeyboardInterrupt) as caught:
+        run_serve([str(folder)], ServeOptions("paris"))
+    assert caught.value.args == (signal.SIGTERM,)

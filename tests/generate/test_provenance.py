@@ -208,6 +208,30 @@ def test_rows_of_a_pass_that_breaks_behind_the_last_layer_are_known(
     assert cache.went_back == ids.shape[1] - common
 
 
+def test_a_refused_pass_of_other_sequences_forgets_no_ids(llama: Any) -> None:
+    cache, ids = new_cache(llama), prompt(1, 50)
+    llama.generate(ids, past_key_values=cache, **RUN)
+    held = held_ids(cache)
+    with torch.no_grad(), pytest.raises(ValueError, match="holds a batch of 1"):
+        llama(prompt(2, 5), past_key_values=cache)
+    assert held_ids(cache) == held
+    with pytest.raises(ValueError, match="differs from the tokens"):
+        llama.generate(prompt(1, 60, salt=1), past_key_values=cache, **RUN)
+
+
+def test_a_pass_behind_one_that_broke_off_at_once_has_its_own_ids(llama: Any) -> None:
+    hf_kvret.attach(llama)
+    cache, other = new_cache(llama), prompt(1, 50, salt=1)
+    embeddings = llama.get_input_embeddings()
+    hook = embeddings.register_forward_pre_hook(Mock(side_effect=KeyboardInterrupt))
+    with torch.no_grad():
+        with pytest.raises(KeyboardInterrupt):
+            llama(prompt(1, 50), past_key_values=cache)
+        hook.remove()
+        llama.model(other, past_key_values=cache)
+    assert held_ids(cache) == other.tolist()
+
+
 @pytest.mark.parametrize(("go_on", "masked"), [(as_it_is, True), (forked, False), (saved, True)])
 def test_tokens_in_place_of_padding_are_refused(
     llama: Any, tmp_path: Path, go_on: Callable[..., RetrievalCache], masked: bool

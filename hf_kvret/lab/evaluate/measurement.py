@@ -328,4 +328,4 @@ def run_script(cls: type[Measurement], arguments: Sequence[str] | None = None) -
     words = sys.argv[1:] if arguments is None else arguments
     if "--smallest" in words:
         arguments = [*cls.smallest.split(), *words]
-    return run_program(partial(script_parser, cls), arguments, kept_results)
+    return run_program(partial(script_parser, cls), arguments, kept_results, Path(sys.argv[0]).name)

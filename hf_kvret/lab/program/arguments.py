@@ -149,7 +149,7 @@ def several(parse: Callable[[str], _Value]) -> Callable[[str], tuple[_Value, ...
     def read(text: str) -> tuple[_Value, ...]:
         values = tuple(parse(word.strip()) for word in text.split(","))
         if len(set(values)) < len(values):
-            raise argparse.ArgumentTypeError(f"the same twice in {text!r}: name each once")
+            raise argparse.ArgumentTypeError(f"the same value twice in {text!r}: name each once")
         return values
 
     return read

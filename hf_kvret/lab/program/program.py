@@ -6,7 +6,6 @@ import argparse
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -119,6 +118,7 @@ def run_program(
     make_parser: Callable[[], argparse.ArgumentParser],
     arguments: Sequence[str] | None,
     kept: Callable[[argparse.Namespace], str],
+    name: str = "hf-kvret",
 ) -> int:
     """Parse and call ``run`` of what was parsed; returns the exit status, 2 for a mistake.
 
@@ -128,9 +128,10 @@ def run_program(
     Args:
         make_parser: its result sets ``run``, a function of what was parsed.
         arguments: None for those of the command line.
-        kept: what an interrupted command leaves, as the end of a sentence.
+        kept: what an interrupted command leaves, as the end of a sentence, of any options.
+        name: of the program, until its parser is made.
     """
-    name, hint = Path(sys.argv[0]).name, ""
+    hint = ""
     try:
         with interruptible(*_SIGNALS):
             parser = make_parser()

@@ -115,7 +115,8 @@ class Tune(Measurement):
         describe_file("--text", self.text)
         if self.out is not None:
             check_file("--out", self.out)
-            if self.out.exists() and not read_object(self.out, "cache_config")[0]:
+            is_new = not self.out.exists() or not self.out.stat().st_size
+            if not is_new and not read_object(self.out, "cache_config")[0]:
                 raise ValueError(f"--out {self.out} holds something else: give another file")
         _ = self.variants
 

@@ -131,5 +131,5 @@ def test_noise_follows_zipf() -> None:
 def test_more_needles_than_keys_are_refused_with_the_options_that_ask_for_them() -> None:
     with pytest.raises(ValueError, match=r"16,385 needles .* 16,384: take fewer \(--distractors"):
         LANGUAGE.pairs(np.random.default_rng(0), 16_385)
-    with pytest.raises(argparse.ArgumentTypeError, match="the same twice in '0,50,0"):
+    with pytest.raises(argparse.ArgumentTypeError, match="the same value twice in '0,50,0"):
         several(percent)("0,50,0.0")
