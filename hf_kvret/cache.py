@@ -316,7 +316,9 @@ class RetrievalCache(Cache):
         """Drop tokens until at most ``length`` are held: as few as possible, or all."""
         before, went_back = self.get_seq_length(), self.went_back
         try:
-            self.drop_newest(min(0, length - before))
+            # What a pass left that broke off goes first: some layers lack it.
+            self.drop_newest(0)
+            self.drop_newest(min(0, length - self.get_seq_length()))
         except CantGoBackError:
             self.reset()
         self.went_back = went_back + before - self.get_seq_length()

@@ -89,7 +89,7 @@ def kept_len(call: Request, cache: RetrievalCache) -> int | None:
         unknown = (held[:, :same] == UNKNOWN).any(dim=0).nonzero()
         same = int(unknown[0]) if len(unknown) else same
     kept = min(ids.shape[1] - 1, same)
-    # What would be dropped may count in what stays: see `why_whole`.
+    # Rows that are kept may have seen what would be dropped.
     return 0 if kept < cache_len and why_whole(call.model.config) else kept
 
 
@@ -150,7 +150,6 @@ def _begin(
     if is_inner and _may_be_of(record.given, tokens):
         # A pass inside of another one, which has recorded the ids.
         return
-    record.owner, record.start, record.given = module, start, tokens
     # Steps of one token with the same module are not compared, nor is the pass behind their drafts:
     # that would cost more than to record them.
     verifies = cache.retrieval_layers[0].round is not None
@@ -161,6 +160,7 @@ def _begin(
         if not (is_known and (is_step or call_using(cache))):
             cache.check_model(module)
         record.checked_owner = weakref.ref(module)
+    record.owner, record.start, record.given = module, start, tokens
     # Ids are recorded at once: a pass that breaks off behind the last layer leaves its rows. Layers
     # refuse another number of sequences.
     kv, ids = cache.retrieval_layers[0].kv, None
@@ -206,7 +206,7 @@ def _end(
 
 
 def _may_be_of(given: torch.Tensor | None, tokens: torch.Tensor | None) -> bool:
-    """Whether a running pass of ``given`` may be what ``tokens`` come from, as its embeddings."""
+    """Whether ``tokens`` may be the input of a pass inside one whose input is ``given``."""
     if given is tokens or given is None or tokens is None:
         return True
     kinds = [(one.dtype, one.device, one.ndim, len(one)) for one in (given, tokens)]

@@ -56,7 +56,7 @@ class ColdSums(State):
     def counts_as_many_as(self, shown: torch.Tensor) -> bool:
         """Whether as many tokens count as are ``shown [B, n]`` before ``end``; reads the device.
 
-        Not whether they are the same ones.
+        It doesn't tell whether they are the same tokens.
         """
         counts = self._counts
         return counts is None or torch.equal(counts[:, 0], shown[:, : self.end].sum(1))

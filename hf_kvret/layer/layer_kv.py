@@ -379,7 +379,7 @@ class LayerKV(State):
         return self.sums.mean()
 
     def recount(self, valid: torch.Tensor) -> None:
-        """Make sums anew where they count other tokens than ``valid`` shows; waits for a device."""
+        """Make sums anew where they count more or fewer tokens than ``valid``; synchronizes."""
         if self.sums is not None and not self.sums.counts_as_many_as(self.retrievable(valid)):
             self.sums = None
             self._forget_cold()

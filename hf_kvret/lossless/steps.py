@@ -105,8 +105,8 @@ class LosslessSteps:
 
         Raises:
             RuntimeError: the cache was changed since the last step.
-            ValueError: ``return_dict=False``, or what would be of a whole round: ``labels``,
-                ``output_router_logits``.
+            ValueError: ``return_dict=False``, or an input whose result would count a whole round:
+                ``labels``, ``output_router_logits``.
         """
         if inputs.get("return_dict") is False:
             raise ValueError("return_dict=False: leave it out, logits are read by their name")

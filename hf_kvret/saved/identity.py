@@ -468,7 +468,9 @@ def check_rows(cache: Any, model: PreTrainedModel, owner: str) -> None:
     parameters = inspect.signature(cls.forward).parameters
     # Such a decoder may not read text alone.
     is_text = not (cache.tokens.passes and "pixel_values" in parameters)
-    if ids is None or not ids.shape[1] or not (is_here and is_exact and is_text):
+    # A pass that broke off in the middle left some layers without its rows; the next one says so.
+    is_whole = len({one.kv and one.kv.length for one in cache.retrieval_layers}) == 1
+    if ids is None or not ids.shape[1] or not (is_here and is_exact and is_text and is_whole):
         return
     read, kept = DynamicCache(config=config), read_state(model)
     inputs: dict[str, Any] = {"input_ids": ids.to(decoder.device), "use_cache": True}

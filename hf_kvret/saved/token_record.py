@@ -97,6 +97,7 @@ class TokenRecord(State):
     def reset(self) -> None:
         super().reset()
         self.pending, self.checked_owner = [], _nobody
+        self.owner = self.given = None
 
     def fork(self) -> Self:
         self.write_pending()
@@ -106,6 +107,8 @@ class TokenRecord(State):
 
     def crop(self, length: int) -> None:
         self.write_pending()
+        # No pass runs now: one whose end nobody saw, as of Ctrl-C, is over.
+        self.owner = self.given = None
         super().crop(length)
 
     def reorder(self, rows: torch.Tensor) -> None:

@@ -208,6 +208,28 @@ def test_rows_of_a_pass_that_breaks_behind_the_last_layer_are_known(
     assert cache.went_back == ids.shape[1] - common
 
 
+@pytest.mark.parametrize("kind", ["error", "crop"])
+@pytest.mark.parametrize("same", [True, False])
+def test_a_first_pass_that_breaks_between_layers_is_told_or_dropped(
+    llama: Any, kind: str, same: bool
+) -> None:
+    cache, ids = new_cache(llama), prompt(1, 50)
+    cache.options = cache.options.replace(on_divergence=kind)
+    hook = llama.model.layers[1].register_forward_pre_hook(Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        llama.generate(ids, past_key_values=cache, **RUN)
+    hook.remove()
+    head = ids if same else prompt(1, 50, salt=1)
+    other = torch.cat([head, prompt(1, 20, salt=2)], dim=1)
+    if kind == "error":
+        words = "different numbers of tokens" if same else "prompt differs"
+        with pytest.raises((RuntimeError, ValueError), match=words):
+            llama.generate(other, past_key_values=cache, **RUN)
+        cache.crop(0)
+    expected = llama.generate(other, **RUN)
+    assert torch.equal(llama.generate(other, past_key_values=cache, **RUN), expected)
+
+
 def test_a_refused_pass_of_other_sequences_forgets_no_ids(llama: Any) -> None:
     cache, ids = new_cache(llama), prompt(1, 50)
     llama.generate(ids, past_key_values=cache, **RUN)

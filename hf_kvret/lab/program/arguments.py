@@ -148,7 +148,7 @@ def several(parse: Callable[[str], _Value]) -> Callable[[str], tuple[_Value, ...
 
     def read(text: str) -> tuple[_Value, ...]:
         values = tuple(parse(word.strip()) for word in text.split(","))
-        if len(set(values)) < len(values):
+        if len({(type(value), value) for value in values}) < len(values):
             raise argparse.ArgumentTypeError(f"the same value twice in {text!r}: name each once")
         return values
 

@@ -128,8 +128,8 @@ def run_program(
     Args:
         make_parser: its result sets ``run``, a function of what was parsed.
         arguments: None for those of the command line.
-        kept: what an interrupted command leaves, as the end of a sentence, of any options.
-        name: of the program, until its parser is made.
+        kept: what an interrupted command leaves, as the end of a sentence, by what was parsed.
+        name: the program's, before its parser is made.
     """
     hint = ""
     try:

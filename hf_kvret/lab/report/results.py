@@ -150,7 +150,7 @@ def read_results(path: Path, name: str | None = None) -> dict[str, Any]:
 
 
 def _is_whole(content: dict[str, Any]) -> bool:
-    """Whether all parts of a result file are there; a row has one value or more."""
+    """Whether all parts of a result file are there; no name of a cell and no result is empty."""
     kinds = {"name": str, "setup": dict, "environments": list, "cells": list}
     return all(isinstance(content.get(name), kind) for name, kind in kinds.items()) and all(
         isinstance(one, dict)
